@@ -1,0 +1,32 @@
+"""Which implementation of an op runs: chosen by the caller, or by the device, never by accident."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+Impl = Literal["auto", "triton", "cpu", "reference"]
+
+
+def implementation(impl: Impl, tensor: torch.Tensor) -> str:
+    """Name the implementation that runs for `tensor`: ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    ``"auto"`` takes Triton on an accelerator and the CPU kernel on a CPU tensor. An explicit choice is
+    honoured or refused, it never falls back: Triton on a CPU tensor needs ``TRITON_INTERPRET=1``, and the
+    CPU kernel needs a CPU tensor.
+    """
+    on_cpu = tensor.device.type == "cpu"
+    if impl == "auto":
+        return "cpu" if on_cpu else "triton"
+    if impl == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "impl='triton' on a CPU tensor runs in Triton's interpreter only: set TRITON_INTERPRET=1 before "
+            "the first import of triton, or use impl='cpu'"
+        )
+    if impl == "cpu" and not on_cpu:
+        raise ValueError(f"impl='cpu' needs a CPU tensor, got one on {tensor.device}")
+    if impl not in ("triton", "cpu", "reference"):
+        raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
+    return impl
