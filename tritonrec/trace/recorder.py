@@ -1,0 +1,188 @@
+"""What a rank did and when: tuples while training, Perfetto protobuf at the end.
+
+Inside a step a span costs two clock reads and one list append (no lock: appending to a list is atomic).
+Packets, tracks and flows are made by `save`. Times are ``time.perf_counter_ns``, one clock for all processes
+of a host, so that the files of its ranks join without shifting.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+# One thread track each, drawn in this order: the way of a batch from the log to the table and back.
+LANES = (
+    "prefetch",
+    "h2d",
+    "routing",
+    "retrieval",
+    "sync",
+    "compute",
+    "communication",
+    "reduce",
+    "write_back",
+)
+_KNOWN_LANES = frozenset(LANES)
+
+SpanEvent = tuple[str, str, int, int, dict[str, Any]]  # lane, name, start ns, end ns, args
+CounterEvent = tuple[str, int, float]  # name, time ns, value
+
+
+class SupportsRecording(Protocol):
+    """The face that `Recorder` and `NullRecorder` share; the executor knows nothing else of either."""
+
+    metadata: dict[str, Any]
+
+    def span(
+        self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
+    ) -> AbstractContextManager[dict[str, Any]]: ...
+
+    def counter(self, name: str, value: float) -> None: ...
+
+
+class _Span:
+    """One slice in the making; leaving it, by whatever way, records it."""
+
+    __slots__ = ("_args", "_events", "_lane", "_name", "_start")
+
+    def __init__(self, events: list[SpanEvent], lane: str, name: str, args: dict[str, Any]) -> None:
+        self._events = events
+        self._lane = lane
+        self._name = name
+        self._args = args
+        self._start = 0
+
+    def __enter__(self) -> dict[str, Any]:
+        self._start = perf_counter_ns()
+        return self._args
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = perf_counter_ns()
+        if kind is not None:
+            self._args["error"] = kind.__name__
+        self._events.append((self._lane, self._name, self._start, end, self._args))
+
+
+class Recorder:
+    """Records the spans and counters of one rank. All methods but `save` may be called from any thread.
+
+    Args:
+        rank: this process's rank, ``0 <= rank < world_size``.
+        world_size: number of ranks of the run.
+        metadata: JSON values stored in the file, so that it can be analysed alone: ``mode``, ``consistency``,
+            ``micro_batches``, and ``edges``, the schedule's dependencies as ``(from_stage, to_stage,
+            batch_offset, micro_batch_rule)`` (see `tritonrec.trace.analysis.check_edges`). ``rank`` and
+            ``world_size`` are added. The attribute may be filled in later, up to `save`.
+    """
+
+    def __init__(self, rank: int, world_size: int, metadata: Mapping[str, Any] | None = None) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not one of a world of {world_size} ranks")
+        self.rank = rank
+        self.world_size = world_size
+        self.metadata: dict[str, Any] = {**(metadata or {}), "rank": rank, "world_size": world_size}
+        self._spans: list[SpanEvent] = []
+        self._counters: list[CounterEvent] = []
+
+    def span(self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any) -> _Span:
+        """Record the body of a ``with`` block as one slice called `name` on `lane`.
+
+        The block gets the slice's annotations as a dict and may add what it learns on the way, such as
+        ``bytes`` and ``keys``. An exception passes through and leaves its type under ``error``.
+        """
+        _check_lane(lane)
+        args["batch"] = batch
+        if micro_batch is not None:
+            args["micro_batch"] = micro_batch
+        return _Span(self._spans, lane, name, args)
+
+    def add(
+        self,
+        lane: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        batch: int,
+        micro_batch: int | None = None,
+        **args: Any,
+    ) -> None:
+        """Record a slice whose times (perf_counter nanoseconds) were taken elsewhere."""
+        _check_lane(lane)
+        if end_ns < start_ns:
+            raise ValueError(
+                f"span {name!r} of batch {batch} ends at {end_ns}, before its start at {start_ns}"
+            )
+        args["batch"] = batch
+        if micro_batch is not None:
+            args["micro_batch"] = micro_batch
+        self._spans.append((lane, name, start_ns, end_ns, args))
+
+    def counter(self, name: str, value: float) -> None:
+        """Record that the quantity `name` (load factor, bytes sent, ...) has `value` from now on."""
+        self._counters.append((name, perf_counter_ns(), value))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev."""
+        from tritonrec.trace.writer import serialise
+
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Copies, so that a lane still running cannot grow a list under the writer.
+        target.write_bytes(serialise(self.rank, self.metadata, list(self._spans), list(self._counters)))
+        return target
+
+
+class NullRecorder:
+    """A `Recorder` that forgets: same face, no clock read, nothing kept."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, Any] = {}
+
+    def span(
+        self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
+    ) -> _NullSpan:
+        return _NullSpan()
+
+    def counter(self, name: str, value: float) -> None:
+        return None
+
+
+class _NullSpan:
+    __slots__ = ()
+
+    def __enter__(self) -> dict[str, Any]:
+        return {}  # fresh: two threads may write into theirs at the same time
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Join the files of several ranks into one.
+
+    A trace is a repeated field of packets, and protobuf messages merge by concatenation; tracks, flows and
+    sequences carry the rank in their ids, so nothing clashes.
+    """
+    target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as joined:
+        for path in paths:
+            with Path(path).open("rb") as part:
+                shutil.copyfileobj(part, joined)
+    return target
+
+
+def _check_lane(lane: str) -> None:
+    if lane not in _KNOWN_LANES:
+        raise ValueError(f"lane must be one of {', '.join(LANES)}, got {lane!r}")
