@@ -1,0 +1,174 @@
+"""Jagged batches: sequences of different lengths stored end to end, with no padding.
+
+Three samples of lengths 2, 0 and 3 (the second one is empty, which is legal), so B = 3 and L = 5::
+
+    sample_ids   [  70,          71,  72             ]        (B,)
+    offsets      [   0,           2,   2,           5]        (B + 1,)
+                     |            |    |            |
+    ids          [ 10, 11,             20,  21,  22  ]        (L,)   offsets[b] : offsets[b + 1] is sample b
+    labels       [ 11, 12,             21,  22,  23  ]        (L,)   the item that follows
+    timestamps   [  5,  9,              1,   4,   4  ]        (L,)
+    negatives    [ .., ..,             ..,  ..,  ..  ]        (L, K) sampled items the label is ranked against
+    token_positions()
+                 [  0,  1,              0,   1,   2  ]        (L,)
+    token_sample_ids()
+                 [ 70, 70,             72,  72,  72  ]        (L,)
+
+An empty batch has ``offsets = [0]`` and nothing else.
+
+Dimensions: B samples, L tokens, K negatives per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSORS = ("sample_ids", "offsets", "ids", "timestamps", "labels", "negatives")
+
+
+def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens of given ranges, range after range, and the ranges' new offsets.
+
+    `starts` and `lengths` are (B,) int64. Returns indices (sum of lengths,) and offsets (B + 1,)::
+
+        starts [7, 3, 0]  lengths [2, 0, 3]  ->  indices [7, 8,  0, 1, 2]   offsets [0, 2, 2, 5]
+    """
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return torch.arange(len(shift), dtype=torch.int64, device=lengths.device) + shift, offsets
+
+
+@dataclass(frozen=True)
+class JaggedBatch:
+    """One step's samples. All tensors are int64 on one device; the layout is drawn in the module's docstring.
+
+    ``sample_ids`` tell samples apart wherever a random choice depends on the sample (dropout, negatives), so
+    they must not depend on how the batch is cut up.
+    """
+
+    step: int
+    sample_ids: Tensor  # (B,)
+    offsets: Tensor  # (B + 1,)
+    ids: Tensor  # (L,)
+    timestamps: Tensor  # (L,)
+    labels: Tensor  # (L,)
+    negatives: Tensor  # (L, K)
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.offsets.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return self.ids.numel()
+
+    @property
+    def num_negatives(self) -> int:
+        """K."""
+        return self.negatives.shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64: tokens of each sample."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def occurrence_keys(self) -> Tensor:
+        """(L + L + L*K,) int64: every key the batch looks up, in order ids, labels, negatives row by row."""
+        return torch.cat([self.ids, self.labels, self.negatives.reshape(-1)])
+
+    def token_sample_ids(self) -> Tensor:
+        """(L,) int64: the sample id of each token."""
+        return torch.repeat_interleave(self.sample_ids, self.lengths)
+
+    def token_positions(self) -> Tensor:
+        """(L,) int64: the place of each token in its own sequence, from 0."""
+        positions = torch.arange(self.num_tokens, dtype=torch.int64, device=self.ids.device)
+        return positions - torch.repeat_interleave(self.offsets[:-1], self.lengths)
+
+    def select(self, indices: Tensor) -> JaggedBatch:
+        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
+        indices = indices.to(self.offsets.device)
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
+            raise IndexError(
+                f"select: indices must be in [0, {self.num_samples}), "
+                f"got values from {int(indices.min())} to {int(indices.max())}"
+            )
+        tokens, offsets = token_indices(self.offsets[indices], self.lengths[indices])
+        return JaggedBatch(
+            self.step,
+            self.sample_ids[indices],
+            offsets,
+            self.ids[tokens],
+            self.timestamps[tokens],
+            self.labels[tokens],
+            self.negatives[tokens],
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedBatch:
+        """The same batch on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> JaggedBatch:
+        """The same batch in page-locked memory, from which copies to an accelerator run asynchronously."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedBatch:
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _TENSORS}
+        return replace(self, **changed)
+
+    def validate(self) -> JaggedBatch:
+        """Return the batch itself, or raise a ValueError that names the field and the offending values."""
+        device = None
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"{name} must be an int64 tensor, got {got}")
+            dimensions = 2 if name == "negatives" else 1
+            if tensor.dim() != dimensions:
+                raise ValueError(
+                    f"{name} must have {dimensions} dimension(s), got shape {tuple(tensor.shape)}"
+                )
+            device = device or tensor.device
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, but sample_ids is on {device}")
+        self._validate_offsets()
+        if len(self.sample_ids) != self.num_samples:
+            raise ValueError(
+                f"sample_ids has {len(self.sample_ids)} entries, but offsets of length {len(self.offsets)} "
+                f"describe {self.num_samples} samples"
+            )
+        for name in ("timestamps", "labels", "negatives"):
+            rows = len(getattr(self, name))
+            if rows != self.num_tokens:
+                raise ValueError(f"{name} has {rows} rows, but ids has {self.num_tokens} tokens")
+        return self
+
+    def _validate_offsets(self) -> None:
+        offsets = self.offsets
+        if len(offsets) == 0:
+            raise ValueError("offsets must have one entry more than there are samples, got an empty tensor")
+        if bool((offsets < 0).any()):
+            at = int((offsets < 0).nonzero()[0])
+            raise ValueError(f"offsets must not be negative: offsets[{at}] = {int(offsets[at])}")
+        if int(offsets[0]) != 0:
+            raise ValueError(f"offsets must start at 0: offsets[0] = {int(offsets[0])}")
+        if bool((offsets[1:] < offsets[:-1]).any()):
+            at = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+            raise ValueError(
+                f"offsets must not decrease: offsets[{at + 1}] = {int(offsets[at + 1])} "
+                f"comes after offsets[{at}] = {int(offsets[at])}"
+            )
+        if int(offsets[-1]) != self.num_tokens:
+            raise ValueError(
+                f"offsets must end at the number of tokens: "
+                f"offsets[{len(offsets) - 1}] = {int(offsets[-1])}, but ids has {self.num_tokens}"
+            )
