@@ -1,0 +1,71 @@
+"""Philox4x32-10 and its two users on the CPU, one counter block of four words at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+MULTIPLIER_0 = np.uint64(0xD2511F53)
+MULTIPLIER_1 = np.uint64(0xCD9E8D57)
+WEYL_0 = np.uint32(0x9E3779B9)
+WEYL_1 = np.uint32(0xBB67AE85)
+HALF = np.uint64(32)
+
+
+@njit(cache=True, nogil=True)
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """Ten rounds of Philox: counter (c0..c3) and key (k0, k1), all uint32, to four uint32 words."""
+    for _ in range(10):
+        product_0 = MULTIPLIER_0 * np.uint64(c0)
+        product_1 = MULTIPLIER_1 * np.uint64(c2)
+        c0 = np.uint32(np.uint32(product_1 >> HALF) ^ c1 ^ k0)
+        c1 = np.uint32(product_1)
+        c2 = np.uint32(np.uint32(product_0 >> HALF) ^ c3 ^ k1)
+        c3 = np.uint32(product_0)
+        k0 = np.uint32(k0 + WEYL_0)
+        k1 = np.uint32(k1 + WEYL_1)
+    return c0, c1, c2, c3
+
+
+@njit(cache=True, nogil=True)
+def signed_unit(word):
+    """The 24 high bits of a word as a float32 in [-1, 1), exactly."""
+    return np.float32(np.int32(word >> np.uint32(8)) - np.int32(1 << 23)) * np.float32(2.0**-23)
+
+
+@njit(cache=True, nogil=True)
+def bounded(word, upper):
+    """The high half of word * upper: uniform in [0, upper) up to a bias of upper / 2**32."""
+    return np.int64((np.uint64(word) * upper) >> HALF)
+
+
+@njit(cache=True, nogil=True)
+def initial_rows(k0, k1, table, tag, keys, scale, rows):
+    dim = rows.shape[1]
+    whole = dim // 4
+    for i in range(keys.shape[0]):
+        low = np.uint32(keys[i] & 0xFFFFFFFF)
+        high = np.uint32((keys[i] >> 32) & 0xFFFFFFFF)
+        for block in range(whole):
+            w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), table, k0, k1)
+            rows[i, 4 * block] = signed_unit(w0) * scale
+            rows[i, 4 * block + 1] = signed_unit(w1) * scale
+            rows[i, 4 * block + 2] = signed_unit(w2) * scale
+            rows[i, 4 * block + 3] = signed_unit(w3) * scale
+        if dim > 4 * whole:
+            words = philox4x32(low, high, np.uint32(tag | whole), table, k0, k1)
+            for j in range(dim - 4 * whole):
+                rows[i, 4 * whole + j] = signed_unit(words[j]) * scale
+
+
+@njit(cache=True, nogil=True)
+def random_indices(k0, k1, tag, sample_ids, positions, upper, indices):
+    count = indices.shape[1]
+    for i in range(sample_ids.shape[0]):
+        low = np.uint32(sample_ids[i] & 0xFFFFFFFF)
+        high = np.uint32((sample_ids[i] >> 32) & 0xFFFFFFFF)
+        position = np.uint32(positions[i] & 0xFFFFFFFF)
+        for block in range((count + 3) // 4):
+            words = philox4x32(low, high, np.uint32(tag | block), position, k0, k1)
+            for j in range(min(4, count - 4 * block)):
+                indices[i, 4 * block + j] = bounded(words[j], upper)

@@ -1,0 +1,133 @@
+"""Philox4x32-10 and its two users in Triton: one program per block of rows and counter blocks.
+
+Words are uint32 throughout; the high half of a product comes from a 64-bit multiplication, which every
+backend and the interpreter have.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """Ten rounds of Philox: counter (c0..c3) and key (k0, k1), all uint32, to four uint32 words."""
+    for _ in tl.static_range(10):
+        product_0 = c0.to(tl.uint64) * 0xD2511F53
+        product_1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product_1.to(tl.uint32)
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product_0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def low_word(number):
+    return (number & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def high_word(number):
+    return ((number >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def signed_unit(word):
+    """The 24 high bits of a word as a float32 in [-1, 1), exactly."""
+    return ((word >> 8).to(tl.int32) - 8388608).to(tl.float32) * 1.1920928955078125e-07
+
+
+@triton.jit
+def bounded(word, upper):
+    """The high half of word * upper: uniform in [0, upper) up to a bias of upper / 2**32."""
+    return ((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32).to(tl.int64)
+
+
+@triton.jit
+def initial_rows_kernel(
+    keys_ptr, rows_ptr, seed, table, tag, scale, num_rows, dim, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    key = tl.load(keys_ptr + row, mask=row < num_rows, other=0)
+    # Adding a zero of the tile's shape gives all four counter words that shape before the first round.
+    zero = row * 0 + block * 0
+    w0, w1, w2, w3 = philox4x32(
+        low_word(key + zero),
+        high_word(key + zero),
+        low_word(tag + block + zero),
+        low_word(table + zero),
+        low_word(seed + zero),
+        high_word(seed + zero),
+    )
+    column = block * 4
+    out = rows_ptr + row * dim + column
+    tl.store(out, signed_unit(w0) * scale, mask=(row < num_rows) & (column < dim))
+    tl.store(out + 1, signed_unit(w1) * scale, mask=(row < num_rows) & (column + 1 < dim))
+    tl.store(out + 2, signed_unit(w2) * scale, mask=(row < num_rows) & (column + 2 < dim))
+    tl.store(out + 3, signed_unit(w3) * scale, mask=(row < num_rows) & (column + 3 < dim))
+
+
+@triton.jit
+def random_indices_kernel(
+    sample_ids_ptr,
+    positions_ptr,
+    indices_ptr,
+    seed,
+    tag,
+    upper,
+    num_rows,
+    count,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    sample = tl.load(sample_ids_ptr + row, mask=row < num_rows, other=0)
+    position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
+    zero = row * 0 + block * 0
+    w0, w1, w2, w3 = philox4x32(
+        low_word(sample + zero),
+        high_word(sample + zero),
+        low_word(tag + block + zero),
+        low_word(position + zero),
+        low_word(seed + zero),
+        high_word(seed + zero),
+    )
+    limit = zero + upper
+    column = block * 4
+    out = indices_ptr + row * count + column
+    tl.store(out, bounded(w0, limit), mask=(row < num_rows) & (column < count))
+    tl.store(out + 1, bounded(w1, limit), mask=(row < num_rows) & (column + 1 < count))
+    tl.store(out + 2, bounded(w2, limit), mask=(row < num_rows) & (column + 2 < count))
+    tl.store(out + 3, bounded(w3, limit), mask=(row < num_rows) & (column + 3 < count))
+
+
+def _tile(num_rows: int, columns: int) -> tuple[tuple[int, int], int, int]:
+    """Grid and tile: about 256 counter blocks a program, as wide as the row needs."""
+    blocks = min(64, triton.next_power_of_2(triton.cdiv(columns, 4)))
+    rows = 256 // blocks
+    return (triton.cdiv(num_rows, rows), triton.cdiv(triton.cdiv(columns, 4), blocks)), rows, blocks
+
+
+def initial_rows(
+    seed: int, table: int, tag: int, keys: torch.Tensor, scale: float, rows: torch.Tensor
+) -> None:
+    grid, tile_rows, tile_blocks = _tile(*rows.shape)
+    initial_rows_kernel[grid](
+        keys, rows, seed, table, tag, scale, *rows.shape, ROWS=tile_rows, BLOCKS=tile_blocks
+    )
+
+
+def random_indices(
+    seed: int, tag: int, sample_ids: torch.Tensor, positions: torch.Tensor, upper: int, indices: torch.Tensor
+) -> None:
+    grid, tile_rows, tile_blocks = _tile(*indices.shape)
+    random_indices_kernel[grid](
+        sample_ids, positions, indices, seed, tag, upper, *indices.shape, ROWS=tile_rows, BLOCKS=tile_blocks
+    )
