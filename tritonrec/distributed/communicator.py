@@ -1,0 +1,96 @@
+"""The collectives a rank takes part in, over torch.distributed; with one rank they are local copies.
+
+Every lane that communicates has a process group of its own, so that collectives of different lanes need no
+common order: each lane issues its own in the schedule's order, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..ops import ExactSumError
+
+TIMEOUT = timedelta(seconds=60)
+"""How long a collective waits for a rank that does not come before it raises."""
+
+
+class Communicator:
+    """Exchanges among the ranks of one process group.
+
+    Args:
+        group: a process group of the calling rank, or None for a run of one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def all_to_all(self, values: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Send ``send[r]`` leading rows of `values` to each rank r in turn, return what the ranks sent here.
+
+        Args:
+            values: (sum(send), ...) rows grouped by destination rank.
+            send, receive: rows to and from each rank, world_size entries each.
+
+        Returns:
+            (sum(receive), ...) rows grouped by source rank.
+        """
+        if self.group is None:
+            return values.clone()
+        received = values.new_empty((sum(receive), *values.shape[1:]))
+        dist.all_to_all_single(received, values.contiguous(), receive, send, group=self.group)
+        return received
+
+    def all_to_all_equal(self, values: torch.Tensor) -> torch.Tensor:
+        """Row r of `values` (world_size, ...) goes to rank r; row r of the result came from rank r."""
+        return self.all_to_all(values, [1] * self.world_size, [1] * self.world_size)
+
+    def all_reduce(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Sum `values` over the ranks, in place.
+
+        int64 sums on the grid are exact. A magnitude that could wrap around in the sum raises
+        `ExactSumError` naming `name` before anything is sent.
+        """
+        if self.group is None:
+            return values
+        if values.dtype == torch.int64 and values.numel():
+            limit = (2**63 - 1) // self.world_size
+            if int(values.max()) > limit or int(values.min()) < -limit:
+                raise ExactSumError(f"{name}: a sum over {self.world_size} ranks could leave the int64 grid")
+        dist.all_reduce(values, group=self.group)
+        return values
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """One communicator for each lane that crosses ranks."""
+
+    routing: Communicator
+    communication: Communicator
+    reduce: Communicator
+
+    @property
+    def rank(self) -> int:
+        return self.routing.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.routing.world_size
+
+    @classmethod
+    def local(cls) -> Communicators:
+        """For a run of one rank."""
+        return cls(Communicator(), Communicator(), Communicator())
+
+    @classmethod
+    def over(cls, ranks: list[int], timeout: timedelta = TIMEOUT) -> Communicators | None:
+        """Groups over `ranks`; collective over the whole world. None on ranks outside."""
+        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(3)]
+        if dist.get_rank() not in ranks:
+            return None
+        return cls(*(Communicator(group) for group in groups))

@@ -1,0 +1,216 @@
+"""Start ranks: from torchrun's environment, or as a pool of local processes that runs function after function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .communicator import TIMEOUT, Communicators
+
+
+class RankDiedError(RuntimeError):
+    """A rank ended, failed, or stayed silent beyond its timeout."""
+
+
+@contextmanager
+def from_environment(timeout: timedelta = TIMEOUT):
+    """Yield this process's `Communicators` as torchrun set it up (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Without those variables, or with a world of one, the communicators are local. The process groups are
+    destroyed on the way out, also after an error.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Communicators.local()
+        return
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield Communicators.over(list(range(world_size)), timeout)
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(
+    rank: int, world_sizes: tuple[int, ...], store: str, timeout: timedelta, connection: Connection
+) -> None:
+    """A rank's loop: take (function, world size, arguments), answer ("ok", result) or ("error", text)."""
+    torch.set_num_threads(1)
+    try:
+        world = max(world_sizes)
+        if world > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+            )
+        groups = {
+            size: Communicators.local() if size == 1 else Communicators.over(list(range(size)), timeout)
+            for size in sorted(world_sizes)
+        }
+        connection.send(("ok", None))
+        while True:
+            request = connection.recv()
+            if request is None:
+                return
+            function, size, args = request
+            try:
+                connection.send(("ok", function(groups[size], *args)))
+            except Exception as error:
+                connection.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except Exception:
+        with suppress(OSError):
+            connection.send(("error", traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Local processes, one per rank, that stay up and run functions on the first `world_size` of them.
+
+    Args:
+        world_sizes: the world sizes that `run` will be asked for; max(world_sizes) processes are started.
+        timeout: a rank that waits longer for another in a collective raises.
+
+    Use as a context manager. Each process runs torch on one thread.
+    """
+
+    def __init__(self, world_sizes: tuple[int, ...], timeout: timedelta = TIMEOUT):
+        if not world_sizes or min(world_sizes) < 1:
+            raise ValueError(f"world sizes must be 1 or more, got {world_sizes}")
+        self.world_sizes = tuple(sorted(set(world_sizes)))
+        self.timeout = timeout
+        self._directory = tempfile.TemporaryDirectory(prefix="tritonrec-")
+        store = os.path.join(self._directory.name, "store")
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self.processes = []
+        with _one_thread_each():
+            for rank in range(max(self.world_sizes)):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, self.world_sizes, store, timeout, there),
+                    name=f"rank {rank}",
+                    daemon=True,
+                )
+                process.start()
+                there.close()
+                self._connections.append(here)
+                self.processes.append(process)
+        self._ready = False
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
+
+        `function` must be importable (it is pickled by name). Raises `RankDiedError` naming the rank when
+        one raises, dies, or stalls beyond twice the pool's timeout after the first rank has answered.
+        """
+        if world_size not in self.world_sizes:
+            raise ValueError(f"this pool was started for world sizes {self.world_sizes}, not {world_size}")
+        if not self._ready:
+            self._collect(range(len(self.processes)), starting=True)
+            self._ready = True
+        request = pickle.dumps((function, world_size, args))
+        for rank in range(world_size):
+            try:
+                self._connections[rank].send_bytes(request)
+            except OSError as error:
+                raise RankDiedError(self._obituary(rank)) from error
+        return self._collect(range(world_size))
+
+    def _collect(self, ranks: range, starting: bool = False) -> list[Any]:
+        waiting = {self._connections[rank]: rank for rank in ranks}
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = None
+        while waiting:
+            # The first rank may work as long as it likes; the others must then follow within the timeout.
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], patience)
+            if not ready:
+                silent = sorted(waiting.values())
+                raise RankDiedError(f"ranks {silent} did not answer within {2 * self.timeout} after the others")
+            if deadline is None and not starting:
+                deadline = time.monotonic() + 2 * self.timeout.total_seconds()
+            for connection in [c for c in waiting if c in ready or c.poll()]:
+                rank = waiting.pop(connection)
+                try:
+                    status, value = connection.recv()
+                except (EOFError, OSError):
+                    errors[rank] = self._obituary(rank)
+                    continue
+                if status == "ok":
+                    results[rank] = value
+                else:
+                    errors[rank] = f"rank {rank}: {value}"
+            for connection, rank in list(waiting.items()):
+                if not self.processes[rank].is_alive() and not connection.poll():
+                    del waiting[connection]
+                    errors[rank] = self._obituary(rank)
+        if errors:
+            # A rank that died explains the others' broken connections, so it is named first.
+            first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
+            raise RankDiedError("\n".join(errors[rank] for rank in first))
+        return [results[rank] for rank in ranks]
+
+    def _obituary(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join(timeout=5)
+        return f"rank {rank} died (exit code {process.exitcode})"
+
+    def close(self) -> None:
+        """End the processes; those that do not end within two seconds are killed."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.send(None)
+        deadline = time.monotonic() + 2
+        for process in self.processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for connection in self._connections:
+            connection.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _one_thread_each():
+    """Several ranks share this machine's cores: one OpenMP thread each, and gloo on the loopback interface."""
+    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: value for name, value in wanted.items() if value})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _loopback() -> str:
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), "")

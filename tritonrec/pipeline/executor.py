@@ -1,0 +1,143 @@
+"""One executor for every schedule: a thread per lane, tasks in order, edges awaited."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .check import check
+from .schedule import Schedule, Task
+
+Delay = Callable[[Task], float]
+"""Seconds to wait before a task starts; used to attack the schedule."""
+
+
+class StageFailedError(RuntimeError):
+    """A stage raised; the original exception is the cause, and no later stage of this rank has started."""
+
+
+class Executor:
+    """Runs the tasks of a schedule on one thread per lane.
+
+    Args:
+        schedule: the table to run. It is checked first, `ScheduleError` is raised where it could go wrong.
+        actions: for each stage name the function to call with (batch context, micro-batch index or None).
+        micro_batches: N, the number of micro-batches in a window.
+        span: ``span(lane, task, context)`` returns a context manager around a task's work (a recorder's).
+        delay: seconds to sleep before each task, drawn by the caller from a seeded generator.
+        checked: leave the check out; only for planted bugs, which must be caught by their effect.
+
+    Contexts are whatever the stages share about one batch. `submit` blocks while
+    ``schedule.batches_in_flight`` batches are unfinished.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        actions: Mapping[str, Callable[[Any, int | None], None]],
+        micro_batches: int,
+        span: Callable[[str, Task, Any], Any],
+        delay: Delay | None = None,
+        checked: bool = True,
+    ):
+        if micro_batches < 1:
+            raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
+        if checked:
+            check(schedule, micro_batches)
+        self.schedule, self.micro_batches = schedule, micro_batches
+        self._actions, self._span, self._delay = actions, span, delay
+        self._changed = threading.Condition()
+        self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
+        self._unfinished: set[Task] = set()
+        self._failure: tuple[Task, BaseException] | None = None
+        self._interrupt = threading.Event()
+        self._closing = False
+        self._queues: dict[str, deque[tuple[Task, Any]]] = {
+            lane: deque() for lane in dict.fromkeys(stage.lane for stage in schedule.stages)
+        }
+        self._threads = [
+            threading.Thread(target=self._lane, args=(lane,), name=f"lane {lane}", daemon=True)
+            for lane in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, batch: int, context: Any) -> None:
+        """Queue all tasks of `batch` (numbered 0, 1, 2, ...); returns at once when there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or len(self._left) < self.schedule.batches_in_flight)
+            self._raise_failure()
+            tasks = list(self.schedule.tasks(batch, self.micro_batches))
+            self._left[batch] = len(tasks)
+            self._unfinished.update(tasks)
+            for task in tasks:
+                self._queues[self.schedule[task.stage].lane].append((task, context))
+            self._changed.notify_all()
+
+    def wait(self, batch: int) -> None:
+        """Return when every task of `batch` has finished; raise `StageFailedError` if any stage failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or batch not in self._left)
+            self._raise_failure()
+
+    def in_flight(self) -> list[int]:
+        """Batches submitted and not finished, oldest first."""
+        with self._changed:
+            return sorted(self._left)
+
+    def close(self) -> None:
+        """Stop the lanes. Queued tasks that have not started are dropped; call `wait` first to finish."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._interrupt.set()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            task, error = self._failure
+            raise StageFailedError(
+                f"stage {task} of schedule {self.schedule.name} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _lane(self, lane: str) -> None:
+        queue = self._queues[lane]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped() or queue)
+                if self._stopped():
+                    return
+                task, context = queue.popleft()
+                waits_for = set(self.schedule.waits_for(task, self.micro_batches))
+                self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
+                if self._stopped():
+                    return
+            try:
+                if self._delay:
+                    self._interrupt.wait(self._delay(task))
+                with self._span(lane, task, context):
+                    self._actions[task.stage](context, task.micro_batch)
+            except BaseException as error:
+                with self._changed:
+                    self._failure = self._failure or (task, error)
+                    self._changed.notify_all()
+                self._interrupt.set()
+                return
+            with self._changed:
+                self._unfinished.discard(task)
+                self._left[task.batch] -= 1
+                if not self._left[task.batch]:
+                    del self._left[task.batch]
+                self._changed.notify_all()
+
+    def _stopped(self) -> bool:
+        return self._closing or self._failure is not None
