@@ -1,0 +1,23 @@
+"""Key routing as loops over Python integers."""
+
+import torch
+
+from tritonrec.kernels.murmur.reference import mix64
+
+
+def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
+    """See `tritonrec.kernels.bucketize.owner_of`."""
+    owners = [((mix64(key) >> 32) * world_size) >> 32 for key in keys.tolist()]
+    return torch.tensor(owners, dtype=torch.int64, device=keys.device)
+
+
+def bucketize(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.bucketize.bucketize`."""
+    buckets: list[list[int]] = [[] for _ in range(world_size)]
+    for position, owner in enumerate(owner_of(keys, world_size).tolist()):
+        buckets[owner].append(position)
+    permutation = [position for bucket in buckets for position in bucket]
+    return (
+        torch.tensor(permutation, dtype=torch.int64, device=keys.device),
+        torch.tensor([len(bucket) for bucket in buckets], dtype=torch.int64, device=keys.device),
+    )

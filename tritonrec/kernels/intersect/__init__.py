@@ -1,0 +1,76 @@
+"""Common keys of two buffers: `intersect`, the dedicated kernel of dual-buffer pipelining."""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def intersect(left: torch.Tensor, right: torch.Tensor, impl: Impl = "auto") -> Pair:
+    """Positions of the keys that both buffers hold, in order of the left position.
+
+    Args:
+        left: (A,) int64, distinct keys; A < 2**31.
+        right: (B,) int64, distinct keys on the same device; B < 2**31.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Returns:
+        ``left_positions`` (C,) ascending and ``right_positions`` (C,), int64, with
+        ``left[left_positions] == right[right_positions]``.
+
+    Example: left ``[5, 9, 2]``, right ``[2, 5, 4]`` give ``[0, 2]`` and ``[1, 0]``.
+
+    Distinctness is not checked: keys come from `unique`. With repeated keys the matches are unspecified.
+    This is K(t) ∩ K(t+1) of dual-buffer synchronisation (NestPipe, dual-buffer pipelining).
+    """
+    for name, keys in (("left", left), ("right", right)):
+        if keys.dtype != torch.int64 or keys.dim() != 1:
+            raise ValueError(f"{name} must be 1-D int64, got shape {tuple(keys.shape)} {keys.dtype}")
+    if left.device != right.device:
+        raise ValueError(f"left is on {left.device}, right on {right.device}")
+    return torch.ops.tritonrec.intersect(left, right, impl)
+
+
+def launch(left: torch.Tensor, right: torch.Tensor, impl: str = "auto") -> Pair:
+    """`intersect` without validation and without the dispatcher, for callers inside the package."""
+    if max(left.numel(), right.numel()) >= 1 << 31:
+        raise ValueError(f"intersect takes fewer than 2**31 keys, got {left.numel()} and {right.numel()}")
+    chosen = implementation(impl, left)  # type: ignore[arg-type]
+    if chosen == "cpu":
+        return _launch_cpu(left, right)
+    if chosen == "triton":
+        from tritonrec.kernels.intersect import triton_intersect
+
+        return triton_intersect.intersect(left, right)
+    return _intersect_reference(left, right)
+
+
+def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
+    from tritonrec.kernels.intersect import numba_intersect
+
+    small, large = (right, left) if right.numel() <= left.numel() else (left, right)
+    matched = torch.empty(large.numel(), dtype=torch.int64)
+    small_keys, large_keys = (keys.contiguous().numpy().view("uint64") for keys in (small, large))
+    common = numba_intersect.match(small_keys, large_keys, matched.numpy())
+    if large is not left:
+        in_left = torch.empty(left.numel(), dtype=torch.int64)
+        numba_intersect.invert(matched.numpy(), in_left.numpy())
+        matched = in_left
+    left_positions, right_positions = (torch.empty(common, dtype=torch.int64) for _ in range(2))
+    numba_intersect.compact(matched.numpy(), left_positions.numpy(), right_positions.numpy())
+    return left_positions, right_positions
+
+
+@torch.library.custom_op("tritonrec::intersect", mutates_args=())
+def _intersect_op(left: torch.Tensor, right: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(left, right, impl)
+
+
+@_intersect_op.register_fake
+def _intersect_fake(left: torch.Tensor, right: torch.Tensor, impl: str) -> Pair:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return left.new_empty(size), left.new_empty(size)

@@ -1,0 +1,85 @@
+"""Common keys of two buffers: a table over the smaller one, probed with the larger one.
+
+Slots are int32 positions into the smaller buffer, plus one, so that zeroed memory is an empty table and no
+key is special. The keys of a buffer are distinct, so building compares no keys at all.
+"""
+
+import numpy as np
+from numba import njit
+
+from tritonrec.kernels.murmur.numba_murmur import mix64
+from tritonrec.kernels.numba_intrinsics import prefetch
+
+BLOCK = 128
+_ONE = np.uint64(1)
+_ZERO = np.uint64(0)
+
+
+@njit(inline="always")
+def _hash_block(keys, start, size, shift, slots, homes):
+    for i in range(size):
+        homes[i] = (mix64(keys[start + i]) >> shift) << _ONE
+    for i in range(size):
+        prefetch(slots, homes[i])
+
+
+@njit(inline="always")
+def _bits_for(count):
+    bits = 4
+    while (1 << bits) < 2 * count:
+        bits += 1
+    return bits
+
+
+@njit(cache=True, nogil=True)
+def match(small, large, matched):
+    """``matched[p]`` = position in `small` of ``large[p]``, or -1. Returns how many matched."""
+    bits = _bits_for(len(small))
+    slots = np.zeros(2 << bits, np.uint64)
+    shift = np.uint64(64 - bits)
+    last = np.uint64((2 << bits) - 1)
+    step = np.uint64(2)
+    homes = np.empty(BLOCK, np.uint64)
+    for start in range(0, len(small), BLOCK):
+        size = min(BLOCK, len(small) - start)
+        _hash_block(small, start, size, shift, slots, homes)
+        for i in range(size):
+            word = homes[i]
+            while slots[word + _ONE] != _ZERO:
+                word = (word + step) & last
+            slots[word] = small[start + i]
+            slots[word + _ONE] = np.uint64(start + i + 1)
+    common = 0
+    for start in range(0, len(large), BLOCK):
+        size = min(BLOCK, len(large) - start)
+        _hash_block(large, start, size, shift, slots, homes)
+        for i in range(size):
+            key = large[start + i]
+            word = homes[i]
+            position = slots[word + _ONE]
+            while position != _ZERO and slots[word] != key:
+                word = (word + step) & last
+                position = slots[word + _ONE]
+            matched[start + i] = np.int64(position) - 1
+            common += position != _ZERO
+    return common
+
+
+@njit(cache=True, nogil=True)
+def compact(matched, left_positions, right_positions):
+    """`matched` over the left buffer: list the matches in order of the left position."""
+    out = 0
+    for position in range(len(matched)):
+        if matched[position] >= 0:
+            left_positions[out] = position
+            right_positions[out] = matched[position]
+            out += 1
+
+
+@njit(cache=True, nogil=True)
+def invert(matched, inverse):
+    """``inverse[matched[p]] = p`` for every match."""
+    inverse[:] = -1
+    for position in range(len(matched)):
+        if matched[position] >= 0:
+            inverse[matched[position]] = position

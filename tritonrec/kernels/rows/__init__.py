@@ -1,0 +1,142 @@
+"""Exact moves of embedding rows: `gather_rows` and `scatter_rows`.
+
+No arithmetic happens forward, so every implementation returns the same bits, NaN payloads included.
+On the CPU torch's own row copies are the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.rows import reference
+
+
+def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
+    """``out[k] = source[rows[k]]``.
+
+    Args:
+        source: (R, D), any dtype; row stride arbitrary, so a view of a wider buffer is fine.
+        rows: (K,) int64 in [0, R); a row may occur many times.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Returns:
+        (K, D), contiguous, dtype of `source`.
+
+    Raises:
+        IndexError: a row is outside the source (on an accelerator: an asynchronous device assertion).
+
+    Differentiable in `source` where that is float32: the gradient of a row is the sum of the gradients of
+    its occurrences, added in order of occurrence (`segment_sum`, window level).
+    """
+    _validate("source", source, rows)
+    return torch.ops.tritonrec.gather_rows(source, rows, impl)
+
+
+def scatter_rows(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: Impl = "auto"
+) -> None:
+    """``destination[rows[k]] = values[k]``, in place.
+
+    Args:
+        destination: (R, D), any dtype, row stride arbitrary; mutated.
+        rows: (K,) int64 in [0, R), distinct (not checked: with a repeated row the winner is unspecified).
+        values: (K, D), dtype of `destination`.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Raises:
+        IndexError: a row is outside the destination, which is then unchanged (on an accelerator: an
+            asynchronous device assertion).
+    """
+    _validate("destination", destination, rows)
+    if values.shape != (rows.shape[0], destination.shape[1]) or values.dtype != destination.dtype:
+        raise ValueError(
+            f"values must be {(rows.shape[0], destination.shape[1])} {destination.dtype}, "
+            f"got {tuple(values.shape)} {values.dtype}"
+        )
+    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl)
+
+
+def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor) -> None:
+    if matrix.dim() != 2:
+        raise ValueError(f"{name} must be (R, D), got shape {tuple(matrix.shape)}")
+    if rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ValueError(f"rows must be (K,) int64, got shape {tuple(rows.shape)} {rows.dtype}")
+    if rows.device != matrix.device:
+        raise ValueError(f"{name} is on {matrix.device}, rows on {rows.device}")
+
+
+def _check_range(rows: torch.Tensor, num_rows: int) -> None:
+    """Refuse rows outside [0, num_rows): at once on the CPU, without waiting for the device elsewhere."""
+    if rows.device.type != "cpu":
+        torch._assert_async(((rows >= 0) & (rows < num_rows)).all(), f"a row is outside [0, {num_rows})")
+    elif rows.numel():
+        low, high = torch.aminmax(rows)
+        if low < 0 or high >= num_rows:
+            position = int(((rows < 0) | (rows >= num_rows)).nonzero()[0])
+            raise IndexError(f"rows[{position}] = {int(rows[position])} is outside [0, {num_rows})")
+
+
+def launch_gather(source: torch.Tensor, rows: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+    """`gather_rows` without validation of shapes, dispatcher and autograd, for callers inside the package."""
+    chosen = implementation(impl, source)  # type: ignore[arg-type]
+    _check_range(rows, source.shape[0])
+    if chosen == "cpu":
+        return torch.index_select(source, 0, rows)
+    if chosen == "triton":
+        from tritonrec.kernels.rows import triton_rows
+
+        return triton_rows.gather_rows(source, rows)
+    return reference.gather_rows(source, rows)
+
+
+def launch_scatter(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str = "auto"
+) -> None:
+    """`scatter_rows` without validation of shapes and dispatcher, for callers inside the package."""
+    chosen = implementation(impl, destination)  # type: ignore[arg-type]
+    _check_range(rows, destination.shape[0])
+    if chosen == "cpu":
+        destination.index_copy_(0, rows, values)
+    elif chosen == "triton":
+        from tritonrec.kernels.rows import triton_rows
+
+        triton_rows.scatter_rows(destination, rows, values)
+    else:
+        reference.scatter_rows(destination, rows, values)
+
+
+@torch.library.custom_op("tritonrec::gather_rows", mutates_args=())
+def _gather_op(source: torch.Tensor, rows: torch.Tensor, impl: str) -> torch.Tensor:
+    return launch_gather(source, rows, impl)
+
+
+@_gather_op.register_fake
+def _gather_fake(source: torch.Tensor, rows: torch.Tensor, impl: str) -> torch.Tensor:
+    return source.new_empty((rows.shape[0], source.shape[1]))
+
+
+def _gather_setup(ctx, inputs, output) -> None:
+    source, rows, impl = inputs
+    ctx.save_for_backward(rows)
+    ctx.num_rows, ctx.impl = source.shape[0], impl
+
+
+def _gather_backward(ctx, grad: torch.Tensor):
+    from tritonrec.kernels.segment_sum import segment_sum
+
+    (rows,) = ctx.saved_tensors
+    return segment_sum(grad, rows, ctx.num_rows, level="window", impl=ctx.impl), None, None
+
+
+_gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+@torch.library.custom_op("tritonrec::scatter_rows", mutates_args=("destination",))
+def _scatter_op(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str) -> None:
+    launch_scatter(destination, rows, values, impl)
+
+
+@_scatter_op.register_fake
+def _scatter_fake(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str) -> None:
+    return None
