@@ -112,6 +112,10 @@ class JaggedBatch:
             self.negatives[tokens],
         )
 
+    def with_negatives(self, negatives: Tensor) -> JaggedBatch:
+        """The same batch with other negatives (L, K) int64."""
+        return replace(self, negatives=negatives)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedBatch:
         """The same batch on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

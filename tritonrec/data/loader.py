@@ -1,0 +1,196 @@
+"""Next-item training batches as a pure function of (seed, step).
+
+Each user is one sample. The last item of a user who has at least two is held out for evaluation; of the rest,
+the last ``max_seq_len + 1`` items make a sequence and its labels::
+
+    items of the user    10  11  12  13  14          max_seq_len = 3
+    training items       10  11  12  13              14 is held out
+    ids                  10  11  12
+    labels                   11  12  13
+
+A user without a single (id, label) pair, that is with fewer than two training items, is in no training batch.
+Nothing is remembered between steps: shuffling and negatives come from counters, so any step can be made at
+any time, by any rank, and a run that resumes at step t sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonrec.data.batch import JaggedBatch, token_indices
+from tritonrec.data.interactions import Interactions
+from tritonrec.kernels.philox import random_indices
+
+# Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
+_SHUFFLE, _NEGATIVES = 0, 1
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """Users to rank the whole catalogue for. B users, I items of the catalogue, S items seen in all.
+
+    `history` holds the last ``max_seq_len`` training items of each user. It has no negatives, and its labels
+    repeat its ids: there is nothing to learn from.
+    """
+
+    history: JaggedBatch
+    targets: Tensor  # (B,) int64: place of the held-out item in the catalogue, -1 if it was never trained
+    seen_users: Tensor  # (S,) int64: place of the user in this batch, and ...
+    seen_items: Tensor  # (S,) int64: ... place in the catalogue of an item in that user's training sequence
+
+
+class NextItemLoader:
+    """Batches of next-item training, sharded over ranks, and the leave-one-out evaluation that goes with it.
+
+    Args:
+        interactions: the log.
+        batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
+        max_seq_len: most tokens of a sample.
+        num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
+        seed: int64; fixes the order of samples in every epoch, and all negatives.
+        rank, world_size: which shard `batch` returns.
+
+    Raises ValueError for a number out of range, and when no user has two training items.
+    """
+
+    def __init__(
+        self,
+        interactions: Interactions,
+        batch_size: int,
+        max_seq_len: int,
+        num_negatives: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_seq_len", max_seq_len, 1),
+            ("num_negatives", num_negatives, 0),
+            ("world_size", world_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+        self.batch_size, self.max_seq_len, self.num_negatives = batch_size, max_seq_len, num_negatives
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+
+        sequences = interactions.sequences
+        self._user_ids = torch.from_numpy(sequences.user_ids)
+        self._items = torch.from_numpy(sequences.items)
+        self._timestamps = torch.from_numpy(sequences.timestamps)
+        self._starts = torch.from_numpy(sequences.offsets[:-1])
+        lengths = torch.from_numpy(sequences.lengths)
+        self._trained = lengths - (lengths >= 2).long()  # a lone item is not held out: it has no history
+        self._samples = (self._trained >= 2).nonzero().flatten()
+        self._evaluated = (lengths >= 2).nonzero().flatten()
+        if len(self._samples) == 0:
+            raise ValueError(
+                f"none of the {len(lengths)} users has the three interactions that make one training token "
+                "and one item to hold out"
+            )
+        tokens, _ = token_indices(self._starts, self._trained)
+        self.catalogue, self.popularity = torch.unique(self._items[tokens], return_counts=True)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self._samples)
+
+    @property
+    def num_items(self) -> int:
+        """Items of the `catalogue` (I,) int64: all items in training sequences, ascending.
+
+        `popularity` (I,) int64 tells how often each occurs in them.
+        """
+        return len(self.catalogue)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch, the incomplete last one included."""
+        return -(-self.num_samples // self.batch_size)
+
+    def global_batch(self, step: int) -> JaggedBatch:
+        """The batch of all ranks at `step` >= 0, which counts on over the epochs."""
+        return self._training_batch(step, self._global_samples(step))
+
+    def batch(self, step: int) -> JaggedBatch:
+        """This rank's shard: samples rank, rank + world_size, ... of the global batch; it may be empty."""
+        return self._training_batch(step, self._global_samples(step)[self.rank :: self.world_size])
+
+    def global_tokens(self, step: int) -> int:
+        """Tokens of the global batch, by which the sum of all losses is divided."""
+        return int(self._training_lengths(self._global_samples(step)).sum())
+
+    def _global_samples(self, step: int) -> Tensor:
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        ids = self._user_ids[self._samples]
+        words = random_indices(self.seed, _SHUFFLE, epoch, ids, torch.zeros_like(ids), count=1, upper=2**32)
+        order = torch.argsort(words[:, 0], stable=True)
+        return self._samples[order[place * self.batch_size : (place + 1) * self.batch_size]]
+
+    def _training_lengths(self, users: Tensor) -> Tensor:
+        return (self._trained[users] - 1).clamp(max=self.max_seq_len)
+
+    def _training_batch(self, step: int, users: Tensor) -> JaggedBatch:
+        lengths = self._training_lengths(users)
+        tokens, offsets = token_indices(self._starts[users] + self._trained[users] - 1 - lengths, lengths)
+        ids = self._items[tokens]
+        batch = JaggedBatch(
+            step,
+            self._user_ids[users],
+            offsets,
+            ids,
+            self._timestamps[tokens],
+            self._items[tokens + 1],
+            ids.new_empty(len(ids), 0),
+        )
+        drawn = random_indices(
+            self.seed,
+            _NEGATIVES,
+            step,
+            batch.token_sample_ids(),
+            batch.token_positions(),
+            count=self.num_negatives,
+            upper=self.num_items,
+        )
+        return batch.with_negatives(self.catalogue[drawn])
+
+    def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
+        """All users with an item held out, in the order of their ids, `batch_size` at a time."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        for users in self._evaluated.split(batch_size):
+            starts, trained = self._starts[users], self._trained[users]
+            lengths = trained.clamp(max=self.max_seq_len)
+            tokens, offsets = token_indices(starts + trained - lengths, lengths)
+            ids = self._items[tokens]
+            history = JaggedBatch(
+                0,
+                self._user_ids[users],
+                offsets,
+                ids,
+                self._timestamps[tokens],
+                ids,
+                ids.new_empty(len(ids), 0),
+            )
+            seen, _ = token_indices(starts, trained)
+            yield EvaluationBatch(
+                history,
+                targets=self._places(self._items[starts + trained]),
+                seen_users=torch.repeat_interleave(torch.arange(len(users)), trained),
+                seen_items=self._places(self._items[seen]),
+            )
+
+    def _places(self, items: Tensor) -> Tensor:
+        """Places of `items` in the catalogue, -1 where absent."""
+        places = torch.searchsorted(self.catalogue, items)
+        found = self.catalogue[places.clamp(max=self.num_items - 1)] == items
+        return torch.where(found, places, -1)
