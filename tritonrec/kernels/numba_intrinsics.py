@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Three instructions numba has no name for, written as LLVM IR so that every CPU gets its own lowering.
 
 A kernel that visits a large table at random is bound by memory latency. Asking for a block of cache lines

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Key routing: owners in a loop that vectorises, then a stable counting sort by owner."""
 
 import numpy as np

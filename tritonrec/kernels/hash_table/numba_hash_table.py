@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Grouped probing on the CPU: a group's eight keys are one cache line and one vector compare.
 
 Keys come in blocks: hash all, ask for the cache lines of all home groups, then probe. While memory answers

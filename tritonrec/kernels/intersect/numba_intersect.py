@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Common keys of two buffers: a table over the smaller one, probed with the larger one.
 
 Slots are int32 positions into the smaller buffer, plus one, so that zeroed memory is an empty table and no

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """MurmurHash3's 64-bit finaliser for numba kernels."""
 
 import numpy as np

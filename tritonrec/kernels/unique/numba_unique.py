@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Dedup with one pass over a growing open-addressing table.
 
 A slot is two neighbouring 64-bit words, so that one cache line answers a probe: the key, and

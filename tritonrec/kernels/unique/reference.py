@@ -6,7 +6,8 @@ import torch
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.unique.unique`."""
     position_of: dict[int, int] = {}
-    inverse, counts = [], []
+    inverse: list[int] = []
+    counts: list[int] = []
     for key in keys.tolist():
         position = position_of.setdefault(key, len(position_of))
         if position == len(counts):

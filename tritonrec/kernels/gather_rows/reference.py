@@ -4,7 +4,7 @@ import torch
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.gather_rows`."""
+    """See `tritonrec.kernels.gather_rows.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
     for position, row in enumerate(rows.tolist()):
         out[position] = source[row]
@@ -12,6 +12,6 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """See `tritonrec.kernels.rows.scatter_rows`."""
+    """See `tritonrec.kernels.gather_rows.scatter_rows`."""
     for position, row in enumerate(rows.tolist()):
         destination[row] = values[position]

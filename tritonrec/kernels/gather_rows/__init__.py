@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.rows import reference
+from tritonrec.kernels.gather_rows import reference
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
@@ -84,7 +84,7 @@ def launch_gather(source: torch.Tensor, rows: torch.Tensor, impl: str = "auto") 
     if chosen == "cpu":
         return torch.index_select(source, 0, rows)
     if chosen == "triton":
-        from tritonrec.kernels.rows import triton_rows
+        from tritonrec.kernels.gather_rows import triton_rows
 
         return triton_rows.gather_rows(source, rows)
     return reference.gather_rows(source, rows)
@@ -99,7 +99,7 @@ def launch_scatter(
     if chosen == "cpu":
         destination.index_copy_(0, rows, values)
     elif chosen == "triton":
-        from tritonrec.kernels.rows import triton_rows
+        from tritonrec.kernels.gather_rows import triton_rows
 
         triton_rows.scatter_rows(destination, rows, values)
     else:
