@@ -1,5 +1,15 @@
-"""Recording what every stage did and when, reading it back, and measuring and checking it."""
+"""Recording what every stage did and when, reading it back, measuring it and checking it."""
 
+from tritonrec.trace.reader import Span, Trace, read
 from tritonrec.trace.recorder import LANES, NullRecorder, Recorder, SupportsRecording, save_joined
 
-__all__ = ["LANES", "NullRecorder", "Recorder", "SupportsRecording", "save_joined"]
+__all__ = [
+    "LANES",
+    "NullRecorder",
+    "Recorder",
+    "Span",
+    "SupportsRecording",
+    "Trace",
+    "read",
+    "save_joined",
+]

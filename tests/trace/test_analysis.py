@@ -1,0 +1,215 @@
+"""Made spans with known overlaps give the known figures, and a trace that breaks an edge goes red."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonrec.pipeline.schedule import SCHEDULES, Which
+from tritonrec.trace import Recorder, Span, read
+from tritonrec.trace.analysis import (
+    MICRO_BATCH_RULES,
+    check_edges,
+    intersection,
+    length,
+    summarise,
+    union,
+)
+
+intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda i: (i[0], i[0] + i[1])))
+
+
+def points(spans):
+    return {point for start, end in spans for point in range(start, end)}
+
+
+@given(intervals, intervals)
+def test_interval_sums_count_every_moment_once(left, right):
+    assert length(union(left)) == len(points(left))
+    assert points(union(left)) == points(left)
+    assert length(intersection(union(left), union(right))) == len(points(left) & points(right))
+
+
+def made(*rows, rank=0):
+    """Spans from (lane, name, start, end, batch[, micro_batch])."""
+    return [Span(rank, *row) for row in rows]
+
+
+# One window of two micro-batches after a warm-up batch, on one rank:
+#   compute        0        10 20        40        60
+#                  |  b0    |  |   m0    |   m1    |
+#   communication    15--------25 (m0) 30--38 (m1)    55-------65 (gradients of m1)
+#   reduce                                                 60--70
+#   routing       5-----12            50------------62, and 72-80 behind nothing
+WINDOW = made(
+    ("compute", "compute", 0, 10, 0, 0),
+    ("routing", "route", 5, 12, 1),
+    ("communication", "exchange", 15, 25, 1, 0),
+    ("compute", "compute", 20, 40, 1, 0),
+    ("communication", "exchange", 30, 38, 1, 1),
+    ("compute", "compute", 40, 60, 1, 1),
+    ("routing", "route", 50, 62, 2),
+    ("communication", "gradient_exchange", 55, 65, 1, 1),
+    ("reduce", "dense_reduce", 60, 70, 1),
+    ("retrieval", "retrieve", 72, 80, 2),
+    ("compute", "compute", 80, 100, 2, 0),
+)
+
+
+def test_known_overlaps_give_known_figures():
+    (summary,) = summarise(WINDOW)
+    assert (summary.rank, summary.batches) == (0, 2)
+    assert summary.busy_ns["compute"] == 20 + 20 + 20
+    assert summary.busy_ns["communication"] == 10 + 8 + 10
+    assert summary.communication_ns == 10 + 8 + 15, "exchanges and reduce overlap by 5"
+    assert summary.exposed_ns == 5 + 0 + 10
+    assert summary.exposed_ratio == pytest.approx(15 / 33)
+    assert summary.lookup_ns == 7 + 12 + 8
+    assert summary.hidden_lookup_ns == 5 + 12, (
+        "hidden by batch 0's compute, and by compute, exchange and reduce"
+    )
+    assert summary.hidden_lookup_ratio == pytest.approx(17 / 27)
+    assert summary.step_ns == 40
+    assert (summary.neighbours, summary.neighbours_overlapped) == (1, 1)
+
+
+def test_warm_up_is_left_out_but_still_hides():
+    (whole,) = summarise(WINDOW, warmup=0)
+    assert whole.batches == 3
+    assert whole.busy_ns["compute"] == 70
+    with pytest.raises(ValueError, match="rank 0 recorded no batch after 3 of warm-up"):
+        summarise(WINDOW, warmup=3)
+
+
+def test_ranks_do_not_hide_each_other():
+    spans = made(("communication", "exchange", 0, 10, 0, 0), rank=0) + made(
+        ("compute", "compute", 0, 10, 0, 0), rank=1
+    )
+    communicating, computing = summarise(spans, warmup=0)
+    assert communicating.exposed_ratio == 1.0
+    assert computing.exposed_ratio is None and computing.hidden_lookup_ratio is None
+
+
+def test_work_one_after_another_hides_nothing():
+    spans = made(
+        ("prefetch", "prefetch", 0, 5, 0),
+        ("routing", "route", 5, 9, 0),
+        ("communication", "exchange", 9, 12, 0, 0),
+        ("compute", "compute", 12, 20, 0, 0),
+        ("communication", "exchange", 20, 22, 0, 1),
+        ("compute", "compute", 22, 30, 0, 1),
+        ("reduce", "dense_reduce", 30, 31, 0),
+    )
+    (summary,) = summarise(spans, warmup=0)
+    assert summary.exposed_ratio == 1.0
+    assert summary.hidden_lookup_ns == 0
+    assert (summary.neighbours, summary.neighbours_overlapped) == (1, 0)
+    assert summary.step_ns is None
+
+
+def perfect(schedule, batches=5, micro_batches=2, ranks=(0,)):
+    """A run of `schedule` that does one task at a time, each 10 ns long: every edge is honoured."""
+    return [
+        Span(rank, schedule[task.stage].lane, task.stage, 10 * at, 10 * at + 10, task.batch, task.micro_batch)
+        for rank in ranks
+        for at, task in enumerate(t for batch in range(batches) for t in schedule.tasks(batch, micro_batches))
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_serial_run_honours_every_edge(schedule, micro_batches):
+    spans = perfect(schedule, micro_batches=micro_batches, ranks=(0, 1))
+    report = check_edges(spans, schedule.edges(), micro_batches)
+    assert report.honoured, (report.violations[:3], report.never_exercised)
+    assert set(report.instances) == set(schedule.edges())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_one_early_start_is_found_on_every_edge(schedule):
+    spans = perfect(schedule, ranks=(0, 1))
+    for edge in schedule.edges():
+        from_stage, to_stage, offset, rule = edge
+        victim = next(
+            s
+            for s in spans
+            if s.rank == 1 and s.name == to_stage and s.batch == 3 and s.micro_batch in (None, 1)
+        )
+        awaited = max(
+            s.end_ns
+            for s in spans
+            if s.rank == 1
+            and s.name == from_stage
+            and s.batch == 3 - offset
+            and s.micro_batch in {"none": {None}, "same": {1}, "previous": {0}, "all": {0, 1}}[rule]
+        )
+        early = replace(victim, start_ns=awaited - 1)
+        report = check_edges([early if s is victim else s for s in spans], [edge], 2)
+        (violation,) = report.violations
+        assert not report.honoured
+        assert violation.successor is early and violation.predecessor.end_ns == awaited
+        assert f"{to_stage} of batch 3" in str(violation) and "on rank 1 started 0.0 us before" in str(
+            violation
+        )
+
+
+def test_a_lost_micro_batch_is_found():
+    nestpipe = SCHEDULES["nestpipe"]
+    spans = [s for s in perfect(nestpipe) if (s.name, s.batch, s.micro_batch) != ("gradient_exchange", 2, 1)]
+    report = check_edges(spans, nestpipe.edges(), 2)
+    assert [str(v) for v in report.violations] == [
+        "sparse_update of batch 2 on rank 0 waits for gradient_exchange of batch 2, micro-batch 1 on rank 0, "
+        "which was not recorded"
+    ]
+
+
+def test_a_repeated_stage_must_end_before_its_successor():
+    spans = made(
+        ("communication", "exchange", 0, 10, 0, 0),
+        ("communication", "exchange", 10, 30, 0, 0),
+        ("compute", "compute", 20, 40, 0, 0),
+    )
+    assert len(check_edges(spans, [("exchange", "compute", 0, "same")]).violations) == 1
+
+
+def test_an_edge_never_exercised_proves_nothing():
+    nestpipe = SCHEDULES["nestpipe"]
+    report = check_edges(perfect(nestpipe, batches=2), nestpipe.edges(), 2)
+    assert report.violations == []
+    assert report.never_exercised == [("write_back", "retrieve", 2, "none")], "needs three batches"
+    assert not report.honoured
+    assert not check_edges(perfect(nestpipe), []).honoured, "no edges, no proof"
+    assert not check_edges([], nestpipe.edges()).honoured
+
+
+def test_a_recording_that_starts_late_has_no_false_alarms():
+    nestpipe = SCHEDULES["nestpipe"]
+    late = [s for s in perfect(nestpipe, batches=8) if s.batch >= 3]
+    assert check_edges(late, nestpipe.edges(), 2).honoured
+
+
+def test_edges_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="rule must be one of none, same, previous, all"):
+        check_edges([], [("a", "b", 0, "next")])
+    with pytest.raises(ValueError, match="batch that comes later"):
+        check_edges([], [("a", "b", -1, "none")])
+    with pytest.raises(ValueError, match="runs once per batch"):
+        check_edges(made(("sync", "b", 0, 1, 0), ("sync", "a", 0, 1, 0)), [("a", "b", 0, "same")])
+
+
+def test_rules_are_those_of_the_schedules():
+    assert set(MICRO_BATCH_RULES) == set(get_args(Which))
+
+
+def test_edges_survive_the_file(tmp_path):
+    nestpipe = SCHEDULES["nestpipe"]
+    recorder = Recorder(0, 1, {"edges": nestpipe.edges(), "micro_batches": 2})
+    for s in perfect(nestpipe):
+        recorder.add(s.lane, s.name, s.start_ns, s.end_ns, batch=s.batch, micro_batch=s.micro_batch)
+    trace = read(recorder.save(tmp_path / "t"))
+    report = check_edges(trace.spans, trace.metadata["edges"], trace.metadata["micro_batches"])
+    assert report.honoured and set(report.instances) == set(nestpipe.edges())

@@ -1,0 +1,311 @@
+"""What a trace shows: where the time went, how much of it was hidden, and whether the schedule was kept.
+
+All times are nanoseconds. A set of slices is treated as the union of its intervals, so that two transfers at
+the same moment count once.
+
+=====================  ==================================================================================
+physical communication  time in which a rank communicates: communication and reduce slices
+exposed communication   the part of it in which the rank does not compute
+hidden lookup           share of the prefetch, h2d, routing and retrieval time during which the rank's main
+                        path (sync, compute, communication, reduce) was at work
+=====================  ==================================================================================
+
+The exposed ratio, exposed over physical, is what NestPipe's frozen window bounds by 1/N for N micro-batches
+(NestPipe, section V-C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from tritonrec.trace.reader import Span
+from tritonrec.trace.recorder import LANES
+
+LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
+COMMUNICATION_LANES = ("communication", "reduce")
+MAIN_PATH_LANES = ("sync", "compute", "communication", "reduce")
+MICRO_BATCH_RULES = ("none", "same", "previous", "all")
+
+Edge = tuple[str, str, int, str]
+Interval = tuple[int, int]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same set of points as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Total length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The common part of two unions."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """The times of one rank over the measured batches.
+
+    Attributes:
+        rank: the rank.
+        batches: number of batches measured.
+        busy_ns: lane -> time in which the lane was at work.
+        step_ns: median time from the end of one batch's computation to the end of the next one's; None when
+            fewer than two batches computed.
+        communication_ns: physical communication.
+        exposed_ns: exposed communication.
+        lookup_ns: lookup time, and `hidden_lookup_ns` the part of it that was hidden.
+        neighbours: pairs of neighbouring micro-batches (m, m+1) that both computed, and
+            `neighbours_overlapped`, those in which a transfer of m+1 ran while m computed.
+    """
+
+    rank: int
+    batches: int
+    busy_ns: dict[str, int]
+    step_ns: int | None
+    communication_ns: int
+    exposed_ns: int
+    lookup_ns: int
+    hidden_lookup_ns: int
+    neighbours: int
+    neighbours_overlapped: int
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Exposed over physical communication; None on a rank that never communicated."""
+        return self.exposed_ns / self.communication_ns if self.communication_ns else None
+
+    @property
+    def hidden_lookup_ratio(self) -> float | None:
+        """Share of the lookup time that was hidden; None on a rank that looked nothing up."""
+        return self.hidden_lookup_ns / self.lookup_ns if self.lookup_ns else None
+
+
+def summarise(spans: Sequence[Span], warmup: int = 1) -> list[RankSummary]:
+    """Measure every rank, but for its first `warmup` batches, which compile kernels and fill pipelines.
+
+    Slices of left-out batches still hide others: a lookup behind the first batch's computation is hidden.
+
+    Raises:
+        ValueError: a rank has no batch left after the warm-up.
+    """
+    return [
+        _summarise_rank(rank, [span for span in spans if span.rank == rank], warmup)
+        for rank in sorted({span.rank for span in spans})
+    ]
+
+
+def _summarise_rank(rank: int, spans: list[Span], warmup: int) -> RankSummary:
+    batches = sorted({span.batch for span in spans})[warmup:]
+    if not batches:
+        raise ValueError(f"rank {rank} recorded no batch after {warmup} of warm-up")
+    measured = [span for span in spans if span.batch >= batches[0]]
+    computing = _lanes(spans, ["compute"])
+    communicating = _lanes(measured, COMMUNICATION_LANES)
+    looking_up = _lanes(measured, LOOKUP_LANES)
+    pairs = _neighbours(measured)
+    return RankSummary(
+        rank=rank,
+        batches=len(batches),
+        busy_ns={lane: length(_lanes(measured, [lane])) for lane in LANES},
+        step_ns=_step_time(measured),
+        communication_ns=length(communicating),
+        exposed_ns=length(communicating) - length(intersection(communicating, computing)),
+        lookup_ns=length(looking_up),
+        hidden_lookup_ns=length(intersection(looking_up, _lanes(spans, MAIN_PATH_LANES))),
+        neighbours=len(pairs),
+        neighbours_overlapped=sum(pairs),
+    )
+
+
+def _lanes(spans: Iterable[Span], lanes: Sequence[str]) -> list[Interval]:
+    return union((span.start_ns, span.end_ns) for span in spans if span.lane in lanes)
+
+
+def _step_time(spans: Iterable[Span]) -> int | None:
+    ends: dict[int, int] = {}
+    for span in spans:
+        if span.lane == "compute":
+            ends[span.batch] = max(ends.get(span.batch, span.end_ns), span.end_ns)
+    in_order = [ends[batch] for batch in sorted(ends)]
+    steps = [after - before for before, after in pairwise(in_order)]
+    return int(median(steps)) if steps else None
+
+
+def _neighbours(spans: Iterable[Span]) -> list[bool]:
+    """Per pair (m, m+1) of micro-batches of a batch: did a transfer of m+1 run while m computed?"""
+    computed: dict[tuple[int, int], list[Interval]] = {}
+    transferred: dict[tuple[int, int], list[Interval]] = {}
+    for span in spans:
+        if span.micro_batch is None:
+            continue
+        if span.lane == "compute":
+            computed.setdefault((span.batch, span.micro_batch), []).append((span.start_ns, span.end_ns))
+        elif span.lane == "communication":
+            transferred.setdefault((span.batch, span.micro_batch), []).append((span.start_ns, span.end_ns))
+    return [
+        bool(intersection(union(intervals), union(transferred.get((batch, micro_batch + 1), []))))
+        for (batch, micro_batch), intervals in sorted(computed.items())
+        if (batch, micro_batch + 1) in computed
+    ]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One instance of an edge that was not honoured.
+
+    Attributes:
+        edge: the dependency.
+        successor: the slice that should have waited.
+        micro_batch: which micro-batch of the predecessor's stage it should have waited for.
+        predecessor: that slice; None when it was not recorded.
+    """
+
+    edge: Edge
+    successor: Span
+    micro_batch: int | None
+    predecessor: Span | None
+
+    def __str__(self) -> str:
+        stage, _, offset, _ = self.edge
+        waiting = self.successor
+        who = _label(waiting.name, waiting.batch, waiting.micro_batch, waiting.rank)
+        whom = _label(stage, waiting.batch - offset, self.micro_batch, waiting.rank)
+        if self.predecessor is None:
+            return f"{who} waits for {whom}, which was not recorded"
+        early = (self.predecessor.end_ns - waiting.start_ns) / 1e3
+        return f"{who} started {early:.1f} us before the end of {whom}"
+
+
+@dataclass(frozen=True)
+class EdgeReport:
+    """What `check_edges` found.
+
+    Attributes:
+        instances: edge -> number of pairs of slices compared.
+        violations: the instances that were not honoured.
+        never_exercised: edges of which the trace holds no instance, and which are therefore not proven.
+    """
+
+    instances: dict[Edge, int]
+    violations: list[Violation]
+    never_exercised: list[Edge]
+
+    @property
+    def honoured(self) -> bool:
+        """True only if there are edges, each was exercised, and none was violated."""
+        return bool(self.instances) and not self.violations and not self.never_exercised
+
+
+def check_edges(
+    spans: Sequence[Span], edges: Iterable[Sequence[Any]], micro_batches: int | None = None
+) -> EdgeReport:
+    """Check that every dependency of a schedule was honoured: predecessors end before successors start.
+
+    An edge ``(from_stage, to_stage, batch_offset, rule)`` says that on each rank `to_stage` of batch t waits
+    for `from_stage` of batch ``t - batch_offset``, of these micro-batches:
+
+    ========  =============================================================
+    none      `from_stage` runs once per batch
+    same      the one with the successor's index
+    previous  the one before the successor's; the first waits for nothing
+    all       every one
+    ========  =============================================================
+
+    A predecessor that was not recorded is a violation (a dropped micro-batch must not pass), unless its batch
+    lies before the first one recorded.
+
+    Args:
+        spans: the slices of one or more ranks.
+        edges: the dependencies, as tuples or as the lists that JSON makes of them.
+        micro_batches: N; by default one more than the largest index recorded on the rank.
+
+    Raises:
+        ValueError: an unknown rule, or an edge back in time.
+    """
+    instances = {_edge(edge): 0 for edge in edges}
+    violations: list[Violation] = []
+    counts = []
+    for rank in sorted({span.rank for span in spans}):
+        own = [span for span in spans if span.rank == rank]
+        seen = max((span.micro_batch for span in own if span.micro_batch is not None), default=-1) + 1
+        counts.append(micro_batches or seen)
+        _check_rank(own, counts[-1], instances, violations)
+    never = [edge for edge, number in instances.items() if not number]
+    if counts and max(counts) <= 1:  # with one micro-batch, none has a previous one
+        never = [edge for edge in never if edge[3] != "previous"]
+    return EdgeReport(instances, violations, never)
+
+
+def _check_rank(
+    spans: list[Span], micro_batches: int, instances: dict[Edge, int], violations: list[Violation]
+) -> None:
+    first_batch = min(span.batch for span in spans)
+    recorded: dict[tuple[str, int, int | None], list[Span]] = {}
+    by_stage: dict[str, list[Span]] = {}
+    for span in spans:
+        recorded.setdefault((span.name, span.batch, span.micro_batch), []).append(span)
+        by_stage.setdefault(span.name, []).append(span)
+    for edge in instances:
+        from_stage, to_stage, offset, rule = edge
+        for successor in by_stage.get(to_stage, []):
+            batch = successor.batch - offset
+            if batch < first_batch:
+                continue
+            for micro_batch in _awaited(rule, successor.micro_batch, micro_batches):
+                predecessors = recorded.get((from_stage, batch, micro_batch), [])
+                if not predecessors:
+                    violations.append(Violation(edge, successor, micro_batch, None))
+                    continue
+                instances[edge] += 1
+                latest = max(predecessors, key=lambda span: span.end_ns)
+                if latest.end_ns > successor.start_ns:
+                    violations.append(Violation(edge, successor, micro_batch, latest))
+
+
+def _awaited(rule: str, micro_batch: int | None, micro_batches: int) -> list[int | None]:
+    if rule == "none":
+        return [None]
+    if rule == "all":
+        return list(range(micro_batches))
+    if micro_batch is None:
+        raise ValueError(f"rule {rule!r} on a stage that runs once per batch")
+    index = micro_batch - (rule == "previous")
+    return [index] if index >= 0 else []
+
+
+def _edge(edge: Sequence[Any]) -> Edge:
+    from_stage, to_stage, offset, rule = edge
+    if rule not in MICRO_BATCH_RULES:
+        raise ValueError(f"edge {tuple(edge)}: the rule must be one of {', '.join(MICRO_BATCH_RULES)}")
+    if offset < 0:
+        raise ValueError(f"edge {tuple(edge)}: a stage cannot wait for a batch that comes later")
+    return from_stage, to_stage, offset, rule
+
+
+def _label(stage: str, batch: int, micro_batch: int | None, rank: int) -> str:
+    which = "" if micro_batch is None else f", micro-batch {micro_batch}"
+    return f"{stage} of batch {batch}{which} on rank {rank}"

@@ -1,0 +1,156 @@
+"""A recorded trace read back with the bundled protobuf classes; no trace processor is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritonrec.trace.recorder import LANES
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One slice. Times are nanoseconds on the recording host's clock; `args` are all its annotations."""
+
+    rank: int
+    lane: str
+    name: str
+    start_ns: int
+    end_ns: int
+    batch: int
+    micro_batch: int | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of a counter of a rank."""
+
+    rank: int
+    name: str
+    time_ns: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans and counter samples in order of time, and the metadata that the ranks agree on.
+
+    ``metadata["rank"]`` is dropped, as it differs between the ranks of a joined file; `ranks` has them all.
+    """
+
+    spans: list[Span]
+    counters: list[Sample]
+    metadata: dict[str, Any]
+    ranks: tuple[int, ...]
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace written by `Recorder.save` or `save_joined`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not such a trace, is cut short, holds a slice that never closes, or joins
+            ranks of different runs.
+    """
+    from google.protobuf.message import DecodeError
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as TraceProto
+
+    packets = TraceProto()
+    try:
+        packets.ParseFromString(Path(path).read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"{path} is not a Perfetto trace, or was cut short") from error
+    try:
+        return _Reader().read(packets.packet)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.rank_of: dict[int, int] = {}  # track -> rank
+        self.lane_of: dict[int, str] = {}
+        self.counter_of: dict[int, str] = {}
+        self.open: dict[int, list[tuple[str, int, dict[str, Any]]]] = {}
+        self.metadata: dict[int, dict[str, Any]] = {}
+        self.spans: list[Span] = []
+        self.counters: list[Sample] = []
+
+    def read(self, packets: Any) -> Trace:
+        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
+
+        for packet in packets:
+            if packet.HasField("track_descriptor"):
+                self._track(packet.track_descriptor)
+            elif packet.HasField("track_event"):
+                event, at = packet.track_event, packet.timestamp
+                if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+                    self.open.setdefault(event.track_uuid, []).append((event.name, at, _arguments(event)))
+                elif event.type == TrackEvent.TYPE_SLICE_END:
+                    self._close(event.track_uuid, at)
+                elif event.type == TrackEvent.TYPE_COUNTER:
+                    name, rank = self.counter_of[event.track_uuid], self.rank_of[event.track_uuid]
+                    self.counters.append(Sample(rank, name, at, event.double_counter_value))
+                elif event.type == TrackEvent.TYPE_INSTANT:
+                    values = {name: json.loads(value) for name, value in _arguments(event).items()}
+                    self.metadata[self.rank_of[event.track_uuid]] = values
+        for track, left in self.open.items():
+            if left:
+                name, at, _ = left[-1]
+                raise ValueError(
+                    f"slice {name!r} of rank {self.rank_of[track]}, opened at {at} ns, never closes"
+                )
+        self.spans.sort(key=lambda span: (span.start_ns, span.end_ns, span.rank))
+        self.counters.sort(key=lambda sample: sample.time_ns)
+        return Trace(self.spans, self.counters, self._common_metadata(), tuple(sorted(self.metadata)))
+
+    def _track(self, track: Any) -> None:
+        if track.HasField("process"):
+            self.rank_of[track.uuid] = track.process.pid - 1
+            return
+        if track.parent_uuid not in self.rank_of:
+            raise ValueError(f"track {track.name!r} belongs to no rank: not a trace recorded by tritonrec")
+        self.rank_of[track.uuid] = self.rank_of[track.parent_uuid]
+        if track.HasField("counter"):
+            self.counter_of[track.uuid] = track.name
+        elif track.HasField("thread"):
+            # A lane whose slices overlap has further rows, "communication +1" and so on.
+            self.lane_of[track.uuid] = track.name.partition(" +")[0]
+
+    def _close(self, track: int, at: int) -> None:
+        if track not in self.lane_of or self.lane_of[track] not in LANES:
+            raise ValueError("a slice lies on no lane of a rank: not a trace recorded by tritonrec")
+        if not self.open.get(track):
+            raise ValueError(f"a slice on {self.lane_of[track]} ends at {at} ns that never started")
+        name, start, args = self.open[track].pop()
+        if "batch" not in args:
+            raise ValueError(f"slice {name!r} at {start} ns has no batch")
+        rank, lane = self.rank_of[track], self.lane_of[track]
+        self.spans.append(Span(rank, lane, name, start, at, args["batch"], args.get("micro_batch"), args))
+
+    def _common_metadata(self) -> dict[str, Any]:
+        if not self.metadata:
+            raise ValueError("no metadata: not a trace recorded by tritonrec")
+        first = min(self.metadata)
+        common = {name: value for name, value in self.metadata[first].items() if name != "rank"}
+        for rank, values in self.metadata.items():
+            for name in sorted((common.keys() | values.keys()) - {"rank"}):
+                if common.get(name) != values.get(name):
+                    raise ValueError(
+                        f"ranks of different runs: {name} is {common.get(name)!r} on rank {first}, "
+                        f"{values.get(name)!r} on rank {rank}"
+                    )
+        return common
+
+
+def _arguments(event: Any) -> dict[str, Any]:
+    return {note.name: getattr(note, note.WhichOneof("value")) for note in event.debug_annotations}
