@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..ops import ExactSumError
+from ..ops import GRID_BITS, ExactSumError
 
 TIMEOUT = timedelta(seconds=60)
 """How long a collective waits for a rank that does not come before it raises."""
@@ -60,8 +60,10 @@ class Communicator:
             return values
         if values.dtype == torch.int64 and values.numel():
             limit = (2**63 - 1) // self.world_size
-            if int(values.max()) > limit or int(values.min()) < -limit:
-                raise ExactSumError(f"{name}: a sum over {self.world_size} ranks could leave the int64 grid")
+            for at in (int(values.argmax()), int(values.argmin())):
+                value = int(values.view(-1)[at])
+                if abs(value) > limit:
+                    raise ExactSumError(name, (at,), value, GRID_BITS, f"the others of {self.world_size} ranks")
         dist.all_reduce(values, group=self.group)
         return values
 

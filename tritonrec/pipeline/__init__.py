@@ -1,1 +1,35 @@
+"""The scheduler: schedules as tables, their check, one executor, and the trainer in front of them."""
 
+from .check import ScheduleError, check
+from .executor import Executor, StageFailedError
+from .schedule import DBP, FWP, NESTPIPE, SCHEDULES, Access, Edge, Schedule, Stage, Task
+from .synchronous import Synchronous, run_in_turn
+from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer
+from .window import Consistency, Window, WindowConfig, WindowProgram
+
+__all__ = [
+    "DBP",
+    "FWP",
+    "MODES",
+    "NESTPIPE",
+    "PIPELINED",
+    "SCHEDULES",
+    "Access",
+    "Consistency",
+    "Edge",
+    "Executor",
+    "Mode",
+    "Schedule",
+    "ScheduleError",
+    "Stage",
+    "StageFailedError",
+    "StepResult",
+    "Synchronous",
+    "Task",
+    "Trainer",
+    "Window",
+    "WindowConfig",
+    "WindowProgram",
+    "check",
+    "run_in_turn",
+]

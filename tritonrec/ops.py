@@ -1,0 +1,48 @@
+"""The user's door to the kernels: every public op, typed and documented, one import away.
+
+Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation` tells which one runs.
+"""
+
+from .kernels.bucketize import bucketize, owner_of
+from .kernels.dispatch import Impl, implementation
+from .kernels.grid import DEFAULT_BITS as GRID_BITS
+from .kernels.grid import ExactSumError, from_grid, to_grid
+from .kernels.hash_table import hash_find, hash_grow, hash_insert
+from .kernels.hstu_attention import hstu_attention
+from .kernels.intersect import intersect
+from .kernels.linear import linear, linear_weight_grad
+from .kernels.norm_mul_dropout import norm_mul_dropout
+from .kernels.philox import derive_seed, initial_rows, random_indices
+from .kernels.rows import gather_rows, scatter_rows
+from .kernels.segment_sum import segment_sum
+from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
+from .kernels.unique import unique
+
+__all__ = [
+    "GRID_BITS",
+    "ExactSumError",
+    "Impl",
+    "bucketize",
+    "derive_seed",
+    "from_grid",
+    "gather_rows",
+    "hash_find",
+    "hash_grow",
+    "hash_insert",
+    "hstu_attention",
+    "implementation",
+    "initial_rows",
+    "intersect",
+    "linear",
+    "linear_weight_grad",
+    "norm_mul_dropout",
+    "owner_of",
+    "random_indices",
+    "scatter_rows",
+    "segment_sum",
+    "sparse_adam",
+    "sparse_rowwise_adagrad",
+    "sparse_sgd",
+    "to_grid",
+    "unique",
+]
