@@ -1,0 +1,109 @@
+"""MovieLens-100K comes out of the wheel once, verified, and from the cache afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tritonrec.data import interactions, movielens
+
+HEADER = b"user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+MADE = HEADER + b"196\t242\t3\t881250949\n186\t302\t3\t891717742\n"
+
+
+@pytest.fixture
+def made_wheel(tmp_path, monkeypatch):
+    """A wheel with a log of two rows in the place of the real one, and a pip that delivers it."""
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(movielens, "SHA256", hashlib.sha256(MADE).hexdigest())
+    calls = []
+
+    def deliver(command, **_):
+        calls.append(command)
+        directory = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{directory}/recbole-1.2.1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(movielens.MEMBER, MADE)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", deliver)
+    return calls
+
+
+def test_the_log_is_fetched_once_and_cached(made_wheel, tmp_path):
+    log = interactions.load("ml-100k")
+    assert (log.user.tolist(), log.item.tolist()) == ([196, 186], [242, 302])
+    assert (log.timestamp.tolist(), log.rating.tolist()) == ([881250949, 891717742], [3.0, 3.0])
+    assert interactions.load("ml-100k").user.tolist() == [196, 186]
+    assert len(made_wheel) == 1
+    assert made_wheel[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in made_wheel[0] and made_wheel[0][-1] == "recbole==1.2.1"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-100k.inter"]
+
+
+def test_a_wheel_with_other_bytes_leaves_nothing_behind(made_wheel, monkeypatch, tmp_path):
+    monkeypatch.setattr(movielens, "SHA256", "0" * 64)
+    with pytest.raises(
+        RuntimeError, match=rf"{hashlib.sha256(MADE).hexdigest()}, expected 0000.*nothing was kept"
+    ):
+        movielens.fetch()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_damaged_cache_is_not_used(made_wheel):
+    path = movielens.fetch()
+    path.write_bytes(MADE[:-1])
+    with pytest.raises(RuntimeError, match=rf"{path} is damaged: .*Delete the file"):
+        movielens.fetch()
+
+
+def test_a_failed_download_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path))
+    failed = subprocess.CompletedProcess([], 1, "", "a\nb\nc\nERROR: no such distribution")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match=r"pip download --no-deps recbole==1\.2\.1(.|\n)*ERROR: no such"):
+        movielens.fetch()
+
+
+def test_a_silent_download_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path))
+
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(RuntimeError, match=r"pip gave no answer for 300 seconds"):
+        movielens.fetch()
+
+
+@pytest.mark.parametrize("content", ["no member", "no zip"])
+def test_a_wheel_without_the_log_is_named(made_wheel, monkeypatch, content):
+    def deliver(command, **_):
+        path = Path(command[command.index("--dest") + 1]) / "recbole-1.2.1-py3-none-any.whl"
+        if content == "no zip":
+            path.write_bytes(b"not a zip file")
+        else:
+            with zipfile.ZipFile(path, "w") as wheel:
+                wheel.writestr("other", b"")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", deliver)
+    with pytest.raises(
+        RuntimeError, match=r"recbole-1\.2\.1-py3-none-any\.whl does not hold .*ml-100k\.inter"
+    ):
+        movielens.fetch()
+
+
+def test_the_real_log():
+    try:
+        log = movielens.load()
+    except RuntimeError as error:
+        pytest.skip(f"neither cached nor downloadable: {error}")
+    assert len(log) == 100_000
+    assert len(log.sequences.user_ids) == 943 and len(set(log.item.tolist())) == 1682
+    assert (log.user[0], log.item[0], log.timestamp[0], log.rating[0]) == (196, 242, 881250949, 3.0)
+    assert int(log.sequences.lengths.min()) == 20 and int(log.sequences.lengths.max()) == 737
