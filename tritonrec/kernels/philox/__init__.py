@@ -4,10 +4,9 @@ Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 
 section 5.3) maps a 128-bit counter and a 64-bit key to four 32-bit words. Counter and key carry the
 identity of the number, so arrival order, rank, micro-batch and restart cannot change it::
 
-    words of                          c0, c1          c2                        c3             key
-    initial_rows                      embedding key   INITIAL_ROWS | column//4  table          seed
-    random_indices                    sample id       RANDOM_INDICES | j//4     position       derived from
-                                                                                               (seed, stream, step)
+    words of         c0, c1         c2                         c3        key
+    initial_rows     embedding key  INITIAL_ROWS | column//4   table     seed
+    random_indices   sample id      RANDOM_INDICES | j//4      position  derive_seed(seed, stream, step)
 
 The four high bits of c2 tag the use, so two uses under one seed never share a word. Other kernels draw
 through the same functions: `numba_philox.philox4x32` and `triton_philox.philox4x32`, with `DROPOUT`.

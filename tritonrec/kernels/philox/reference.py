@@ -9,7 +9,7 @@ MASK = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Salmon et al. 2011, section 5.3 ("Philox-4x32, 10 rounds"): four 32-bit words of a counter and a key."""
+    """Salmon et al. 2011, section 5.3 ("Philox-4x32"), 10 rounds: four words of a counter and a key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

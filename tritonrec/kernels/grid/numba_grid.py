@@ -1,0 +1,86 @@
+"""Rounding to the grid on the CPU, in one pass.
+
+`x * 2**bits` is exact in float64 (24 significant bits, exponents far from the ends), so `rint`, which rounds
+half to even, is the only rounding and compiles to one vector instruction.
+"""
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def to_grid(values, scale, limit, grid):
+    """Position of the first value that is not below `limit` in magnitude, or -1."""
+    outside = 0
+    for i in range(values.shape[0]):
+        outside += not (abs(values[i]) < limit)
+    if outside:
+        for i in range(values.shape[0]):
+            if not (abs(values[i]) < limit):
+                return i
+    for i in range(values.shape[0]):
+        grid[i] = np.int64(np.rint(np.float64(values[i]) * scale))
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def from_grid(sums, unit, divisor, values):
+    for i in range(sums.shape[0]):
+        values[i] = np.float32(np.float64(sums[i]) * unit / divisor)
+
+
+@njit(cache=True, nogil=True)
+def add_rounded(total, start, values, first, count, scale, limit):
+    """Round ``values[first : first + count]`` to the grid and add them to ``total[start : start + count]``.
+
+    `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the offset
+    of the first value that cannot be added; `total` then keeps what it held before the call.
+    """
+    outside = 0
+    for d in range(count):
+        outside += not (abs(values[first + d]) < limit)
+    if outside:
+        for d in range(count):
+            if not (abs(values[first + d]) < limit):
+                return np.int64(d)
+    wrapped = np.int64(0)
+    for d in range(count):
+        term = np.int64(np.rint(np.float64(values[first + d]) * scale))
+        before = total[start + d]
+        after = before + term
+        total[start + d] = after
+        wrapped |= (before ^ after) & (term ^ after)
+    if wrapped < 0:
+        offset = np.int64(-1)
+        for d in range(count):
+            term = np.int64(np.rint(np.float64(values[first + d]) * scale))
+            after = total[start + d]
+            before = after - term
+            total[start + d] = before
+            if offset < 0 and ((before ^ after) & (term ^ after)) < 0:
+                offset = np.int64(d)
+        return offset
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def add_terms(total, start, terms, first, count):
+    """`add_rounded` for terms that lie on the grid already (int64)."""
+    wrapped = np.int64(0)
+    for d in range(count):
+        term = terms[first + d]
+        before = total[start + d]
+        after = before + term
+        total[start + d] = after
+        wrapped |= (before ^ after) & (term ^ after)
+    if wrapped < 0:
+        offset = np.int64(-1)
+        for d in range(count):
+            term = terms[first + d]
+            after = total[start + d]
+            before = after - term
+            total[start + d] = before
+            if offset < 0 and ((before ^ after) & (term ^ after)) < 0:
+                offset = np.int64(d)
+        return offset
+    return np.int64(-1)

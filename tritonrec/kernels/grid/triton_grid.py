@@ -1,0 +1,65 @@
+"""Rounding to the grid in Triton.
+
+Adding 1.5 * 2**52 to a float64 below 2**51 in magnitude leaves no bits for a fraction, so the hardware's
+round-half-even does the rounding; a float32 whose scaled value is larger than that is an integer already.
+Each program writes the first bad position of its block to a place of its own: no atomics, no order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def round_to_grid(values, scale, limit):
+    """float32 to (int64 on the grid, whether it fits); `scale` and `limit` are powers of two."""
+    fits = tl.abs(values) < limit
+    scaled = tl.where(fits, values, 0.0).to(tl.float64) * scale
+    magic = tl.full(scaled.shape, 6755399441055744.0, tl.float64)
+    rounded = (scaled + magic) - magic
+    return tl.where(tl.abs(scaled) < 2251799813685248.0, rounded, scaled).to(tl.int64), fits
+
+
+@triton.jit
+def to_grid_kernel(values_ptr, grid_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(values_ptr + position, mask=position < length, other=0.0)
+    rounded, fits = round_to_grid(values, scale, limit)
+    tl.store(grid_ptr + position, rounded, mask=position < length)
+    tl.store(bad_ptr + tl.program_id(0), tl.min(tl.where(fits, NONE, position), axis=0))
+
+
+@triton.jit
+def from_grid_kernel(sums_ptr, values_ptr, scale_ptr, length, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.load(sums_ptr + position, mask=position < length, other=0)
+    # Loaded, not passed: a Python float reaches a kernel as float32.
+    unit = tl.load(scale_ptr)
+    divisor = tl.load(scale_ptr + 1)
+    tl.store(
+        values_ptr + position, (sums.to(tl.float64) * unit / divisor).to(tl.float32), mask=position < length
+    )
+
+
+def to_grid(values: torch.Tensor, bits: int, grid: torch.Tensor) -> int:
+    """Fill `grid`; the flat position of the first value that has no place on it, or -1."""
+    block = 1024
+    programs = triton.cdiv(values.numel(), block)
+    bad = torch.empty(programs, dtype=torch.int64, device=values.device)
+    to_grid_kernel[(programs,)](
+        values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), BLOCK=block, enable_fp_fusion=False
+    )
+    first = int(bad.min())
+    return -1 if first == NONE.value else first
+
+
+def from_grid(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
+    block = 1024
+    scale = torch.tensor([2.0**-bits, divisor], dtype=torch.float64, device=sums.device)
+    from_grid_kernel[(triton.cdiv(sums.numel(), block),)](
+        sums, values, scale, sums.numel(), BLOCK=block, enable_fp_fusion=False
+    )

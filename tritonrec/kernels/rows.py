@@ -1,0 +1,41 @@
+"""What kernels over rows share: the check of row numbers, and a flat view that keeps inner loops contiguous."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def check_rows(name: str, rows: torch.Tensor, limit: int) -> None:
+    """Refuse row numbers outside [0, limit): IndexError naming the first one.
+
+    On an accelerator the check is queued on the device (`torch._assert_async`), so that no kernel waits for it.
+    """
+    if rows.device.type != "cpu":
+        inside = ((rows >= 0) & (rows < limit)).all()
+        torch._assert_async(inside, f"{name} holds a row number outside [0, {limit})")
+        return
+    from tritonrec.kernels.numba_rows import first_outside
+
+    position = first_outside(rows.contiguous().numpy(), np.uint64(limit))
+    if position >= 0:
+        raise IndexError(f"{name}[{position}] = {int(rows[position])} is outside [0, {limit})")
+
+
+def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Refuse anything but a matrix of `dtype` whose rows are contiguous; the row stride is free."""
+    if tensor.dim() != 2 or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be 2-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{name} must have contiguous rows, got strides {tensor.stride()}")
+
+
+def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:
+    """A CPU matrix with contiguous rows as a flat array and a row stride: row r starts at r * stride.
+
+    numba vectorises over a flat array whatever the row stride, and over a strided 2-D array not at all.
+    """
+    rows, columns = matrix.shape
+    stride = matrix.stride(0)
+    length = (rows - 1) * stride + columns if rows and columns else 0
+    return matrix.detach().as_strided((length,), (1,)).numpy(), np.uintp(stride)

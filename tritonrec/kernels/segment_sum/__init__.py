@@ -1,0 +1,170 @@
+"""Rows summed by key: out[segments[i]] += values[i], in a fixed order or on the exact grid.
+
+D dim, K occurrences, S segments. With values (5, D) and S = 4, of which segment 1 is empty::
+
+    segments   2  0  2  3  2
+    out[0] = values[1]                               out[1] = 0
+    out[2] = (values[0] + values[2]) + values[4]     out[3] = values[3]
+
+`level="window"` adds float32 in order of occurrence: deterministic, and equal in every bit between
+implementations, but a function of the order. `level="batch"` rounds each value once to the grid of
+`kernels.grid` and adds int64: the same for every order, split and rank. An int64 sum that would leave its
+range is an error, never a wrap-around.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
+from tritonrec.kernels.rows import check_matrix, check_rows, flat_rows
+from tritonrec.kernels.segment_sum import reference
+
+Level = Literal["window", "batch"]
+
+__all__ = ["accumulate", "segment_sum"]
+
+
+def segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    *,
+    level: Level = "window",
+    out: torch.Tensor | None = None,
+    bits: int = DEFAULT_BITS,
+    name: str = "tensor",
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Sum rows by segment.
+
+    Args:
+        values: (K, D) float32 with contiguous rows; for level "batch" also int64, on the grid already.
+        segments: (K,) int64 in [0, num_segments), in any order.
+        level: "window" (float32 in order of occurrence) or "batch" (int64 on the grid of 2**-bits).
+        out: (S, D) to add to in place, float32 or int64 as the level asks, contiguous rows; not
+            differentiable. Without it the sums start from zero.
+        name: what an error calls `values`.
+    Returns:
+        (S, D) float32 or int64; `out` itself where it was given. "window" without `out` is differentiable
+        in `values` (backward gathers rows).
+    Raises:
+        ExactSumError: level "batch", and a value is not finite or too large, or a sum leaves int64. `out`
+            then holds a part of the sum and has to be discarded.
+        IndexError: a segment outside [0, num_segments); nothing was added.
+        ValueError: an argument of another shape, dtype or range.
+    """
+    if level not in ("window", "batch"):
+        raise ValueError(f"level must be 'window' or 'batch', got {level!r}")
+    exact_terms = level == "batch" and values.dtype == torch.int64
+    check_matrix("values", values, torch.int64 if exact_terms else torch.float32)
+    if segments.dim() != 1 or segments.dtype != torch.int64 or segments.shape[0] != values.shape[0]:
+        raise ValueError(
+            f"segments must be ({values.shape[0]},) int64 to go with values {tuple(values.shape)}, "
+            f"got {tuple(segments.shape)} {segments.dtype}"
+        )
+    if num_segments < 0:
+        raise ValueError(f"num_segments must not be negative, got {num_segments}")
+    check_bits(bits)
+    if out is None:
+        return _segment_sum(values, segments, num_segments, level, bits, name, impl)
+    check_matrix("out", out, torch.float32 if level == "window" else torch.int64)
+    if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
+        raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
+    if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
+        raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
+    _segment_sum_into(out, values, segments, bits, name, impl)
+    return out
+
+
+def accumulate(
+    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, name: str, impl: str
+) -> None:
+    """`segment_sum` into `out` without the checks of shapes and the dispatcher: the door for hot callers."""
+    chosen = implementation(impl, out)  # type: ignore[arg-type]
+    check_rows("segments", segments, out.shape[0])
+    if values.numel() == 0:
+        return
+    exact = out.dtype == torch.int64
+    bad = -1
+    if chosen == "reference":
+        if exact:
+            bad = reference.add_batch(out, values, segments, bits)
+        else:
+            reference.add_window(out, values, segments)
+    elif chosen == "cpu":
+        bad = _accumulate_cpu(out, values, segments, bits, exact)
+    else:
+        from tritonrec.kernels.segment_sum import triton_segment_sum
+
+        bad = triton_segment_sum.segment_sum(out, values, segments, bits)
+    if bad >= 0:
+        row, column = divmod(bad, values.shape[1])
+        into = f"segment {int(segments[row])}, column {column},"
+        value = values[row, column].item()
+        fits = isinstance(value, int) or abs(value) < 2.0 ** (62 - bits)
+        raise ExactSumError(name, (row, column), value, bits, into if fits else "")
+
+
+def _accumulate_cpu(
+    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, exact: bool
+) -> int:
+    from tritonrec.kernels.segment_sum import numba_segment_sum
+
+    arguments = (*flat_rows(out), *flat_rows(values), segments.contiguous().numpy(), np.uintp(out.shape[1]))
+    if not exact:
+        numba_segment_sum.add_window(*arguments)
+        return -1
+    if values.dtype == torch.int64:
+        return numba_segment_sum.add_batch_terms(*arguments)
+    return numba_segment_sum.add_batch(*arguments, 2.0**bits, np.float32(2.0 ** (62 - bits)))
+
+
+@torch.library.custom_op("tritonrec::segment_sum_into", mutates_args=("out",))
+def _segment_sum_into(
+    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, name: str, impl: str
+) -> None:
+    accumulate(out, values, segments, bits, name, impl)
+
+
+@_segment_sum_into.register_fake
+def _(out, values, segments, bits, name, impl):
+    return None
+
+
+@torch.library.custom_op("tritonrec::segment_sum", mutates_args=())
+def _segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    level: str,
+    bits: int,
+    name: str,
+    impl: str,
+) -> torch.Tensor:
+    dtype = torch.float32 if level == "window" else torch.int64
+    out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
+    accumulate(out, values, segments, bits, name, impl)
+    return out
+
+
+@_segment_sum.register_fake
+def _(values, segments, num_segments, level, bits, name, impl):
+    dtype = torch.float32 if level == "window" else torch.int64
+    return torch.empty(num_segments, values.shape[1], dtype=dtype, device=values.device)
+
+
+def _save_segments(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _gather(ctx, gradient):
+    (segments,) = ctx.saved_tensors
+    return gradient.index_select(0, segments), None, None, None, None, None, None
+
+
+_segment_sum.register_autograd(_gather, setup_context=_save_segments)
