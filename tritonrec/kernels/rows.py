@@ -1,4 +1,4 @@
-"""What kernels over rows share: the check of row numbers, and a flat view that keeps inner loops contiguous."""
+"""What kernels over rows share: the check of row numbers, and a flat view whose inner loop is contiguous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 def check_rows(name: str, rows: torch.Tensor, limit: int) -> None:
     """Refuse row numbers outside [0, limit): IndexError naming the first one.
 
-    On an accelerator the check is queued on the device (`torch._assert_async`), so that no kernel waits for it.
+    On an accelerator the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
     if rows.device.type != "cpu":
         inside = ((rows >= 0) & (rows < limit)).all()

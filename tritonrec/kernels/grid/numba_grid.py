@@ -33,8 +33,8 @@ def from_grid(sums, unit, divisor, values):
 def add_rounded(total, start, values, first, count, scale, limit):
     """Round ``values[first : first + count]`` to the grid and add them to ``total[start : start + count]``.
 
-    `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the offset
-    of the first value that cannot be added; `total` then keeps what it held before the call.
+    `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the place
+    in the row of the first value that cannot be added; `total` then keeps what it held before the call.
     """
     outside = 0
     for d in range(count):

@@ -1,0 +1,191 @@
+"""Fused sparse updates in Triton: one program per tile of rows, correctly rounded division and square root.
+
+Launched without FMA contraction (`enable_fp_fusion=False`), so a kernel rounds where the reference does.
+Indices are distinct, so programs never meet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(indices_ptr, num_rows, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Occurrences, table rows, columns (int64) and mask of this program's tile."""
+    occurrence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    row = tl.load(indices_ptr + occurrence, mask=occurrence < num_rows, other=0)
+    return occurrence, row, column, (occurrence < num_rows) & (column < dim)
+
+
+@triton.jit
+def sgd_kernel(
+    weight_ptr,
+    weight_stride,
+    indices_ptr,
+    grad_ptr,
+    grad_stride,
+    num_rows,
+    dim,
+    lr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, dim, ROWS, BLOCK_D)
+    gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
+    place = weight_ptr + row * weight_stride + column
+    tl.store(place, tl.load(place, mask=mask, other=0.0) - lr * gradient, mask=mask)
+
+
+@triton.jit
+def add_halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Lanes (ROWS, 2 * HALF) to (ROWS, HALF): lane j plus lane j + HALF, in an order no backend may change."""
+    low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, HALF)), (0, 2, 1)))
+    return low + high
+
+
+@triton.jit
+def rowwise_adagrad_kernel(
+    weight_ptr,
+    weight_stride,
+    state_ptr,
+    state_stride,
+    indices_ptr,
+    grad_ptr,
+    grad_stride,
+    num_rows,
+    dim,
+    lr,
+    eps,
+    ROWS: tl.constexpr,
+):
+    occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, dim, ROWS, 16)
+    inside = occurrence < num_rows
+    lanes = tl.zeros((ROWS, 16), tl.float32)
+    for start in range(0, dim, 16):
+        mask = inside & (start + lane < dim)
+        gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+        lanes += gradient * gradient
+    lanes = add_halves(lanes, ROWS, 8)
+    lanes = add_halves(lanes, ROWS, 4)
+    lanes = add_halves(lanes, ROWS, 2)
+    mean = tl.div_rn(add_halves(lanes, ROWS, 1), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
+    total = tl.load(state_ptr + row * state_stride, mask=inside, other=0.0) + mean
+    tl.store(state_ptr + row * state_stride, total, mask=inside)
+    step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + lr, tl.sqrt_rn(total) + eps)
+    for start in range(0, dim, 16):
+        mask = inside & (start + lane < dim)
+        gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+        place = weight_ptr + row * weight_stride + start + lane
+        tl.store(place, tl.load(place, mask=mask, other=0.0) - step * gradient, mask=mask)
+
+
+@triton.jit
+def adam_kernel(
+    weight_ptr,
+    weight_stride,
+    exp_avg_ptr,
+    exp_avg_stride,
+    exp_avg_sq_ptr,
+    exp_avg_sq_stride,
+    indices_ptr,
+    grad_ptr,
+    grad_stride,
+    num_rows,
+    dim,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    step_size,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, dim, ROWS, BLOCK_D)
+    gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
+    mean_place = exp_avg_ptr + row * exp_avg_stride + column
+    square_place = exp_avg_sq_ptr + row * exp_avg_sq_stride + column
+    place = weight_ptr + row * weight_stride + column
+    mean = beta1 * tl.load(mean_place, mask=mask, other=0.0) + rest1 * gradient
+    square = beta2 * tl.load(square_place, mask=mask, other=0.0) + rest2 * (gradient * gradient)
+    # A masked element would divide 0 by 0 where eps is 0; its result is never stored.
+    change = tl.div_rn(step_size * mean, tl.sqrt_rn(square) + eps)
+    tl.store(mean_place, mean, mask=mask)
+    tl.store(square_place, square, mask=mask)
+    tl.store(place, tl.load(place, mask=mask, other=0.0) - change, mask=mask)
+
+
+def _tile(num_rows: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile: about 1,024 elements a program."""
+    block = min(128, triton.next_power_of_2(dim))
+    rows = 1024 // block
+    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), {"ROWS": rows, "BLOCK_D": block}
+
+
+def sgd(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+    grid, tile = _tile(*grad.shape)
+    sgd_kernel[grid](
+        weight,
+        weight.stride(0),
+        indices,
+        grad,
+        grad.stride(0),
+        *grad.shape,
+        lr,
+        **tile,
+        enable_fp_fusion=False,
+    )
+
+
+def rowwise_adagrad(
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    eps: float,
+) -> None:
+    rows = 32
+    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], rows),)](
+        weight,
+        weight.stride(0),
+        state,
+        state.stride(0),
+        indices,
+        grad,
+        grad.stride(0),
+        *grad.shape,
+        lr,
+        eps,
+        ROWS=rows,
+        enable_fp_fusion=False,
+    )
+
+
+def adam(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    *scalars: float,
+) -> None:
+    grid, tile = _tile(*grad.shape)
+    adam_kernel[grid](
+        weight,
+        weight.stride(0),
+        exp_avg,
+        exp_avg.stride(0),
+        exp_avg_sq,
+        exp_avg_sq.stride(0),
+        indices,
+        grad,
+        grad.stride(0),
+        *grad.shape,
+        *scalars,
+        **tile,
+        enable_fp_fusion=False,
+    )
