@@ -10,6 +10,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gather_rows import reference
+from tritonrec.kernels.rows import check_rows
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
@@ -66,21 +67,10 @@ def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor) -> None:
         raise ValueError(f"{name} is on {matrix.device}, rows on {rows.device}")
 
 
-def _check_range(rows: torch.Tensor, num_rows: int) -> None:
-    """Refuse rows outside [0, num_rows): at once on the CPU, without waiting for the device elsewhere."""
-    if rows.device.type != "cpu":
-        torch._assert_async(((rows >= 0) & (rows < num_rows)).all(), f"a row is outside [0, {num_rows})")
-    elif rows.numel():
-        low, high = torch.aminmax(rows)
-        if low < 0 or high >= num_rows:
-            position = int(((rows < 0) | (rows >= num_rows)).nonzero()[0])
-            raise IndexError(f"rows[{position}] = {int(rows[position])} is outside [0, {num_rows})")
-
-
 def launch_gather(source: torch.Tensor, rows: torch.Tensor, impl: str = "auto") -> torch.Tensor:
     """`gather_rows` without validation of shapes, dispatcher and autograd, for callers inside the package."""
     chosen = implementation(impl, source)  # type: ignore[arg-type]
-    _check_range(rows, source.shape[0])
+    check_rows("rows", rows, source.shape[0])
     if chosen == "cpu":
         return torch.index_select(source, 0, rows)
     if chosen == "triton":
@@ -95,7 +85,7 @@ def launch_scatter(
 ) -> None:
     """`scatter_rows` without validation of shapes and dispatcher, for callers inside the package."""
     chosen = implementation(impl, destination)  # type: ignore[arg-type]
-    _check_range(rows, destination.shape[0])
+    check_rows("rows", rows, destination.shape[0])
     if chosen == "cpu":
         destination.index_copy_(0, rows, values)
     elif chosen == "triton":

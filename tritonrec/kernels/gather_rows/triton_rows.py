@@ -1,0 +1,75 @@
+# mypy: ignore-errors
+"""Row moves: one program carries a tile of rows and columns, loads and stores and nothing else."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = 16
+
+
+@triton.jit
+def _move_kernel(
+    source_ptr,
+    source_rows_ptr,
+    destination_ptr,
+    destination_rows_ptr,
+    num_moves,
+    dim,
+    source_row_stride,
+    source_column_stride,
+    destination_row_stride,
+    destination_column_stride,
+    GATHER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """``destination[k] = source[rows[k]]`` where GATHER, else ``destination[rows[k]] = source[k]``."""
+    moves = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    if GATHER:
+        source_row = tl.load(source_rows_ptr + moves, mask=moves < num_moves, other=0)
+        destination_row = moves
+    else:
+        source_row = moves
+        destination_row = tl.load(destination_rows_ptr + moves, mask=moves < num_moves, other=0)
+    inside = (moves < num_moves)[:, None] & (columns < dim)[None, :]
+    source = source_row[:, None] * source_row_stride + columns[None, :] * source_column_stride
+    destination = (
+        destination_row[:, None] * destination_row_stride + columns[None, :] * destination_column_stride
+    )
+    values = tl.load(source_ptr + source, mask=inside)
+    tl.store(destination_ptr + destination, values, mask=inside)
+
+
+def _move(source, destination, rows, gather: bool) -> None:
+    dim = destination.shape[1]
+    if rows.numel() == 0 or dim == 0:
+        return
+    block_dim = min(triton.next_power_of_2(dim), 128)
+    grid = (triton.cdiv(rows.numel(), BLOCK_ROWS), triton.cdiv(dim, block_dim))
+    _move_kernel[grid](
+        source,
+        rows,
+        destination,
+        rows,
+        rows.numel(),
+        dim,
+        *source.stride(),
+        *destination.stride(),
+        GATHER=gather,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_DIM=block_dim,
+    )
+
+
+def gather_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.gather_rows.gather_rows`."""
+    out = source.new_empty((rows.numel(), source.shape[1]))
+    _move(source, out, rows.contiguous(), gather=True)
+    return out
+
+
+def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """See `tritonrec.kernels.gather_rows.scatter_rows`."""
+    _move(values, destination, rows.contiguous(), gather=False)

@@ -1,0 +1,82 @@
+# mypy: ignore-errors
+"""A short-lived table from key to one of its positions, built by all programs at once.
+
+A slot holds the *position* of a key, not the key: -1 is then a safe mark of emptiness for any 64-bit key,
+and a program that loses a slot reads the winner's key from the input, which nobody writes, so there is no
+moment at which a slot is claimed but its key is not yet visible. Which of several equal keys holds the slot
+depends on the schedule; callers use only that equal keys share one slot and different keys never do.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.murmur.triton_murmur import mix64
+
+BLOCK = 256
+
+
+@triton.jit
+def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, num_slots, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_keys
+    key = tl.load(keys_ptr + offsets, mask=inside, other=0)
+    position = offsets.to(tl.int32)
+    slot = mix64(key) & (num_slots - 1)
+    pending = inside
+    visit = tl.full((), 0, tl.int64)
+    # at most half the slots are ever taken, so a key settles before it has seen all of them
+    while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_slots):
+        # a slot never changes its holder, so only what looks empty needs the atomic
+        holder = tl.load(holders_ptr + slot, mask=pending, other=0)
+        open_slot = pending & (holder == -1)
+        if tl.max(open_slot.to(tl.int32), axis=0) > 0:
+            # compare-and-swap takes no mask: no slot holds -2, so an idle lane swaps nothing
+            previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position)
+            holder = tl.where(open_slot, tl.where(previous == -1, position, previous), holder)
+        holder_key = tl.load(keys_ptr + holder, mask=pending, other=0)
+        pending = pending & (holder_key != key)
+        slot = tl.where(pending, (slot + 1) & (num_slots - 1), slot)
+        visit += 1
+    tl.store(slots_ptr + offsets, slot, mask=inside)
+
+
+@triton.jit
+def _lookup_kernel(
+    keys_ptr, table_keys_ptr, holders_ptr, found_ptr, num_keys, num_slots, BLOCK: tl.constexpr
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_keys
+    key = tl.load(keys_ptr + offsets, mask=inside, other=0)
+    slot = mix64(key) & (num_slots - 1)
+    found = tl.full((BLOCK,), -1, tl.int64)
+    pending = inside
+    visit = tl.full((), 0, tl.int64)
+    while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_slots):
+        holder = tl.load(holders_ptr + slot, mask=pending, other=-1)
+        occupied = pending & (holder >= 0)
+        holder_key = tl.load(table_keys_ptr + holder, mask=occupied, other=0)
+        hit = occupied & (holder_key == key)
+        found = tl.where(hit, holder.to(tl.int64), found)
+        pending = occupied & (holder_key != key)
+        slot = (slot + 1) & (num_slots - 1)
+        visit += 1
+    tl.store(found_ptr + offsets, found, mask=inside)
+
+
+def build(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``holders`` (S,) int32, the table, and ``slots`` (K,) int64, the slot of each of the K >= 1 keys."""
+    num_slots = triton.next_power_of_2(2 * keys.numel())
+    holders = torch.full((num_slots,), -1, dtype=torch.int32, device=keys.device)
+    slots = torch.empty_like(keys)
+    grid = (triton.cdiv(keys.numel(), BLOCK),)
+    _build_kernel[grid](keys, holders, slots, keys.numel(), num_slots, BLOCK=BLOCK)
+    return holders, slots
+
+
+def lookup(keys: torch.Tensor, table_keys: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
+    """Position in `table_keys` of each of the K >= 1 `keys`, or -1; `holders` comes from `build`."""
+    found = torch.empty_like(keys)
+    grid = (triton.cdiv(keys.numel(), BLOCK),)
+    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), holders.numel(), BLOCK=BLOCK)
+    return found
