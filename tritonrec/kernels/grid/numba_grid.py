@@ -23,7 +23,7 @@ def to_grid(values, scale, limit, grid):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def from_grid(sums, unit, divisor, values):
     for i in range(sums.shape[0]):
         values[i] = np.float32(np.float64(sums[i]) * unit / divisor)

@@ -21,7 +21,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
-from tritonrec.kernels.rows import check_matrix, check_rows, flat_rows
+from tritonrec.kernels.row_layout import check_matrix, check_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
 
 Level = Literal["window", "batch"]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.rows import check_matrix, check_rows, flat_rows
+from tritonrec.kernels.row_layout import check_matrix, check_rows, flat_rows
 from tritonrec.kernels.sparse_optimizers import reference
 
 __all__ = ["sparse_adam", "sparse_rowwise_adagrad", "sparse_sgd"]
@@ -206,8 +206,9 @@ def _sparse_adam(
     elif chosen == "cpu":
         from tritonrec.kernels.sparse_optimizers import numba_sparse_optimizers as cpu
 
-        flat = (item for table in tables for item in flat_rows(table))
-        cpu.adam(*flat, indices.numpy(), *flat_rows(grad), np.uintp(grad.shape[1]), *scalars)
+        flat = [item for table in tables for item in flat_rows(table)]
+        rest = (indices.numpy(), *flat_rows(grad), np.uintp(grad.shape[1]), *scalars)
+        cpu.adam(*flat, *rest)
     else:
         from tritonrec.kernels.sparse_optimizers import triton_sparse_optimizers
 

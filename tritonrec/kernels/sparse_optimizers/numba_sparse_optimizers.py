@@ -1,7 +1,8 @@
 """Fused sparse updates on the CPU: one row at a time, columns vectorised.
 
 Every element sees IEEE multiplications, additions, divisions and square roots in one written order, without
-FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32.
+FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32. The numpy error model
+makes a division by zero an infinity, as in the reference, and leaves the loop free of branches.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from numba import njit
 LANES = 16
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def sgd(weight, weight_stride, indices, grad, grad_stride, dim, lr):
     for i in range(indices.shape[0]):
         w = np.uintp(indices[i]) * weight_stride
@@ -19,7 +20,7 @@ def sgd(weight, weight_stride, indices, grad, grad_stride, dim, lr):
             weight[w + d] -= lr * grad[g + d]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def mean_square(grad, first, dim, lanes):
     """Mean of squares of one row: lane j adds columns j, j + 16, ...; then halves are added to halves."""
     for j in range(LANES):
@@ -40,7 +41,7 @@ def mean_square(grad, first, dim, lanes):
     return lanes[0] / np.float32(dim)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def rowwise_adagrad(weight, weight_stride, state, state_stride, indices, grad, grad_stride, dim, lr, eps):
     lanes = np.empty(LANES, np.float32)
     for i in range(indices.shape[0]):
@@ -54,7 +55,7 @@ def rowwise_adagrad(weight, weight_stride, state, state_stride, indices, grad, g
             weight[w + d] -= step * grad[g + d]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def adam(
     weight,
     weight_stride,

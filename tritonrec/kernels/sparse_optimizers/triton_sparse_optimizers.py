@@ -41,7 +41,7 @@ def sgd_kernel(
 
 @triton.jit
 def add_halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Lanes (ROWS, 2 * HALF) to (ROWS, HALF): lane j plus lane j + HALF, in an order no backend may change."""
+    """Lanes (ROWS, 2 * HALF) to (ROWS, HALF): lane j plus lane j + HALF, an order no backend may change."""
     low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, HALF)), (0, 2, 1)))
     return low + high
 

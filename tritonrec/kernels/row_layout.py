@@ -15,7 +15,7 @@ def check_rows(name: str, rows: torch.Tensor, limit: int) -> None:
         inside = ((rows >= 0) & (rows < limit)).all()
         torch._assert_async(inside, f"{name} holds a row number outside [0, {limit})")
         return
-    from tritonrec.kernels.numba_rows import first_outside
+    from tritonrec.kernels.numba_row_layout import first_outside
 
     position = first_outside(rows.contiguous().numpy(), np.uint64(limit))
     if position >= 0:
