@@ -10,7 +10,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gather_rows import reference
-from tritonrec.kernels.rows import check_rows
+from tritonrec.kernels.row_layout import check_rows
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Segment sums on the CPU: rows are added to their segment in order of occurrence.
 
-Flat arrays and row strides (`kernels.row_layout.flat_rows`), so that the inner loop over columns vectorises; the
-loop over occurrences never changes its order, so a vector width cannot change a bit.
+Flat arrays and row strides (`kernels.row_layout.flat_rows`), so that the inner loop over columns vectorises;
+the loop over occurrences never changes its order, so a vector width cannot change a bit.
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
 """Fused sparse updates on the CPU: one row at a time, columns vectorised.
 
 Every element sees IEEE multiplications, additions, divisions and square roots in one written order, without
-FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32. The numpy error model
-makes a division by zero an infinity, as in the reference, and leaves the loop free of branches.
+FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32.
+The numpy error model makes a division by zero an infinity, as in the reference, and keeps branches out of the
+loop.
 """
 
 import numpy as np
