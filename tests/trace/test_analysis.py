@@ -39,76 +39,82 @@ def made(*rows, rank=0):
     return [Span(rank, *row) for row in rows]
 
 
-# One window of two micro-batches after a warm-up batch, on one rank:
-#   compute        0        10 20        40        60
-#                  |  b0    |  |   m0    |   m1    |
-#   communication    15--------25 (m0) 30--38 (m1)    55-------65 (gradients of m1)
-#   reduce                                                 60--70
-#   routing       5-----12            50------------62, and 72-80 behind nothing
-WINDOW = made(
+# A step of two micro-batches after a warm-up batch, which computes until 10; the next one ends at 100.
+#   compute        0----10    20--------40 (m0)      40------60 (m1)            80------100 (b2)
+#   communication      12----------25 (m0) 28-33 (m1)    55----65 (gradients of m1)
+#   reduce                                                   60----70
+#   routing           5---12                       50----------62       72--78
+#   write_back                                                                        95-----110
+STEPS = made(
     ("compute", "compute", 0, 10, 0, 0),
     ("routing", "route", 5, 12, 1),
-    ("communication", "exchange", 15, 25, 1, 0),
+    ("communication", "exchange", 12, 25, 1, 0),
     ("compute", "compute", 20, 40, 1, 0),
-    ("communication", "exchange", 30, 38, 1, 1),
+    ("communication", "exchange", 28, 33, 1, 1),
     ("compute", "compute", 40, 60, 1, 1),
     ("routing", "route", 50, 62, 2),
     ("communication", "gradient_exchange", 55, 65, 1, 1),
     ("reduce", "dense_reduce", 60, 70, 1),
-    ("retrieval", "retrieve", 72, 80, 2),
+    ("retrieval", "retrieve", 72, 78, 2),
     ("compute", "compute", 80, 100, 2, 0),
+    ("write_back", "write_back", 95, 110, 1),
 )
 
 
 def test_known_overlaps_give_known_figures():
-    (summary,) = summarise(WINDOW)
-    assert (summary.rank, summary.batches) == (0, 2)
+    (summary,) = summarise(STEPS)
+    assert (summary.rank, summary.steps, summary.elapsed_ns, summary.step_ns) == (0, 2, 90, 45)
     assert summary.busy_ns["compute"] == 20 + 20 + 20
-    assert summary.busy_ns["communication"] == 10 + 8 + 10
-    assert summary.communication_ns == 10 + 8 + 15, "exchanges and reduce overlap by 5"
-    assert summary.exposed_ns == 5 + 0 + 10
-    assert summary.exposed_ratio == pytest.approx(15 / 33)
-    assert summary.lookup_ns == 7 + 12 + 8
-    assert summary.hidden_lookup_ns == 5 + 12, (
-        "hidden by batch 0's compute, and by compute, exchange and reduce"
+    assert summary.busy_ns["communication"] == 13 + 5 + 10
+    assert summary.busy_ns["write_back"] == 5, "what comes after the last computation is not of these steps"
+    assert summary.communication_ns == 13 + 5 + 15, "gradient exchange and reduce overlap by 5"
+    assert summary.exposed_ns == 8 + 0 + 10
+    assert summary.exposed_ratio == pytest.approx(18 / 33)
+    assert summary.lookup_ns == 2 + 12 + 6, "what batch 1 looked up before 10 belongs to the warm-up"
+    assert summary.hidden_lookup_ns == 12, (
+        "behind compute, exchange and reduce; 10 to 12 and 72 to 78 are bare"
     )
-    assert summary.hidden_lookup_ratio == pytest.approx(17 / 27)
-    assert summary.step_ns == 40
-    assert (summary.neighbours, summary.neighbours_overlapped) == (1, 1)
+    assert summary.hidden_lookup_ratio == pytest.approx(12 / 20)
+    assert (summary.transfers, summary.transfers_overlapped) == (3, 1), (
+        "only the second exchange ran beside m0"
+    )
 
 
-def test_warm_up_is_left_out_but_still_hides():
-    (whole,) = summarise(WINDOW, warmup=0)
-    assert whole.batches == 3
-    assert whole.busy_ns["compute"] == 70
-    with pytest.raises(ValueError, match="rank 0 recorded no batch after 3 of warm-up"):
-        summarise(WINDOW, warmup=3)
+def test_warm_up_is_left_out():
+    (summary,) = summarise(STEPS, warmup=2)
+    assert (summary.steps, summary.elapsed_ns, summary.transfers) == (1, 40, 0)
+    assert summary.busy_ns["routing"] == 2
+    with pytest.raises(ValueError, match="rank 0 computed 3 batches: none is left after 3 of warm-up"):
+        summarise(STEPS, warmup=3)
+    with pytest.raises(ValueError, match="warmup is 0, not >= 1"):
+        summarise(STEPS, warmup=0)
 
 
 def test_ranks_do_not_hide_each_other():
-    spans = made(("communication", "exchange", 0, 10, 0, 0), rank=0) + made(
-        ("compute", "compute", 0, 10, 0, 0), rank=1
-    )
-    communicating, computing = summarise(spans, warmup=0)
+    ticks = [("compute", "compute", 0, 1, 0), ("compute", "compute", 11, 12, 1)]
+    alone = made(*ticks, ("communication", "exchange", 1, 11, 1, 0), rank=0)
+    busy = made(*ticks, ("compute", "compute", 1, 11, 1, 1), rank=1)
+    communicating, computing = summarise(alone + busy)
     assert communicating.exposed_ratio == 1.0
     assert computing.exposed_ratio is None and computing.hidden_lookup_ratio is None
 
 
 def test_work_one_after_another_hides_nothing():
     spans = made(
-        ("prefetch", "prefetch", 0, 5, 0),
-        ("routing", "route", 5, 9, 0),
-        ("communication", "exchange", 9, 12, 0, 0),
-        ("compute", "compute", 12, 20, 0, 0),
-        ("communication", "exchange", 20, 22, 0, 1),
-        ("compute", "compute", 22, 30, 0, 1),
-        ("reduce", "dense_reduce", 30, 31, 0),
+        ("compute", "compute", 0, 1, 0, 0),
+        ("prefetch", "prefetch", 1, 5, 1),
+        ("routing", "route", 5, 9, 1),
+        ("communication", "exchange", 9, 12, 1, 0),
+        ("compute", "compute", 12, 20, 1, 0),
+        ("communication", "exchange", 20, 22, 1, 1),
+        ("compute", "compute", 22, 30, 1, 1),
+        ("reduce", "dense_reduce", 30, 31, 1),
+        ("compute", "dense_update", 31, 32, 1),
     )
-    (summary,) = summarise(spans, warmup=0)
-    assert summary.exposed_ratio == 1.0
-    assert summary.hidden_lookup_ns == 0
-    assert (summary.neighbours, summary.neighbours_overlapped) == (1, 0)
-    assert summary.step_ns is None
+    (summary,) = summarise(spans)
+    assert (summary.exposed_ns, summary.exposed_ratio) == (6, 1.0)
+    assert (summary.lookup_ns, summary.hidden_lookup_ns) == (8, 0)
+    assert (summary.transfers, summary.transfers_overlapped) == (2, 0)
 
 
 def perfect(schedule, batches=5, micro_batches=2, ranks=(0,)):

@@ -110,6 +110,18 @@ def test_tracks_are_ordered_like_the_lanes(tmp_path):
     assert all(a.thread.tid < b.thread.tid for a, b in pairwise(lanes))
 
 
+def test_nested_slices_share_a_row_and_overlapping_ones_do_not(tmp_path):
+    def rows(*pieces):
+        recorder = Recorder(0, 1)
+        for start, end in pieces:
+            recorder.add("compute", "compute", start, end, batch=0)
+        tracks = [p.track_descriptor.name for p in packets(recorder.save(tmp_path / "t"))]
+        return [name for name in tracks if name.startswith("compute")]
+
+    assert rows((0, 4), (0, 9), (4, 9), (9, 12)) == ["compute"]
+    assert rows((0, 5), (4, 9), (5, 8)) == ["compute", "compute +1"]
+
+
 def test_flows_join_the_stages_of_a_batch(tmp_path):
     recorder = Recorder(0, 1)
     recorder.add("routing", "route", 0, 1, batch=0)

@@ -67,31 +67,31 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The times of one rank over the measured batches.
+    """The times of one rank, over a stretch of whole steps.
 
     Attributes:
         rank: the rank.
-        batches: number of batches measured.
+        steps: number of steps measured, and `elapsed_ns` their time from end to end.
+        step_ns: median time from the end of one batch's computation to the end of the next one's.
         busy_ns: lane -> time in which the lane was at work.
-        step_ns: median time from the end of one batch's computation to the end of the next one's; None when
-            fewer than two batches computed.
         communication_ns: physical communication.
         exposed_ns: exposed communication.
         lookup_ns: lookup time, and `hidden_lookup_ns` the part of it that was hidden.
-        neighbours: pairs of neighbouring micro-batches (m, m+1) that both computed, and
-            `neighbours_overlapped`, those in which a transfer of m+1 ran while m computed.
+        transfers: communication slices of single micro-batches, and `transfers_overlapped`, those during
+            which another micro-batch of the same batch computed.
     """
 
     rank: int
-    batches: int
+    steps: int
+    elapsed_ns: int
+    step_ns: int
     busy_ns: dict[str, int]
-    step_ns: int | None
     communication_ns: int
     exposed_ns: int
     lookup_ns: int
     hidden_lookup_ns: int
-    neighbours: int
-    neighbours_overlapped: int
+    transfers: int
+    transfers_overlapped: int
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -105,13 +105,22 @@ class RankSummary:
 
 
 def summarise(spans: Sequence[Span], warmup: int = 1) -> list[RankSummary]:
-    """Measure every rank, but for its first `warmup` batches, which compile kernels and fill pipelines.
+    """Measure every rank from the end of its `warmup`-th computed batch to the end of its last one.
 
-    Slices of left-out batches still hide others: a lookup behind the first batch's computation is hidden.
+    The first batches compile kernels, and while the pipeline fills there is nothing to hide behind; after the
+    last one it drains. Slices are clipped to the stretch measured.
+
+    Args:
+        spans: the slices of one or more ranks.
+        warmup: batches left out, at least 1.
 
     Raises:
-        ValueError: a rank has no batch left after the warm-up.
+        ValueError: `warmup` is below 1, or a rank computed no batch after it.
     """
+    if warmup < 1:
+        raise ValueError(
+            f"a step is measured from the end of the one before it: warmup is {warmup}, not >= 1"
+        )
     return [
         _summarise_rank(rank, [span for span in spans if span.rank == rank], warmup)
         for rank in sorted({span.rank for span in spans})
@@ -119,57 +128,54 @@ def summarise(spans: Sequence[Span], warmup: int = 1) -> list[RankSummary]:
 
 
 def _summarise_rank(rank: int, spans: list[Span], warmup: int) -> RankSummary:
-    batches = sorted({span.batch for span in spans})[warmup:]
-    if not batches:
-        raise ValueError(f"rank {rank} recorded no batch after {warmup} of warm-up")
-    measured = [span for span in spans if span.batch >= batches[0]]
-    computing = _lanes(spans, ["compute"])
-    communicating = _lanes(measured, COMMUNICATION_LANES)
-    looking_up = _lanes(measured, LOOKUP_LANES)
-    pairs = _neighbours(measured)
+    computed: dict[int, int] = {}  # batch -> end of its computation
+    for span in spans:
+        if span.lane == "compute":
+            computed[span.batch] = max(computed.get(span.batch, span.end_ns), span.end_ns)
+    ends = [computed[batch] for batch in sorted(computed)][warmup - 1 :]
+    if len(ends) < 2:
+        raise ValueError(
+            f"rank {rank} computed {len(computed)} batches: none is left after {warmup} of warm-up"
+        )
+    stretch = [(ends[0], ends[-1])]
+
+    def lanes(*names: str) -> list[Interval]:
+        working = union((span.start_ns, span.end_ns) for span in spans if span.lane in names)
+        return intersection(working, stretch)
+
+    computing, communicating, looking_up = lanes("compute"), lanes(*COMMUNICATION_LANES), lanes(*LOOKUP_LANES)
+    transfers = _transfers([span for span in spans if ends[0] <= span.start_ns < ends[-1]])
     return RankSummary(
         rank=rank,
-        batches=len(batches),
-        busy_ns={lane: length(_lanes(measured, [lane])) for lane in LANES},
-        step_ns=_step_time(measured),
+        steps=len(ends) - 1,
+        elapsed_ns=ends[-1] - ends[0],
+        step_ns=int(median(after - before for before, after in pairwise(ends))),
+        busy_ns={lane: length(lanes(lane)) for lane in LANES},
         communication_ns=length(communicating),
         exposed_ns=length(communicating) - length(intersection(communicating, computing)),
         lookup_ns=length(looking_up),
-        hidden_lookup_ns=length(intersection(looking_up, _lanes(spans, MAIN_PATH_LANES))),
-        neighbours=len(pairs),
-        neighbours_overlapped=sum(pairs),
+        hidden_lookup_ns=length(intersection(looking_up, lanes(*MAIN_PATH_LANES))),
+        transfers=len(transfers),
+        transfers_overlapped=sum(transfers),
     )
 
 
-def _lanes(spans: Iterable[Span], lanes: Sequence[str]) -> list[Interval]:
-    return union((span.start_ns, span.end_ns) for span in spans if span.lane in lanes)
-
-
-def _step_time(spans: Iterable[Span]) -> int | None:
-    ends: dict[int, int] = {}
+def _transfers(spans: Iterable[Span]) -> list[bool]:
+    """For each micro-batch's transfer: did another micro-batch of its batch compute meanwhile?"""
+    of_batch: dict[int, list[Span]] = {}
     for span in spans:
-        if span.lane == "compute":
-            ends[span.batch] = max(ends.get(span.batch, span.end_ns), span.end_ns)
-    in_order = [ends[batch] for batch in sorted(ends)]
-    steps = [after - before for before, after in pairwise(in_order)]
-    return int(median(steps)) if steps else None
-
-
-def _neighbours(spans: Iterable[Span]) -> list[bool]:
-    """Per pair (m, m+1) of micro-batches of a batch: did a transfer of m+1 run while m computed?"""
-    computed: dict[tuple[int, int], list[Interval]] = {}
-    transferred: dict[tuple[int, int], list[Interval]] = {}
-    for span in spans:
-        if span.micro_batch is None:
-            continue
-        if span.lane == "compute":
-            computed.setdefault((span.batch, span.micro_batch), []).append((span.start_ns, span.end_ns))
-        elif span.lane == "communication":
-            transferred.setdefault((span.batch, span.micro_batch), []).append((span.start_ns, span.end_ns))
+        if span.micro_batch is not None:
+            of_batch.setdefault(span.batch, []).append(span)
     return [
-        bool(intersection(union(intervals), union(transferred.get((batch, micro_batch + 1), []))))
-        for (batch, micro_batch), intervals in sorted(computed.items())
-        if (batch, micro_batch + 1) in computed
+        any(
+            other.lane == "compute"
+            and other.micro_batch != transfer.micro_batch
+            and max(other.start_ns, transfer.start_ns) < min(other.end_ns, transfer.end_ns)
+            for other in batch
+        )
+        for batch in of_batch.values()
+        for transfer in batch
+        if transfer.lane == "communication"
     ]
 
 
