@@ -5,6 +5,7 @@ Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation`
 
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, implementation
+from .kernels.gather_rows import gather_rows, scatter_rows
 from .kernels.grid import DEFAULT_BITS as GRID_BITS
 from .kernels.grid import ExactSumError, from_grid, to_grid
 from .kernels.hash_table import hash_find, hash_grow, hash_insert
@@ -13,7 +14,6 @@ from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.philox import derive_seed, initial_rows, random_indices
-from .kernels.rows import gather_rows, scatter_rows
 from .kernels.segment_sum import segment_sum
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 from .kernels.unique import unique

@@ -63,7 +63,9 @@ class Communicator:
             for at in (int(values.argmax()), int(values.argmin())):
                 value = int(values.view(-1)[at])
                 if abs(value) > limit:
-                    raise ExactSumError(name, (at,), value, GRID_BITS, f"the others of {self.world_size} ranks")
+                    raise ExactSumError(
+                        name, (at,), value, GRID_BITS, f"the others of {self.world_size} ranks"
+                    )
         dist.all_reduce(values, group=self.group)
         return values
 

@@ -144,7 +144,9 @@ class RankPool:
             ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], patience)
             if not ready:
                 silent = sorted(waiting.values())
-                raise RankDiedError(f"ranks {silent} did not answer within {2 * self.timeout} after the others")
+                raise RankDiedError(
+                    f"ranks {silent} did not answer within {2 * self.timeout} after the others"
+                )
             if deadline is None and not starting:
                 deadline = time.monotonic() + 2 * self.timeout.total_seconds()
             for connection in [c for c in waiting if c in ready or c.poll()]:

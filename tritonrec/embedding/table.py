@@ -80,9 +80,7 @@ class DynamicTable:
                 while len(self._chunks) * self.chunk_rows < self._size + new.numel():
                     self._chunks.append(torch.empty(self.chunk_rows, self.row_width))
                 values = torch.zeros(new.numel(), self.row_width)
-                values[:, : self.dim] = ops.initial_rows(
-                    self.seed, self.table_id, new, self.dim, self.scale
-                )
+                values[:, : self.dim] = ops.initial_rows(self.seed, self.table_id, new, self.dim, self.scale)
                 self.write(rows[inserted], values)
                 self._size += new.numel()
         return rows

@@ -110,17 +110,8 @@ class Executor:
             ) from error
 
     def _lane(self, lane: str) -> None:
-        queue = self._queues[lane]
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped() or queue)
-                if self._stopped():
-                    return
-                task, context = queue.popleft()
-                waits_for = set(self.schedule.waits_for(task, self.micro_batches))
-                self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
-                if self._stopped():
-                    return
+        while (work := self._next(lane)) is not None:
+            task, context = work
             try:
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
@@ -138,6 +129,18 @@ class Executor:
                 if not self._left[task.batch]:
                     del self._left[task.batch]
                 self._changed.notify_all()
+
+    def _next(self, lane: str) -> tuple[Task, Any] | None:
+        """The lane's next task once all it waits for has finished; None when the executor stops."""
+        queue = self._queues[lane]
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped() or queue)
+            if self._stopped():
+                return None
+            task, context = queue.popleft()
+            waits_for = set(self.schedule.waits_for(task, self.micro_batches))
+            self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
+            return None if self._stopped() else (task, context)
 
     def _stopped(self) -> bool:
         return self._closing or self._failure is not None

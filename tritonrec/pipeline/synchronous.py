@@ -63,7 +63,9 @@ class Synchronous:
         return losses.detach()
 
 
-def run_in_turn(program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()) -> None:
+def run_in_turn(
+    program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
+) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.
 
     Nothing overlaps and nothing is kept from the batch before: each batch reads the table after the last one

@@ -295,5 +295,3 @@ class WindowProgram:
 def _index(micro_batch: int | None) -> int:
     assert micro_batch is not None
     return micro_batch
-
-

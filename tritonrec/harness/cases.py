@@ -1,0 +1,133 @@
+"""The contract table: which modes are compared with which reference, under which conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+from ..embedding import OptimizerName
+from ..pipeline import PIPELINED, Consistency, Mode
+
+WORLD_SIZES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 3, 4, 8)
+OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
+CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run that must equal its reference: `Synchronous` for ``"batch"``, the same cut in turn for ``"window"``.
+
+    `delay_seed`, if given, seeds random waits before every task of every rank.
+    """
+
+    mode: Mode
+    consistency: Consistency
+    world_size: int
+    micro_batches: int
+    clustering: bool
+    optimizer: OptimizerName
+    steps: int
+    delay_seed: int | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode} {self.consistency} world_size={self.world_size} N={self.micro_batches} "
+            f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def simpler(self) -> Iterable[Case]:
+        """Cases with one thing made simpler, in the order in which they are worth trying."""
+        if self.world_size > 1:
+            yield replace(self, world_size=1)
+            yield replace(self, world_size=self.world_size // 2)
+        if self.micro_batches > 1:
+            yield replace(self, micro_batches=1)
+            yield replace(self, micro_batches=self.micro_batches // 2)
+        if self.clustering:
+            yield replace(self, clustering=False)
+        if self.optimizer != "sgd":
+            yield replace(self, optimizer="sgd")
+        if self.delay_seed is not None:
+            yield replace(self, delay_seed=None)
+
+
+def contract_table(
+    size: str = "default",
+    modes: Iterable[Mode] = PIPELINED,
+    world_sizes: Iterable[int] = WORLD_SIZES,
+    micro_batches: Iterable[int] = MICRO_BATCHES,
+    steps: int | None = None,
+) -> list[Case]:
+    """Cases of a run of `tritonrec verify`.
+
+    ``"full"`` is the whole product. ``"default"`` covers every pair of two factors' values, and adds the
+    longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
+    factor, and every mode at both levels. The choice is deterministic.
+    """
+    factors = (
+        tuple(modes),
+        CONSISTENCIES,
+        tuple(world_sizes),
+        tuple(micro_batches),
+        (False, True),
+        OPTIMIZERS,
+    )
+    everything = [
+        Case(*values, steps=steps or {"quick": 3}.get(size, 6), delay_seed=index if index % 2 else None)
+        for index, values in enumerate(product(*factors))
+    ]
+    if size == "full":
+        chosen = everything
+    elif size == "quick":
+        chosen = _cover(everything, lambda case: {*enumerate(_values(case)), (case.mode, case.consistency)})
+    elif size == "default":
+        chosen = _cover(everything, lambda case: set(combinations(enumerate(_values(case)), 2)))
+        longest = Case(
+            factors[0][-1],
+            "batch",
+            max(factors[2]),
+            max(factors[3]),
+            True,
+            "adam",
+            steps or 30,
+            delay_seed=None,
+        )
+        chosen.append(longest)
+    else:
+        raise ValueError(f"size must be quick, default or full, got {size!r}")
+    order = {mode: place for place, mode in enumerate(factors[0])}
+    return sorted(
+        chosen, key=lambda c: (order[c.mode], c.consistency, c.world_size, c.micro_batches, c.steps)
+    )
+
+
+def _values(case: Case) -> tuple[Any, ...]:
+    return (
+        case.mode,
+        case.consistency,
+        case.world_size,
+        case.micro_batches,
+        case.clustering,
+        case.optimizer,
+        case.delay_seed is not None,
+    )
+
+
+def _cover(cases: list[Case], covers) -> list[Case]:
+    """A few cases that together cover whatever any case covers; greedy, the same every time."""
+    candidates = cases[:]
+    Random(0).shuffle(candidates)
+    open_ = set().union(*(covers(case) for case in candidates))
+    chosen = []
+    while open_:
+        best = max(candidates, key=lambda case: len(covers(case) & open_))
+        chosen.append(best)
+        open_ -= covers(best)
+    return chosen

@@ -1,0 +1,283 @@
+"""Planted bugs: each breaks the promise in one place, and `tritonrec verify --mutations` must notice.
+
+A bug in the schedule is run with the check switched off, so that its effect must show in the bits; whether
+the check alone would have refused it is reported beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from ..pipeline import Edge, Schedule, Task, Window, WindowProgram
+from .cases import Case
+
+
+@dataclass(frozen=True)
+class Plant:
+    """How a bug is put in: by changing the program, the schedule, or the timing that brings it out."""
+
+    program: Callable[[WindowProgram], None] | None = None
+    schedule: Callable[[Schedule], Schedule] | None = None
+    delay: Callable[[Task], float] | None = None
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A planted bug and the case in which it must show."""
+
+    name: str
+    description: str
+    case: Case
+    plant: Plant
+
+
+def plant(name: str) -> Plant:
+    """The plant of the mutation called `name`."""
+    return next(mutation.plant for mutation in MUTATIONS if mutation.name == name)
+
+
+def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
+    return Case(mode, consistency, world_size, micro_batches, False, optimizer, steps=5)
+
+
+def _no_synchronisation(program: WindowProgram) -> None:
+    program.actions["synchronise"] = lambda window, _=None: None
+
+
+def _wrong_rows(program: WindowProgram) -> None:
+    def synchronise(window: Window, _: int | None = None) -> None:
+        active = program._buffers[(window.number - 1) % 2]
+        if active is not None:
+            here, there = ops.intersect(active.keys, window.keys)
+            ops.scatter_rows(window.buffer, there, ops.gather_rows(active.buffer, here.flip(0)))
+
+    program.actions["synchronise"] = synchronise
+
+
+def _lost_gradient(program: WindowProgram) -> None:
+    add = program.actions["gradient_exchange"]
+
+    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
+        if micro_batch == program.config.micro_batches - 1:
+            window.gradients[micro_batch].zero_()
+        add(window, micro_batch)
+
+    program.actions["gradient_exchange"] = gradient_exchange
+
+
+def _gradient_twice(program: WindowProgram) -> None:
+    add = program.actions["gradient_exchange"]
+
+    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
+        if micro_batch == 1:
+            window.gradients[micro_batch] = window.gradients[micro_batch] * 2
+        add(window, micro_batch)
+
+    program.actions["gradient_exchange"] = gradient_exchange
+
+
+def _update_inside_window(program: WindowProgram) -> None:
+    add = program.actions["gradient_exchange"]
+
+    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
+        add(window, micro_batch)
+        if micro_batch == 0:
+            assert window.row_gradient is not None
+            indices = torch.arange(len(window.keys))
+            gradient = program._mean(window.row_gradient, window)
+            program.optimizer.update(window.buffer, indices, gradient, window.step + 1)
+            window.row_gradient.zero_()
+
+    program.actions["gradient_exchange"] = gradient_exchange
+
+
+def _float_sums(program: WindowProgram) -> None:
+    def sum_rows(values, rows, count, name, out=None):
+        if values.dtype == torch.int64:
+            return ops.segment_sum(values, rows, count, level="batch", out=out, name=name)
+        return ops.to_grid(ops.segment_sum(values, rows, count, level="window"))
+
+    program._sum_rows = sum_rows  # type: ignore[method-assign]
+
+
+def _initial_by_arrival(program: WindowProgram) -> None:
+    table, rows_of = program.table, program.table.rows_of
+
+    def by_arrival(keys: torch.Tensor) -> torch.Tensor:
+        before = len(table)
+        rows = rows_of(keys)
+        new = rows[rows >= before]
+        if new.numel():
+            values = table.read(new)
+            values[:, : table.dim] = ops.initial_rows(table.seed, 0, new, table.dim, table.scale)
+            table.write(new, values)
+        return rows
+
+    table.rows_of = by_arrival  # type: ignore[method-assign]
+
+
+def _stale_dense_parameter(program: WindowProgram) -> None:
+    update = program.actions["dense_update"]
+
+    def dense_update(window: Window, _: int | None = None) -> None:
+        name = next(iter(window.dense))
+        if window.step == 2 and program.communicators.rank == 1:
+            kept = program.dense.rows[name].clone()
+            parameter = program.dense.parameters[name].detach().clone()
+            update(window)
+            program.dense.rows[name].copy_(kept)
+            program.dense.parameters[name].data.copy_(parameter)
+        else:
+            update(window)
+
+    program.actions["dense_update"] = dense_update
+
+
+def _local_token_count(program: WindowProgram) -> None:
+    route = program.actions["route"]
+
+    def local(window: Window, _: int | None = None) -> None:
+        route(window)
+        window.tokens = window.samples.num_tokens
+
+    program.actions["route"] = local
+
+
+def _correction_per_micro_batch(program: WindowProgram) -> None:
+    def sparse_update(window: Window, _: int | None = None) -> None:
+        assert window.row_gradient is not None
+        gradient = program._mean(window.row_gradient, window)
+        steps = (window.step + 1) * program.config.micro_batches
+        program.optimizer.update(window.buffer, torch.arange(len(window.keys)), gradient, steps)
+
+    program.actions["sparse_update"] = sparse_update
+
+
+def _one_buffer(program: WindowProgram) -> None:
+    retrieve = program.actions["retrieve"]
+
+    def retrieve_into_active(window: Window, _: int | None = None) -> None:
+        active = program._buffers[(window.number - 1) % 2]
+        retrieve(window)
+        if active is not None:
+            # The rows land where batch t-1 is still training.
+            count = min(len(active.buffer), len(window.buffer))
+            active.buffer[:count] = window.buffer[:count]
+
+    program.actions["retrieve"] = retrieve_into_active
+
+
+def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
+    """Hold `stage` back long enough for whoever fails to wait for it to overtake."""
+
+    def delay(task: Task) -> float:
+        return 0.15 if task.stage == stage and micro_batch in (None, task.micro_batch) else 0.0
+
+    return delay
+
+
+MUTATIONS = [
+    Mutation(
+        "no-buffer-synchronisation",
+        "rows of K(t-1) & K(t) are not copied into the prefetch buffer",
+        _case(),
+        Plant(_no_synchronisation),
+    ),
+    Mutation(
+        "synchronisation-of-wrong-rows",
+        "the copied rows land at other keys",
+        _case(),
+        Plant(_wrong_rows),
+    ),
+    Mutation(
+        "read-before-write-back",
+        "retrieval of batch t does not wait for the write-back of batch t-2",
+        _case(),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=2)),
+            delay=_slow("write_back"),
+        ),
+    ),
+    Mutation(
+        "synchronise-before-update",
+        "the buffers are synchronised without waiting for the update of batch t-1",
+        _case(),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge("synchronise", Edge("sparse_update", batch=1)),
+            delay=_slow("sparse_update"),
+        ),
+    ),
+    Mutation(
+        "reduce-before-last-micro-batch",
+        "dense gradients are reduced before the window's computation has ended",
+        _case(),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge("dense_reduce", Edge("compute", "all")),
+            delay=_slow("compute", 2),
+        ),
+    ),
+    Mutation(
+        "lost-micro-batch-gradient",
+        "embedding gradients of the last micro-batch are dropped",
+        _case(mode="fwp", optimizer="sgd"),
+        Plant(_lost_gradient),
+    ),
+    Mutation(
+        "gradient-added-twice",
+        "embedding gradients of micro-batch 1 count twice",
+        _case(mode="dbp", optimizer="rowwise_adagrad"),
+        Plant(_gradient_twice),
+    ),
+    Mutation(
+        "update-inside-window",
+        "rows are updated after the first micro-batch instead of once per window",
+        _case(mode="dbp", optimizer="sgd"),
+        Plant(_update_inside_window),
+    ),
+    Mutation(
+        "float-sums",
+        "contributions are added in float32 and rounded to the grid afterwards",
+        _case(micro_batches=2),
+        Plant(_float_sums),
+    ),
+    Mutation(
+        "initial-value-by-arrival",
+        "initial rows depend on the order of arrival instead of the key",
+        _case(),
+        Plant(_initial_by_arrival),
+    ),
+    Mutation(
+        "stale-dense-parameter",
+        "rank 1 misses one update of one parameter",
+        _case(),
+        Plant(_stale_dense_parameter),
+    ),
+    Mutation(
+        "local-token-count",
+        "gradients are divided by this rank's tokens instead of the global batch's",
+        _case(),
+        Plant(_local_token_count),
+    ),
+    Mutation(
+        "bias-correction-per-micro-batch",
+        "Adam counts micro-batches instead of steps",
+        _case(),
+        Plant(_correction_per_micro_batch),
+    ),
+    Mutation(
+        "one-buffer",
+        "rows of batch t are loaded over those batch t-1 is training on",
+        _case(),
+        Plant(_one_buffer, delay=_slow("compute")),
+    ),
+    Mutation(
+        "lost-gradient-at-window-level",
+        "as above, where the reference is the same cut run in turn",
+        _case(mode="fwp", optimizer="sgd", consistency="window"),
+        Plant(_lost_gradient),
+    ),
+]

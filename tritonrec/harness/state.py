@@ -1,0 +1,190 @@
+"""Everything training has changed, and the first place where two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..embedding import DenseOptimizer, DynamicTable
+
+State = dict[str, torch.Tensor]
+"""``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
+``table/keys`` (n,) ascending, ``table/rows`` (n, width)."""
+
+
+def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
+    """Losses of a step, by sample id."""
+    ids, order = torch.sort(sample_ids)
+    return {"loss/ids": ids, "loss/values": losses[order]}
+
+
+def dense_state(dense: DenseOptimizer) -> State:
+    """Dense parameters and their optimizer state, copied."""
+    return {f"dense/{name}": rows.clone() for name, rows in dense.rows.items()}
+
+
+def table_state(table: DynamicTable) -> State:
+    """Keys of the table in ascending order and their rows, copied."""
+    keys, rows = table.export()
+    return {"table/keys": keys, "table/rows": rows}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value that differs: where, what was expected, what was found, how far apart.
+
+    `ulps` counts the float32 values between the two; None where it has no meaning (a missing key, a NaN).
+    """
+
+    step: int
+    tensor: str
+    index: list[int]
+    expected: float | int | str
+    got: float | int | str
+    ulps: int | None
+
+    def __str__(self) -> str:
+        apart = "" if self.ulps is None else f", {self.ulps} ulps apart"
+        place = ", ".join(map(str, self.index))
+        return (
+            f"step {self.step}, {self.tensor}[{place}]: expected {self.expected!r}, got {self.got!r}{apart}"
+        )
+
+
+_ORDER = ("loss", "dense", "table")
+
+
+@dataclass
+class Comparison:
+    """Compares one rank's states with the reference's, step by step, and keeps the first difference.
+
+    Args:
+        table: the rank's shard; its settings say what an untouched row holds.
+        rank, world_size: which keys of the reference belong to this shard.
+    """
+
+    table: DynamicTable
+    rank: int
+    world_size: int
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    steps_seen: set[tuple[int, str]] = field(default_factory=set)
+    differences: dict[tuple[int, int], Difference] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Difference | None:
+        """The earliest difference: by step, then loss before dense before table."""
+        return self.differences[min(self.differences)] if self.differences else None
+
+    def compare(self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool) -> None:
+        """Compare what `got` holds of ``loss``, ``dense`` or ``table`` after `step`.
+
+        Before the `final` step the table may already hold keys of later batches; their rows must be initial.
+        """
+        for part in _ORDER:
+            if not any(name.startswith(f"{part}/") for name in got):
+                continue
+            self.steps_seen.add((step, part))
+            if part == "table":
+                found = self._table(step, expected, got, final)
+            elif part == "loss":
+                found = self._loss(step, expected, got)
+            else:
+                found = self._dense(step, expected, got)
+            if found is not None:
+                self.differences.setdefault((step, _ORDER.index(part)), found)
+
+    def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
+        ids, values = got["loss/ids"], got["loss/values"]
+        here = torch.isin(expected["loss/ids"], ids)
+        if not torch.equal(expected["loss/ids"][here], ids):
+            return _keys_differ(step, "loss", expected["loss/ids"][here], ids)
+        return self._values(step, "loss", expected["loss/values"][here], values, ids)
+
+    def _dense(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
+        for name, values in got.items():
+            found = self._values(step, name.removeprefix("dense/"), expected[name], values)
+            if found is not None:
+                return found
+        return None
+
+    def _table(
+        self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool
+    ) -> Difference | None:
+        keys, rows = expected["table/keys"], expected["table/rows"]
+        mine = ops.owner_of(keys, self.world_size) == self.rank
+        keys, rows = keys[mine], rows[mine]
+        known = torch.isin(got["table/keys"], keys)
+        if not torch.equal(keys, got["table/keys"][known]) or (final and not bool(known.all())):
+            return _keys_differ(step, "table", keys, got["table/keys"])
+        found = self._values(step, "table", rows, got["table/rows"][known], keys)
+        later = got["table/keys"][~known]
+        if found is None and later.numel():
+            initial = torch.zeros(later.numel(), self.table.row_width)
+            initial[:, : self.table.dim] = ops.initial_rows(
+                self.table.seed, self.table.table_id, later, self.table.dim, self.table.scale
+            )
+            found = self._values(step, "table", initial, got["table/rows"][~known], later)
+        return found
+
+    def _values(
+        self,
+        step: int,
+        name: str,
+        expected: torch.Tensor,
+        got: torch.Tensor,
+        labels: torch.Tensor | None = None,
+    ) -> Difference | None:
+        """First element that differs in its bits; `labels` name the rows (keys, sample ids)."""
+        self.tensors_compared += 1
+        self.bytes_compared += got.numel() * got.element_size()
+        if expected.shape != got.shape:
+            return Difference(
+                step, name, [], f"shape {tuple(expected.shape)}", f"shape {tuple(got.shape)}", None
+            )
+        same = expected.contiguous().view(torch.int32) == got.contiguous().view(torch.int32)
+        if bool(same.all()):
+            return None
+        index = (~same).nonzero()[0].tolist()
+        a, b = expected[tuple(index)], got[tuple(index)]
+        if labels is not None:
+            index = [int(labels[index[0]]), *index[1:]]
+        return Difference(step, name, index, a.item(), b.item(), _ulps(a, b))
+
+
+def _keys_differ(step: int, name: str, expected: torch.Tensor, got: torch.Tensor) -> Difference:
+    missing = expected[~torch.isin(expected, got)]
+    if missing.numel():
+        return Difference(step, name, [int(missing[0])], "present", "missing", None)
+    surplus = got[~torch.isin(got, expected)]
+    if surplus.numel():
+        return Difference(step, name, [int(surplus[0])], "absent", "present", None)
+    return Difference(step, name, [], f"{expected.numel()} distinct ids", f"{got.numel()} with repeats", None)
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    if bool(a.isnan()) or bool(b.isnan()):
+        return None
+    bits = [int(value.view(torch.int32)) for value in (a, b)]
+    ordered = [value if value >= 0 else -(2**31) - value for value in bits]
+    return abs(ordered[0] - ordered[1])
+
+
+def earliest(differences: list[Difference | None]) -> Difference | None:
+    """The earliest of several ranks' first differences."""
+    found = [difference for difference in differences if difference is not None]
+
+    def order(difference: Difference) -> tuple[int, int]:
+        part = difference.tensor if difference.tensor in ("loss", "table") else "dense"
+        return difference.step, _ORDER.index(part)
+
+    return min(found, key=order, default=None)
+
+
+def as_json(difference: Difference | None) -> dict[str, Any] | None:
+    """The JSON form of `tritonrec verify --json`."""
+    return None if difference is None else dict(vars(difference))

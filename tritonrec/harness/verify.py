@@ -1,0 +1,301 @@
+"""`tritonrec verify`: the contract table, planted bugs, recorded traces, and their report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import __version__
+from ..distributed import TIMEOUT, RankDiedError, RankPool
+from ..pipeline import SCHEDULES, ScheduleError, check
+from .cases import Case
+from .mutations import MUTATIONS, Mutation
+from .run_case import RankReport, record_reference, run_case
+from .setup import Job
+from .state import Difference, as_json, earliest
+
+MAX_SHRINKS = 12
+"""Simpler cases tried after a difference; each is one short run."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case's outcome over all its ranks. `error` is set when it could not be run to its end."""
+
+    case: Case
+    identical: bool
+    first_difference: Difference | None = None
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class MutationResult:
+    """Whether a planted bug was noticed, and by what."""
+
+    mutation: Mutation
+    caught: bool
+    by: list[str]
+    evidence: str
+
+
+@dataclass
+class Report:
+    """What `tritonrec verify` found."""
+
+    job: Job
+    cases: list[CaseResult] = field(default_factory=list)
+    mutations: list[MutationResult] = field(default_factory=list)
+    smallest: CaseResult | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Every case identical and every mutation caught, and at least one of them run."""
+        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.mutations]
+        return bool(outcomes) and all(outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return {
+            "environment": {
+                "tritonrec": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processors": os.cpu_count(),
+                "job": self.job.as_json(),
+            },
+            "cases": [
+                {
+                    **result.case.as_json(),
+                    "data": self.job.data,
+                    "identical": result.identical,
+                    "tensors_compared": result.tensors_compared,
+                    "bytes_compared": result.bytes_compared,
+                    "first_difference": as_json(result.first_difference),
+                    "error": result.error,
+                    "seconds": round(result.seconds, 3),
+                }
+                for result in self.cases
+            ],
+            "mutations": [
+                {"name": r.mutation.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
+                for r in self.mutations
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(target.name + ".new")
+        new.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        new.replace(target)
+
+
+class Verifier:
+    """Runs cases on a pool of ranks against references recorded once.
+
+    Args:
+        job: the training job. world_sizes: those that will be asked for.
+        timeout: of a collective, after which a missing rank is an error.
+    """
+
+    def __init__(self, job: Job, world_sizes: Iterable[int], timeout: timedelta = TIMEOUT):
+        self.job, self._world_sizes, self._timeout = job, tuple(world_sizes), timeout
+        self._pool = RankPool(self._world_sizes, timeout)
+        self._references = tempfile.TemporaryDirectory(prefix="tritonrec-")
+        self._recorded: dict[str, int] = {}
+
+    def record(self, cases: Iterable[Case]) -> None:
+        """Record the references that `cases` need and that are not there yet."""
+        wanted: dict[Any, int] = {}
+        for case in cases:
+            if case.consistency == "batch":
+                wanted[case.optimizer] = max(case.steps, wanted.get(case.optimizer, 0))
+        for optimizer, steps in wanted.items():
+            if self._recorded.get(optimizer, 0) < steps:
+                record_reference(self.job, optimizer, steps, self._references.name)
+                self._recorded[optimizer] = steps
+
+    def run(self, case: Case, mutation: str | None = None) -> CaseResult:
+        """Run one case on all its ranks."""
+        self.record([case])
+        try:
+            reports: list[RankReport] = self._pool.run(
+                run_case, case.world_size, self.job, case, self._references.name, mutation
+            )
+        except RankDiedError as error:
+            # Ranks may still wait for each other; fresh ones owe nobody anything.
+            self._pool.close()
+            self._pool = RankPool(self._world_sizes, self._timeout)
+            return CaseResult(case, False, error=str(error))
+        first = earliest([report.first_difference for report in reports])
+        return CaseResult(
+            case,
+            first is None,
+            first,
+            sum(report.tensors_compared for report in reports),
+            sum(report.bytes_compared for report in reports),
+            max(report.seconds for report in reports),
+        )
+
+    def shrink(self, failed: CaseResult) -> CaseResult:
+        """The simplest case found that still fails."""
+        smallest, tries = failed, 0
+        if failed.first_difference:
+            shorter = replace(failed.case, steps=failed.first_difference.step + 1)
+            smallest = replace(failed, case=shorter)
+        progress = True
+        while progress and tries < MAX_SHRINKS:
+            progress = False
+            for simpler in smallest.case.simpler():
+                tries += 1
+                result = self.run(simpler)
+                if not result.identical:
+                    smallest, progress = result, True
+                    if result.first_difference:
+                        steps = result.first_difference.step + 1
+                        smallest = replace(result, case=replace(simpler, steps=steps))
+                    break
+                if tries >= MAX_SHRINKS:
+                    break
+        return smallest
+
+    def run_mutation(self, mutation: Mutation) -> MutationResult:
+        """Plant a bug and see who notices; the same case without it must be identical."""
+        by, evidence = [], []
+        if mutation.plant.schedule is not None:
+            try:
+                check(mutation.plant.schedule(SCHEDULES[mutation.case.mode]), mutation.case.micro_batches)
+            except ScheduleError as error:
+                by.append("schedule check")
+                evidence.append(str(error))
+        clean = self.run(mutation.case)
+        if not clean.identical:
+            evidence.append(f"the clean case is not identical: {clean.error or clean.first_difference}")
+            return MutationResult(mutation, False, by, "; ".join(evidence))
+        result = self.run(mutation.case, mutation.name)
+        if result.first_difference:
+            by.append("bits")
+            evidence.append(str(result.first_difference))
+        elif result.error:
+            by.append("error")
+            evidence.append(result.error.splitlines()[0])
+        return MutationResult(mutation, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence))
+
+    def close(self) -> None:
+        """Stop the ranks and drop the references."""
+        self._pool.close()
+        self._references.cleanup()
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def verify_contract(
+    job: Job,
+    cases: list[Case],
+    mutations: bool = False,
+    console: Console | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Report:
+    """Run the contract table and, if asked, the planted bugs; prints progress and tables on `console`."""
+    console = console or Console()
+    planted = MUTATIONS if mutations else []
+    world_sizes = {case.world_size for case in cases} | {m.case.world_size for m in planted}
+    report = Report(job)
+    with Verifier(job, sorted(world_sizes), timeout) as verifier, _progress(console) as progress:
+        task = progress.add_task("recording references", total=len(cases) + len(planted))
+        verifier.record([*cases, *(m.case for m in planted)])
+        for case in cases:
+            progress.update(task, description=str(case))
+            report.cases.append(verifier.run(case))
+            progress.advance(task)
+        for mutation in planted:
+            progress.update(task, description=f"planted bug: {mutation.name}")
+            report.mutations.append(verifier.run_mutation(mutation))
+            progress.advance(task)
+        failed = [result for result in report.cases if not result.identical]
+        if failed:
+            progress.update(task, description="looking for the smallest case that fails")
+            report.smallest = verifier.shrink(min(failed, key=_size))
+    print_report(report, console)
+    return report
+
+
+def _size(result: CaseResult) -> tuple[int, ...]:
+    case = result.case
+    return (result.error is not None, case.world_size, case.micro_batches, case.clustering, case.steps)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The contract table, the planted bugs, and the first difference if there is one."""
+    if report.cases:
+        table = Table(
+            title=f"Contract table on {report.job.data}: is the mode bit-identical to its reference?"
+        )
+        for name in ("mode", "equal to", "ranks", "N", "clustering", "optimizer", "steps", "random delays"):
+            table.add_column(name)
+        for name in ("tensors", "MB compared", "seconds"):
+            table.add_column(name, justify="right")
+        table.add_column("result")
+        for result in report.cases:
+            case = result.case
+            equal_to = "synchronous" if case.consistency == "batch" else "same cut in turn"
+            table.add_row(
+                case.mode, equal_to, str(case.world_size), str(case.micro_batches), _on(case.clustering),
+                case.optimizer, str(case.steps), _on(case.delay_seed is not None),
+                str(result.tensors_compared), f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}",
+                "[green]identical[/]" if result.identical else "[red]failed[/]" if result.error
+                else "[red]differs[/]",
+            )  # fmt: skip
+        console.print(table)
+    if report.mutations:
+        table = Table(title="Planted bugs: does the harness notice?")
+        for name in ("bug", "what it does", "caught", "by", "first evidence"):
+            table.add_column(name, overflow="fold")
+        for caught in report.mutations:
+            table.add_row(
+                caught.mutation.name, caught.mutation.description,
+                "[green]yes[/]" if caught.caught else "[red]NO[/]", " and ".join(caught.by), caught.evidence,
+            )  # fmt: skip
+        console.print(table)
+    if report.smallest is not None:
+        smallest = report.smallest
+        console.print(f"[red]Smallest case that fails:[/] {smallest.case}")
+        console.print(f"  {smallest.error or smallest.first_difference}", markup=False)
+    identical = sum(result.identical for result in report.cases)
+    caught_count = sum(result.caught for result in report.mutations)
+    line = [f"{identical} of {len(report.cases)} cases identical"] if report.cases else []
+    if report.mutations:
+        line.append(f"{caught_count} of {len(report.mutations)} planted bugs caught")
+    console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
