@@ -14,6 +14,7 @@ from tritonrec.trace import Recorder, Span, read
 from tritonrec.trace.analysis import (
     MICRO_BATCH_RULES,
     check_edges,
+    difference,
     intersection,
     length,
     summarise,
@@ -32,6 +33,7 @@ def test_interval_sums_count_every_moment_once(left, right):
     assert length(union(left)) == len(points(left))
     assert points(union(left)) == points(left)
     assert length(intersection(union(left), union(right))) == len(points(left) & points(right))
+    assert points(difference(union(left), union(right))) == points(left) - points(right)
 
 
 def made(*rows, rank=0):

@@ -1,4 +1,4 @@
-"""Start ranks: from torchrun's environment, or as a pool of local processes that runs function after function."""
+"""Start ranks: from torchrun's environment, or as a pool of local processes that runs functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankDiedError(RuntimeError):
 
 @contextmanager
 def from_environment(timeout: timedelta = TIMEOUT):
-    """Yield this process's `Communicators` as torchrun set it up (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """Yield this process's `Communicators` as torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) say.
 
     Without those variables, or with a world of one, the communicators are local. The process groups are
     destroyed on the way out, also after an error.
@@ -199,7 +199,7 @@ class RankPool:
 
 @contextmanager
 def _one_thread_each():
-    """Several ranks share this machine's cores: one OpenMP thread each, and gloo on the loopback interface."""
+    """Ranks share this machine's cores: one OpenMP thread each, and gloo on the loopback interface."""
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update({name: value for name, value in wanted.items() if value})

@@ -119,8 +119,8 @@ class DynamicTable:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width)."""
         if values.shape != (keys.numel(), self.row_width):
             raise ValueError(
-                f"rows of shape {tuple(values.shape)} do not fit {keys.numel()} keys of a table whose rows hold "
-                f"{self.row_width} values; was it saved with another optimizer or dimension?"
+                f"rows of shape {tuple(values.shape)} do not fit {keys.numel()} keys of a table whose rows "
+                f"hold {self.row_width} values; was it saved with another optimizer or dimension?"
             )
         if keys.numel():
             self.write(self.rows_of(keys), values)

@@ -19,7 +19,9 @@ CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 
 @dataclass(frozen=True)
 class Case:
-    """One run that must equal its reference: `Synchronous` for ``"batch"``, the same cut in turn for ``"window"``.
+    """One run that must equal its reference.
+
+    That is `Synchronous` for ``"batch"``, the same cut run in turn for ``"window"``.
 
     `delay_seed`, if given, seeds random waits before every task of every rank.
     """

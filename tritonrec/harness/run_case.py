@@ -71,8 +71,8 @@ class _Recorded(Mapping[str, torch.Tensor]):
         return self._file.get_tensor(f"{self._step}/{name}")
 
     def __iter__(self):
-        prefix = f"{self._step}/"
-        return (name.removeprefix(prefix) for name in self._file.keys() if name.startswith(prefix))
+        prefix, names = f"{self._step}/", self._file.keys()
+        return (name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

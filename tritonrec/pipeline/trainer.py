@@ -1,4 +1,4 @@
-"""One door to every mode: ``trainer.step(batch)``, ``trainer.run(batches)``, ``trainer.progress(iterator)``."""
+"""One door to every mode: ``step(batch)``, ``run(batches)`` and TorchRec's ``progress(iterator)``."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Trainer:
         if mode == "sync":
             if communicators.world_size != 1 or self.config.micro_batches != 1:
                 raise ValueError(
-                    f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks and "
-                    f"{self.config.micro_batches} micro-batches. Use 'sequential' for those without overlap"
+                    f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
+                    f"and {self.config.micro_batches} micro-batches. Use 'sequential' for those without overlap"
                 )
             if self.config.consistency != "batch":
                 raise ValueError("mode 'sync' is the reference of 'batch' consistency")

@@ -1,6 +1,6 @@
 """What one rank does in each stage of a window (NestPipe, sections IV.A and V).
 
-    W world size   N micro-batches   U_i unique keys of micro-batch i   K rows of this rank's shard in the batch
+    W world size   N micro-batches   U_i unique keys of micro-batch i   K rows of this shard in the batch
 
 Keys, embeddings and gradients travel grouped by rank and, inside a rank's part, by micro-batch:
 
@@ -267,7 +267,7 @@ class WindowProgram:
             return torch.zeros_like(parameter) if gradient is None else gradient
         if parameter.grad is not None:
             raise TypeError(
-                f"parameter {name} got an ordinary float32 gradient, whose sum depends on how the batch is cut; "
+                f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
                 "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
             )
         gradient = parameter.grid.clone()

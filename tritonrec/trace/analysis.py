@@ -65,6 +65,20 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
     return common
 
 
+def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The part of one union that lies outside the other."""
+    if not left:
+        return []
+    edges = [left[0][0], *(edge for interval in right for edge in interval), left[-1][1]]
+    gaps = [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2) if edges[i] < edges[i + 1]]
+    return intersection(left, gaps)
+
+
+def exposed(spans: Sequence[Span]) -> list[Interval]:
+    """When one rank communicated without computing; `spans` are that rank's slices."""
+    return difference(_working(spans, COMMUNICATION_LANES), _working(spans, ["compute"]))
+
+
 @dataclass(frozen=True)
 class RankSummary:
     """The times of one rank, over a stretch of whole steps.
@@ -140,10 +154,9 @@ def _summarise_rank(rank: int, spans: list[Span], warmup: int) -> RankSummary:
     stretch = [(ends[0], ends[-1])]
 
     def lanes(*names: str) -> list[Interval]:
-        working = union((span.start_ns, span.end_ns) for span in spans if span.lane in names)
-        return intersection(working, stretch)
+        return intersection(_working(spans, names), stretch)
 
-    computing, communicating, looking_up = lanes("compute"), lanes(*COMMUNICATION_LANES), lanes(*LOOKUP_LANES)
+    looking_up = lanes(*LOOKUP_LANES)
     transfers = _transfers([span for span in spans if ends[0] <= span.start_ns < ends[-1]])
     return RankSummary(
         rank=rank,
@@ -151,13 +164,17 @@ def _summarise_rank(rank: int, spans: list[Span], warmup: int) -> RankSummary:
         elapsed_ns=ends[-1] - ends[0],
         step_ns=int(median(after - before for before, after in pairwise(ends))),
         busy_ns={lane: length(lanes(lane)) for lane in LANES},
-        communication_ns=length(communicating),
-        exposed_ns=length(communicating) - length(intersection(communicating, computing)),
+        communication_ns=length(lanes(*COMMUNICATION_LANES)),
+        exposed_ns=length(intersection(exposed(spans), stretch)),
         lookup_ns=length(looking_up),
         hidden_lookup_ns=length(intersection(looking_up, lanes(*MAIN_PATH_LANES))),
         transfers=len(transfers),
         transfers_overlapped=sum(transfers),
     )
+
+
+def _working(spans: Iterable[Span], lanes: Sequence[str]) -> list[Interval]:
+    return union((span.start_ns, span.end_ns) for span in spans if span.lane in lanes)
 
 
 def _transfers(spans: Iterable[Span]) -> list[bool]:
