@@ -1,7 +1,7 @@
 """Recording what every stage did and when, reading it back, measuring it and checking it."""
 
-from tritonrec.trace.reader import Span, Trace, read
-from tritonrec.trace.recorder import LANES, NullRecorder, Recorder, SupportsRecording, save_joined
+from .reader import Span, Trace, read
+from .recorder import LANES, NullRecorder, Recorder, SupportsRecording, save_joined
 
 __all__ = [
     "LANES",

@@ -1,4 +1,4 @@
-"""Export to the JSON dialect of torch.profiler's Kineto, a file per rank, as Holistic Trace Analysis reads it.
+"""Export to the JSON dialect of torch.profiler's Kineto, a file per rank, for Holistic Trace Analysis.
 
 Stages become ``## stage ##`` user annotations, the labels that TorchRec's pipelines use. Times are
 microseconds from ``baseTimeNanoseconds``, the earliest moment of all ranks, so that the files align.
@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tritonrec.trace.reader import Span, Trace
-from tritonrec.trace.recorder import LANES
+from .reader import Span, Trace
+from .recorder import LANES
 
 
 def export(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tritonrec.trace.recorder import LANES
+from .recorder import LANES
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Recorder:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev."""
-        from tritonrec.trace.writer import serialise
+        from .writer import serialise
 
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

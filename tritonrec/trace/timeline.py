@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tritonrec.trace.analysis import COMMUNICATION_LANES, exposed, intersection, summarise
-from tritonrec.trace.reader import Span, Trace
-from tritonrec.trace.recorder import LANES
+from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
+from .reader import Span, Trace
+from .recorder import LANES
 
 # Okabe and Ito's palette, told apart by the colour-blind: warm for computation, blue for the wire, green for
 # the way from the table and back.

@@ -17,7 +17,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-from tritonrec.trace.recorder import LANES, CounterEvent, SpanEvent
+from .recorder import LANES, CounterEvent, SpanEvent
 
 METADATA_TRACK = "metadata"
 METADATA_EVENT = "tritonrec"

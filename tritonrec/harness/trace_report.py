@@ -1,0 +1,179 @@
+"""`tritonrec trace FILE`: where the time of a recorded run went, and whether its schedule was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..trace import LANES, Trace, read
+from ..trace.analysis import EdgeReport, RankSummary, check_edges, summarise
+
+SHOWN_VIOLATIONS = 10
+
+
+def trace_report(
+    path: str | os.PathLike[str],
+    png: str | os.PathLike[str] | None = None,
+    json_out: str | os.PathLike[str] | None = None,
+    kineto: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
+) -> int:
+    """Print what a trace shows, and write the picture, the figures or the Kineto files that are asked for.
+
+    Args:
+        path: a trace of one rank, or of several joined.
+        png: where the timeline of a few steps goes.
+        json_out: where the printed figures go.
+        kineto: folder for one Kineto JSON file per rank.
+        console: printed to; the terminal by default.
+
+    Returns:
+        0; 1 when an edge of the schedule was violated or never exercised; 2 when the file cannot be read.
+    """
+    console = console or Console()
+    try:
+        trace = read(path)
+        report = check_edges(
+            trace.spans, trace.metadata.get("edges", []), trace.metadata.get("micro_batches")
+        )
+    except (OSError, ValueError) as error:
+        console.print(f"[red]cannot read the trace:[/red] {error}", soft_wrap=True)
+        return 2
+
+    console.print(_headline(trace), soft_wrap=True)
+    try:
+        summaries = summarise(trace.spans)
+    except ValueError as error:  # too few batches to measure; the edges can be checked all the same
+        console.print(f"[yellow]no figures:[/yellow] {error}", soft_wrap=True)
+        summaries = []
+    if summaries:
+        console.print(_busy_table(summaries))
+        console.print(_overlap_table(summaries))
+    _print_edges(console, report)
+
+    if json_out is not None:
+        target = Path(json_out)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(_as_json(trace, summaries, report), indent=2) + "\n")
+        console.print(f"figures: {target}", soft_wrap=True)
+    if png is not None:
+        from ..trace.timeline import draw
+
+        console.print(f"timeline: {draw(trace, png)}", soft_wrap=True)
+    if kineto is not None:
+        from ..trace.kineto import export
+
+        console.print(f"Kineto: {', '.join(str(file) for file in export(trace, kineto))}", soft_wrap=True)
+    return 0 if report.honoured or not report.instances else 1
+
+
+def _headline(trace: Trace) -> str:
+    about = trace.metadata
+    batches = {span.batch for span in trace.spans}
+    missing = sorted(set(range(about["world_size"])) - set(trace.ranks))
+    parts = [
+        f"[bold]{about.get('mode', 'unnamed mode')}[/bold]",
+        f"consistency {about['consistency']}" if "consistency" in about else "",
+        f"world size {about['world_size']}",
+        f"[yellow]without ranks {', '.join(map(str, missing))}[/yellow]" if missing else "",
+        f"{about['micro_batches']} micro-batches" if "micro_batches" in about else "",
+        f"{len(batches)} batches",
+        f"{len(trace.spans)} slices",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _busy_table(summaries: list[RankSummary]) -> Table:
+    table = Table(title="Busy time per step (ms)", title_justify="left")
+    table.add_column("lane")
+    for summary in summaries:
+        table.add_column(f"rank {summary.rank}", justify="right")
+    for lane in LANES:
+        if any(summary.busy_ns[lane] for summary in summaries):
+            table.add_row(lane, *(_per_step(summary.busy_ns[lane], summary) for summary in summaries))
+    return table
+
+
+def _overlap_table(summaries: list[RankSummary]) -> Table:
+    table = Table(title="Overlap per step (ms)", title_justify="left")
+    table.add_column("")
+    for summary in summaries:
+        table.add_column(f"rank {summary.rank}", justify="right")
+    rows = {
+        "steps measured": [str(s.steps) for s in summaries],
+        "step time, median": [f"{s.step_ns / 1e6:.3f}" for s in summaries],
+        "physical communication": [_per_step(s.communication_ns, s) for s in summaries],
+        "exposed communication": [_per_step(s.exposed_ns, s) for s in summaries],
+        "exposed ratio": [_percent(s.exposed_ratio) for s in summaries],
+        "lookup": [_per_step(s.lookup_ns, s) for s in summaries],
+        "hidden lookup": [_percent(s.hidden_lookup_ratio) for s in summaries],
+        "transfers beside computation": [f"{s.transfers_overlapped} of {s.transfers}" for s in summaries],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _print_edges(console: Console, report: EdgeReport) -> None:
+    if not report.instances:
+        console.print("edges: this mode declares none, so there is no order to check")
+        return
+    compared = f"{sum(report.instances.values())} instances"
+    if report.honoured:
+        console.print(f"[green]edges: all {len(report.instances)} honoured[/green] in {compared}")
+        return
+    console.print(f"[red]edges: {len(report.violations)} violations[/red] in {compared}")
+    for violation in report.violations[:SHOWN_VIOLATIONS]:
+        console.print(f"  {violation}", soft_wrap=True, highlight=False)
+    if len(report.violations) > SHOWN_VIOLATIONS:
+        console.print(f"  and {len(report.violations) - SHOWN_VIOLATIONS} more")
+    for from_stage, to_stage, offset, rule in report.never_exercised:
+        which = "" if rule == "none" else f" ({rule} micro-batch)"
+        console.print(
+            f"  edge never exercised: {from_stage} of batch t-{offset}{which} before {to_stage} of batch t; "
+            "record more batches",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _as_json(trace: Trace, summaries: list[RankSummary], report: EdgeReport) -> dict[str, Any]:
+    return {
+        "metadata": {name: value for name, value in trace.metadata.items() if name != "edges"},
+        "ranks": [
+            {
+                "rank": s.rank,
+                "steps": s.steps,
+                "step_ms": s.step_ns / 1e6,
+                "busy_ms_per_step": {lane: busy / 1e6 / s.steps for lane, busy in s.busy_ns.items()},
+                "communication_ms_per_step": s.communication_ns / 1e6 / s.steps,
+                "exposed_ms_per_step": s.exposed_ns / 1e6 / s.steps,
+                "exposed_ratio": s.exposed_ratio,
+                "lookup_ms_per_step": s.lookup_ns / 1e6 / s.steps,
+                "hidden_lookup_ratio": s.hidden_lookup_ratio,
+                "transfers": s.transfers,
+                "transfers_overlapped": s.transfers_overlapped,
+            }
+            for s in summaries
+        ],
+        "edges": [
+            {"from": before, "to": after, "batches_back": offset, "micro_batches": rule, "instances": seen}
+            for (before, after, offset, rule), seen in report.instances.items()
+        ],
+        "violations": [str(violation) for violation in report.violations],
+        "never_exercised": [list(edge) for edge in report.never_exercised],
+        "honoured": report.honoured,
+    }
+
+
+def _per_step(nanoseconds: int, summary: RankSummary) -> str:
+    return f"{nanoseconds / 1e6 / summary.steps:.3f}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
