@@ -1,0 +1,105 @@
+"""Every sample is in exactly one micro-batch, and clustering lowers the payload at balanced tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.data.batch import JaggedBatch
+from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.loader import NextItemLoader
+from tritonrec.data.zipf import ZipfOptions, generate
+
+COMMUNITIES = ZipfOptions(users=600, items=2000, communities=16, exponent=1.0, median_length=30, seed=6)
+
+
+def jagged(samples: list[list[int]], negatives: int = 0) -> JaggedBatch:
+    """Samples of given keys: ids are the keys, labels repeat them, negatives follow from the ids."""
+    lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
+    ids = torch.tensor([key for sample in samples for key in sample], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    drawn = ids[:, None] * 31 + torch.arange(negatives)
+    return JaggedBatch(0, torch.arange(len(samples)), offsets, ids, ids, ids, drawn).validate()
+
+
+def indices(parts) -> list[list[int]]:
+    return [part.tolist() for part in parts]
+
+
+def test_the_batch_of_the_docstring():
+    batch = jagged([[1, 2], [3, 4], [1, 2], [3, 5]])
+    plain, clustered = split(batch, 2, clustering=False), split(batch, 2, clustering=True)
+    assert indices(plain) == [[0, 1], [2, 3]] and indices(clustered) == [[0, 2], [1, 3]]
+    assert payload_inflation(batch, plain) == 8 / 5 and payload_inflation(batch, clustered) == 1
+
+
+def test_plain_micro_batches_are_runs_of_nearly_equal_counts():
+    batch = jagged([[1]] * 7)
+    assert indices(split(batch, 3, clustering=False)) == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("clustering", [False, True])
+def test_more_micro_batches_than_samples_leave_the_last_ones_empty(clustering):
+    parts = split(jagged([[1], [2]]), 5, clustering)
+    assert [len(part) for part in parts] == [1, 1, 0, 0, 0]
+    assert indices(split(jagged([]), 3, clustering)) == [[], [], []]
+    assert payload_inflation(jagged([]), split(jagged([]), 3, clustering)) == 1
+
+
+samples = st.lists(st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**63 - 1]), max_size=6), max_size=12)
+
+
+@settings(deadline=None)
+@given(samples, st.integers(0, 2), st.integers(1, 15), st.booleans())
+def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clustering):
+    batch = jagged(samples, negatives)
+    parts = split(batch, num_micro_batches, clustering)
+    assert len(parts) == num_micro_batches and all(part.dtype == torch.int64 for part in parts)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(samples)))
+    assert sum(len(part) > 0 for part in parts) == min(num_micro_batches, len(samples))
+    assert indices(split(batch, num_micro_batches, clustering)) == indices(parts)
+    assert payload_inflation(batch, parts) >= 1
+    if clustering:
+        share = -(-batch.num_tokens // num_micro_batches)
+        longest = int(batch.lengths.max()) if samples else 0
+        assert all(int(batch.lengths[part].sum()) <= share + longest for part in parts)
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
+@pytest.mark.parametrize("negatives", [0, 1])
+def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negatives):
+    loader = NextItemLoader(generate(COMMUNITIES), 128, 50, negatives, seed=9)
+    for step in range(2):
+        batch = loader.batch(step)
+        plain = payload_inflation(batch, split(batch, num_micro_batches, clustering=False))
+        clustered = payload_inflation(batch, split(batch, num_micro_batches, clustering=True))
+        # Random negatives are shared by chance only, so less can be won with them.
+        assert clustered - 1 < (0.6 if negatives == 0 else 0.95) * (plain - 1)
+
+
+def test_negatives_count_as_keys():
+    batch = jagged([[1], [2], [3], [4]])
+    shared = torch.tensor([[70, 71], [80, 81], [80, 81], [70, 71]])
+    assert indices(split(batch.with_negatives(shared), 2, clustering=True)) == [[0, 3], [1, 2]]
+
+
+def test_labels_count_as_keys():
+    batch = jagged([[1], [2], [3], [4]])
+    batch = JaggedBatch(
+        0, batch.sample_ids, batch.offsets, batch.ids, batch.ids, torch.tensor([9, 8, 8, 9]), batch.negatives
+    )
+    assert indices(split(batch, 2, clustering=True)) == [[0, 3], [1, 2]]
+
+
+def test_popular_keys_weigh_little():
+    # All share keys 50 to 53; key 1 and key 2 tell two pairs apart.
+    popular = [50, 51, 52, 53]
+    batch = jagged([[1, *popular], [2, *popular], [2, *popular], [1, *popular]])
+    assert indices(split(batch, 2, clustering=True)) == [[0, 3], [1, 2]]
+
+
+def test_fewer_than_one_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
+        split(jagged([[1]]), 0, clustering=True)
