@@ -34,8 +34,10 @@ class Edge:
 class Access:
     """What a stage reads or writes.
 
-    `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per ``batch`` or once per ``micro_batch``. `rows` narrows it to the rows of the batch's keys K(t), or
-    to those ``kept`` from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
+    `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
+    ``batch`` or once per ``micro_batch``. `rows` narrows it to the rows of the batch's keys K(t), or to those
+    ``kept`` from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
+
     A ``stale`` read may race with a write to the kept rows, because somebody overwrites them before use; the
     check demands that somebody does.
     """

@@ -11,7 +11,7 @@ from ..data import JaggedBatch
 from ..embedding import DenseOptimizer, DynamicTable, RowOptimizer
 from ..nn import attach_grids
 from .schedule import NESTPIPE, Task
-from .window import DROPOUT_STREAM, Window, WindowProgram
+from .window import DROPOUT_STREAM, Window, WindowProgram, take_grid
 
 
 class Synchronous:
@@ -57,8 +57,7 @@ class Synchronous:
 
         dense = {}
         for name, parameter in self.model.named_parameters():
-            dense[name] = ops.from_grid(parameter.grid, tokens, self.grid_bits)
-            parameter.grid.zero_()
+            dense[name] = ops.from_grid(take_grid(name, parameter), tokens, self.grid_bits)
         self.dense.step(dense, batch.step + 1)
         return losses.detach()
 

@@ -92,7 +92,7 @@ class Trainer:
             if communicators.world_size != 1 or self.config.micro_batches != 1:
                 raise ValueError(
                     f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
-                    f"and {self.config.micro_batches} micro-batches. Use 'sequential' for those without overlap"
+                    f"and {self.config.micro_batches} micro-batches; 'sequential' has those without overlap"
                 )
             if self.config.consistency != "batch":
                 raise ValueError("mode 'sync' is the reference of 'batch' consistency")

@@ -265,14 +265,7 @@ class WindowProgram:
         if not self.exact:
             gradient, parameter.grad = parameter.grad, None
             return torch.zeros_like(parameter) if gradient is None else gradient
-        if parameter.grad is not None:
-            raise TypeError(
-                f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
-                "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
-            )
-        gradient = parameter.grid.clone()
-        parameter.grid.zero_()
-        return gradient
+        return take_grid(name, parameter)
 
     def _mean(self, sums: torch.Tensor, window: Window) -> torch.Tensor:
         """Sums over samples to the gradient of the mean loss per token of the global batch."""
@@ -290,6 +283,19 @@ class WindowProgram:
         """Sample ids (B,) int64 and losses (B,) float32 of this rank, in the micro-batches' order."""
         ids = [part.sample_ids for part in window.micro_batches]
         return torch.cat(ids), torch.cat([window.losses[i] for i in range(len(ids))])
+
+
+def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's gradient sum on the grid; its grid is zero afterwards."""
+    if parameter.grad is not None:
+        raise TypeError(
+            f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
+            "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
+        )
+    grid: torch.Tensor = parameter.grid  # type: ignore[attr-defined]
+    sums = grid.clone()
+    grid.zero_()
+    return sums
 
 
 def _index(micro_batch: int | None) -> int:

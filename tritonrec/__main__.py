@@ -1,0 +1,5 @@
+"""``python -m tritonrec``, for torchrun."""
+
+from .harness.cli import main
+
+main()

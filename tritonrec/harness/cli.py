@@ -1,0 +1,235 @@
+"""The `tritonrec` command."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="tritonrec",
+    help="Train large recommendation models with nested pipelining, and prove it bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+DATA_HELP = (
+    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), or zipf[:users=...,items=...,seed=...]"
+)
+DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
+TimeoutOption = Annotated[
+    int, typer.Option(min=1, help="Seconds a rank waits for another before it gives up.")
+]
+
+
+class ModeName(str, Enum):
+    """Modes of `tritonrec train`."""
+
+    sync = "sync"
+    sequential = "sequential"
+    dbp = "dbp"
+    fwp = "fwp"
+    nestpipe = "nestpipe"
+
+
+class ConsistencyName(str, Enum):
+    """Levels of consistency."""
+
+    window = "window"
+    batch = "batch"
+
+
+class OptimizerChoice(str, Enum):
+    """Optimizers."""
+
+    sgd = "sgd"
+    rowwise_adagrad = "rowwise_adagrad"
+    adam = "adam"
+
+
+@app.command()
+def verify(
+    data: DataOption = "ml-100k",
+    quick: Annotated[bool, typer.Option("--quick", help="A small table, under a minute.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every combination; takes long.")] = False,
+    modes: Annotated[str, typer.Option(help="Modes to prove, separated by commas.")] = "dbp,fwp,nestpipe",
+    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,4",
+    micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = "1,2,3,4,8",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each case.")] = None,
+    mutations: Annotated[
+        bool, typer.Option("--mutations", help="Also plant known bugs and demand their discovery.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record a trace and a picture of each mode here.")
+    ] = None,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Prove that the pipelined modes equal synchronous training in every bit.
+
+    Each case trains the same model on the same batches in one mode and in its reference, and compares losses,
+    dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are identical
+    and every planted bug was caught.
+    """
+    from .cases import contract_table
+    from .record_traces import record_traces
+    from .setup import Job
+    from .verify import verify_contract
+
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other")
+    job = _checked(lambda: _load(Job(data=data)))
+    size = "quick" if quick else "full" if full else "default"
+    chosen = _names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
+    ranks, counts = _numbers(world_size, "--world-size"), _numbers(micro_batches, "--micro-batches")
+    if quick and world_size == "1,2,4":
+        ranks = [1, 2]
+    cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
+    console = Console()
+    report = verify_contract(job, cases, mutations, console, timedelta(seconds=timeout))
+    if json_file:
+        report.save(json_file)
+        console.print(f"report written to {json_file}")
+    sound = record_traces(job, str(trace), console) if trace else True
+    raise typer.Exit(0 if report.passed and sound else 1)
+
+
+@app.command()
+def train(
+    data: DataOption = "ml-100k",
+    mode: Annotated[ModeName, typer.Option(help="How the steps are scheduled.")] = ModeName.nestpipe,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps in all; default: 20 epochs.")] = None,
+    world_size: Annotated[
+        int, typer.Option(min=1, help="Ranks to start here; under torchrun leave it out.")
+    ] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="N, micro-batches per window.")] = 4,
+    consistency: Annotated[
+        ConsistencyName, typer.Option(help="batch: the bits of synchronous training.")
+    ] = ConsistencyName.batch,
+    clustering: Annotated[bool, typer.Option("--clustering", help="Group samples that share keys.")] = False,
+    optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
+    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 32,
+    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
+    dropout: Annotated[float, typer.Option(min=0, max=0.99)] = 0.2,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Directory to save to.")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: at the end only.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    evaluate_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
+    ] = 0,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Train an HSTU next-item model in any mode; print loss, HR@K and NDCG@K beside a popularity ranking."""
+    from ..distributed import RankPool, from_environment
+    from ..nn import HSTUConfig
+    from ..pipeline import WindowConfig
+    from .setup import Job
+    from .train import Run
+    from .train import train as train_rank
+
+    model = HSTUConfig(
+        dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
+        max_seq_len=max_seq_len, dropout=dropout,
+    )  # fmt: skip
+    job = _checked(lambda: _load(Job(data, batch_size, max_seq_len, negatives, model, lr, seed=seed)))
+    if mode is ModeName.sync:
+        micro_batches = 1
+    run = Run(
+        job, mode.value, WindowConfig(micro_batches, consistency.value, clustering, seed=seed), optimizer.value,
+        steps or 20 * job.loader().steps_per_epoch, str(checkpoint) if checkpoint else None, save_every, resume,
+        evaluate_every, str(trace) if trace else None,
+    )  # fmt: skip
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with from_environment(timedelta(seconds=timeout)) as communicators:
+            summary = _checked(lambda: train_rank(communicators, run))
+            first = communicators.rank == 0
+    elif world_size == 1:
+        with from_environment() as communicators:
+            summary = _checked(lambda: train_rank(communicators, run))
+        first = True
+    else:
+        with RankPool((world_size,), timedelta(seconds=timeout)) as pool:
+            summary = _checked(lambda: pool.run(train_rank, world_size, run))[0]
+        first = True
+    if json_file and first:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="A trace written by verify, train or Recorder.save.")],
+    png: Annotated[Path | None, typer.Option(help="Draw the timeline.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    kineto: Annotated[Path | None, typer.Option(help="Export Kineto-style JSON.")] = None,
+) -> None:
+    """Time per lane, exposed communication, hidden lookup; checks that every dependency was honoured."""
+    from .trace_report import trace_report
+
+    raise typer.Exit(_checked(lambda: trace_report(file, png=png, json_out=json_file, kineto=kineto)))
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, and whether batch invariance holds on it."""
+    from .doctor import doctor as run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+def _load(job):
+    """`job`, after its data has been found and read once."""
+    job.loader()
+    return job
+
+
+def _checked(function):
+    """Call `function`; an error a user can mend becomes one line and exit status 2."""
+    from ..distributed import RankDiedError
+    from ..pipeline import StageFailedError
+
+    try:
+        return function()
+    except (ValueError, OSError, RankDiedError, StageFailedError, RuntimeError) as error:
+        if os.environ.get("TRITONREC_DEBUG"):
+            raise
+        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise typer.BadParameter(f"{option} takes some of {', '.join(known)}, got {text!r}")
+    return names
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{option} takes whole numbers from 1, separated by commas, got {text!r}")
+    return numbers
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
