@@ -22,12 +22,21 @@ def check_rows(name: str, rows: torch.Tensor, limit: int) -> None:
         raise IndexError(f"{name}[{position}] = {int(rows[position])} is outside [0, {limit})")
 
 
-def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Refuse anything but a matrix of `dtype` whose rows are contiguous; the row stride is free."""
+def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype, in_place: bool = False) -> None:
+    """Refuse anything but a matrix of `dtype`; one that is written in place needs contiguous rows as well."""
     if tensor.dim() != 2 or tensor.dtype != dtype:
         raise ValueError(f"{name} must be 2-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{name} must have contiguous rows, got strides {tensor.stride()}")
+    if in_place and not _has_contiguous_rows(tensor):
+        raise ValueError(f"{name} is written in place and must have contiguous rows, got {tensor.stride()}")
+
+
+def _has_contiguous_rows(matrix: torch.Tensor) -> bool:
+    return matrix.numel() == 0 or matrix.shape[1] == 1 or matrix.stride(1) == 1
+
+
+def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself where a row is contiguous, whatever the row stride; otherwise a copy."""
+    return matrix if _has_contiguous_rows(matrix) else matrix.contiguous()
 
 
 def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:

@@ -21,7 +21,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
-from tritonrec.kernels.row_layout import check_matrix, check_rows, flat_rows
+from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
 
 Level = Literal["window", "batch"]
@@ -43,7 +43,7 @@ def segment_sum(
     """Sum rows by segment.
 
     Args:
-        values: (K, D) float32 with contiguous rows; for level "batch" also int64, on the grid already.
+        values: (K, D) float32; for level "batch" also int64, on the grid already.
         segments: (K,) int64 in [0, num_segments), in any order.
         level: "window" (float32 in order of occurrence) or "batch" (int64 on the grid of 2**-bits).
         out: (S, D) to add to in place, float32 or int64 as the level asks, contiguous rows; not
@@ -72,7 +72,7 @@ def segment_sum(
     check_bits(bits)
     if out is None:
         return _segment_sum(values, segments, num_segments, level, bits, name, impl)
-    check_matrix("out", out, torch.float32 if level == "window" else torch.int64)
+    check_matrix("out", out, torch.float32 if level == "window" else torch.int64, in_place=True)
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
@@ -89,6 +89,7 @@ def accumulate(
     check_rows("segments", segments, out.shape[0])
     if values.numel() == 0:
         return
+    values = contiguous_rows(values)
     exact = out.dtype == torch.int64
     bad = -1
     if chosen == "reference":

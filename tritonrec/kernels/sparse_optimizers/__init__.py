@@ -27,14 +27,14 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.row_layout import check_matrix, check_rows, flat_rows
+from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.sparse_optimizers import reference
 
 __all__ = ["sparse_adam", "sparse_rowwise_adagrad", "sparse_sgd"]
 
 
 def _check(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, **states: torch.Tensor) -> None:
-    check_matrix("weight", weight, torch.float32)
+    check_matrix("weight", weight, torch.float32, in_place=True)
     check_matrix("grad", grad, torch.float32)
     if indices.dim() != 1 or indices.dtype != torch.int64:
         raise ValueError(f"indices must be (K,) int64, got {tuple(indices.shape)} {indices.dtype}")
@@ -44,7 +44,7 @@ def _check(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, **st
             f"{tuple(indices.shape)} and weight {tuple(weight.shape)}, got {tuple(grad.shape)}"
         )
     for name, state in states.items():
-        check_matrix(name, state, torch.float32)
+        check_matrix(name, state, torch.float32, in_place=True)
         columns = 1 if name == "state" else weight.shape[1]
         if state.shape[0] != weight.shape[0] or state.shape[1] != columns:
             raise ValueError(f"{name} must be ({weight.shape[0]}, {columns}), got {tuple(state.shape)}")
@@ -73,7 +73,7 @@ def _sparse_sgd(
     check_rows("indices", indices, weight.shape[0])
     if grad.numel() == 0:
         return
-    indices = indices.contiguous()
+    indices, grad = indices.contiguous(), contiguous_rows(grad)
     if chosen == "reference":
         reference.sgd(weight.detach(), indices, grad.detach(), np.float32(lr))
     elif chosen == "cpu":
@@ -128,7 +128,7 @@ def _sparse_rowwise_adagrad(
     check_rows("indices", indices, weight.shape[0])
     if grad.numel() == 0:
         return
-    indices = indices.contiguous()
+    indices, grad = indices.contiguous(), contiguous_rows(grad)
     scalars = (np.float32(lr), np.float32(eps))
     if chosen == "reference":
         reference.rowwise_adagrad(weight.detach(), state.detach(), indices, grad.detach(), *scalars)
@@ -197,7 +197,7 @@ def _sparse_adam(
     check_rows("indices", indices, weight.shape[0])
     if grad.numel() == 0:
         return
-    indices = indices.contiguous()
+    indices, grad = indices.contiguous(), contiguous_rows(grad)
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     scalars = tuple(np.float32(x) for x in (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size))
     tables = (weight.detach(), exp_avg.detach(), exp_avg_sq.detach())

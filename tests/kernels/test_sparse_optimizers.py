@@ -1,0 +1,248 @@
+"""Fused sparse updates: the same bits in all implementations, touched rows only, any row stride."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam"]
+
+
+def update(optimizer, tables, indices, grad, step, impl, lr=0.1, eps=1e-8):
+    """One step on (weight, exp_avg, exp_avg_sq, state), of which each optimizer uses its own."""
+    weight, exp_avg, exp_avg_sq, state = tables
+    if optimizer == "sgd":
+        sparse_sgd(weight, indices, grad, lr, impl=impl)
+    elif optimizer == "rowwise_adagrad":
+        sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl=impl)
+    else:
+        sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, 0.9, 0.999, eps, step, impl=impl)
+
+
+def run(optimizer, impl, rows, dim, touched, steps=3, pad=0, seed=0, lr=0.1, eps=1e-8):
+    """A (R, 3D + 1 + pad) buffer after some steps, beside the buffer before and the touched rows."""
+    device = "cuda" if impl == "triton" and GPU else "cpu"
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(rows, 3 * dim + 1 + pad, generator=generator)
+    before[:, 2 * dim :] = before[:, 2 * dim :].square()
+    if pad:
+        before[:, -pad:] = float("nan")
+    after = before.to(device, copy=True)
+    tables = (
+        after[:, :dim],
+        after[:, dim : 2 * dim],
+        after[:, 2 * dim : 3 * dim],
+        after[:, 3 * dim : 3 * dim + 1],
+    )
+    indices = torch.randperm(rows, generator=generator)[:touched].to(device)
+    for step in range(1, steps + 1):
+        wide = torch.randn(touched, dim + pad, generator=generator) * 10.0 ** (step - 2)
+        update(optimizer, tables, indices, wide.to(device)[:, :dim], step, impl, lr, eps)
+    return after.cpu(), before, indices.cpu()
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 7, 15, 16, 17, 33, 64, 128, 129])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_equals_the_reference(impl, optimizer, dim):
+    got, _, _ = run(optimizer, impl, rows=40, dim=dim, touched=19, pad=3)
+    expected, _, _ = run(optimizer, "reference", rows=40, dim=dim, touched=19, pad=3)
+    assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize("touched", [0, 1, 31, 32, 33])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_row_counts_around_a_tile(impl, optimizer, touched):
+    got, _, _ = run(optimizer, impl, rows=33, dim=32, touched=touched, steps=1)
+    assert same_bits(got, run(optimizer, "reference", rows=33, dim=32, touched=touched, steps=1)[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
+def test_only_touched_rows_and_own_columns_change(impl, optimizer):
+    after, before, indices = run(optimizer, impl, rows=30, dim=5, touched=9, pad=2)
+    changed = after.view(torch.int32) != before.view(torch.int32)
+    untouched = torch.ones(30, dtype=torch.bool)
+    untouched[indices] = False
+    own = {"sgd": [*range(5)], "rowwise_adagrad": [*range(5), 15], "adam": [*range(15)]}[optimizer]
+    assert not changed[untouched].any()
+    assert changed[indices][:, own].all()
+    assert changed.sum() == 9 * len(own)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_update_depends_on_the_other_rows(optimizer):
+    generator = torch.Generator().manual_seed(3)
+    tables = [torch.rand(20, width, generator=generator) for width in (24, 24, 24, 1)]
+    indices = torch.randperm(20, generator=generator)[:8]
+    grad = torch.randn(8, 24, generator=generator)
+    whole, single = ([table.clone() for table in tables] for _ in range(2))
+    update(optimizer, whole, indices, grad, 5, "cpu")
+    for i in torch.randperm(8, generator=generator):
+        update(optimizer, single, indices[i : i + 1], grad[i : i + 1], 5, "cpu")
+    assert all(same_bits(one, other) for one, other in zip(whole, single, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_zero_gradient_without_eps_is_the_references_nan():
+    tables = [torch.zeros(2, width) for width in (3, 3, 3, 1)]
+    for optimizer in ("rowwise_adagrad", "adam"):
+        results = []
+        for impl in ("reference", "cpu"):
+            copies = [table.clone() for table in tables]
+            update(optimizer, copies, torch.tensor([1]), torch.zeros(1, 3), 1, impl, eps=0.0)
+            results.append(copies[0])
+        assert results[0][1].isnan().all() and torch.equal(results[0].isnan(), results[1].isnan())
+
+
+def test_adam_is_as_close_to_float64_as_torch_sparse_adam():
+    generator = torch.Generator().manual_seed(6)
+    start = torch.randn(50, 16, generator=generator)
+    ours = [start.clone(), torch.zeros(50, 16), torch.zeros(50, 16)]
+    plain = torch.nn.Parameter(start.clone())
+    exact = torch.nn.Parameter(start.double())
+    plain_adam = torch.optim.SparseAdam([plain], lr=0.01)
+    exact_adam = torch.optim.SparseAdam([exact], lr=0.01)
+    for step in range(1, 21):
+        indices = torch.randperm(50, generator=generator)[:30]
+        grad = torch.randn(30, 16, generator=generator)
+        sparse_adam(*ours, indices, grad, 0.01, step=step)
+        for parameter, optimizer in ((plain, plain_adam), (exact, exact_adam)):
+            rows = grad.to(parameter.dtype)
+            parameter.grad = torch.sparse_coo_tensor(indices[None], rows, (50, 16), check_invariants=True)
+            optimizer.step()
+    error = (ours[0] - exact).abs()
+    assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
+
+
+def test_adagrad_is_as_close_to_float64_as_torch_float32():
+    generator = torch.Generator().manual_seed(7)
+    weight, state = torch.randn(40, 33, generator=generator), torch.rand(40, 1, generator=generator)
+    plain, exact = (weight.clone(), state.clone()), (weight.double(), state.double())
+    for _ in range(20):
+        indices = torch.randperm(40, generator=generator)[:25]
+        grad = torch.randn(25, 33, generator=generator)
+        sparse_rowwise_adagrad(weight, state, indices, grad, 0.05)
+        for w, s in (plain, exact):
+            g = grad.to(w.dtype)
+            s[indices] += g.square().mean(1, keepdim=True)
+            w[indices] -= 0.05 / (s[indices].sqrt() + 1e-8) * g
+    error = (weight - exact[0]).abs()
+    assert error.max() <= 2 * (plain[0] - exact[0]).abs().max()
+    assert (state - exact[1]).abs().max() <= 2 * (plain[1] - exact[1]).abs().max()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
+def test_any_strides_of_the_gradient(impl):
+    grad = torch.tensor([[0.25], [-3.0]]).expand(2, 5)
+    one, other = torch.ones(2, 4, 5)
+    update("sgd", (one, None, None, None), torch.tensor([3, 1]), grad.contiguous(), 1, "reference")
+    moved = other.cuda() if impl == "triton" and GPU else other
+    update(
+        "sgd",
+        (moved, None, None, None),
+        torch.tensor([3, 1], device=moved.device),
+        grad.to(moved.device),
+        1,
+        impl,
+    )
+    assert same_bits(one, moved.cpu())
+
+
+def test_sgd_by_hand():
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    sparse_sgd(weight, torch.tensor([2, 0]), torch.tensor([[1.0, -2.0], [4.0, 8.0]]), 0.5)
+    assert weight.tolist() == [[-1.0, -2.0], [3.0, 4.0], [4.5, 7.0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dim=st.integers(1, 40),
+    rows=st.integers(1, 12),
+    pad=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+    lr=st.floats(0, 10),
+    eps=st.floats(1e-12, 1),
+    data=st.data(),
+)
+def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, eps, data):
+    arguments = {
+        "rows": rows,
+        "dim": dim,
+        "touched": data.draw(st.integers(0, rows)),
+        "steps": data.draw(st.integers(1, 3)),
+        "pad": pad,
+        "seed": seed,
+        "lr": lr,
+        "eps": eps,
+    }
+    assert same_bits(run(optimizer, "cpu", **arguments)[0], run(optimizer, "reference", **arguments)[0])
+
+
+@pytest.mark.parametrize("index", [-1, 4, 2**63 - 1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpreter)])
+def test_an_index_outside_is_an_error_before_anything_changes(impl, optimizer, index):
+    tables = [torch.ones(4, width) for width in (3, 3, 3, 1)]
+    with pytest.raises(IndexError, match=rf"indices\[1\] = {index} is outside \[0, 4\)"):
+        update(optimizer, tables, torch.tensor([0, index]), torch.ones(2, 3), 1, impl)
+    assert all((table == 1).all() for table in tables)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w, i, g: sparse_sgd(w.double(), i, g, 0.1), "weight must be 2-D torch.float32"),
+        (lambda w, i, g: sparse_sgd(w, i.int(), g, 0.1), r"indices must be \(K,\) int64"),
+        (lambda w, i, g: sparse_sgd(w, i, g[:1], 0.1), r"grad must be \(2, 3\)"),
+        (lambda w, i, g: sparse_sgd(w.t().contiguous().t(), i, g, 0.1), "contiguous rows"),
+        (lambda w, i, g: sparse_rowwise_adagrad(w, w, i, g, 0.1), r"state must be \(4, 1\)"),
+        (lambda w, i, g: sparse_adam(w, w[:, :1], w, i, g, 0.1), r"exp_avg must be \(4, 3\)"),
+        (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, step=0), "step counts from 1"),
+        (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta1=1.0), "betas"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(4, 3), torch.tensor([1, 2]), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_compiles_without_a_graph_break(optimizer):
+    def step(buffer, indices, grad):
+        update(
+            optimizer,
+            (buffer[:, :4], buffer[:, 4:8], buffer[:, 8:12], buffer[:, 12:]),
+            indices,
+            grad,
+            2,
+            "cpu",
+        )
+        return buffer * 1
+
+    buffer, indices, grad = torch.rand(6, 13), torch.tensor([1, 4]), torch.randn(2, 4)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(buffer.clone(), indices, grad), step(buffer.clone(), indices, grad))
+
+
+def test_registration():
+    tables = [torch.rand(6, width) for width in (4, 4, 4, 1)]
+    indices, grad = torch.tensor([1, 4]), torch.randn(2, 4)
+    ops = torch.ops.tritonrec
+    torch.library.opcheck(ops.sparse_sgd.default, (tables[0], indices, grad, 0.1, "cpu"))
+    torch.library.opcheck(
+        ops.sparse_rowwise_adagrad.default, (tables[0], tables[3], indices, grad, 0.1, 1e-8, "cpu")
+    )
+    torch.library.opcheck(
+        ops.sparse_adam.default, (*tables[:3], indices, grad, 0.1, 0.9, 0.999, 1e-8, 3, "cpu")
+    )
