@@ -1,0 +1,167 @@
+"""`tritonrec doctor`: what this machine has, and whether its CPU matmul is batch-invariant."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+
+PACKAGES = ("torch", "triton", "numba", "numpy")
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def doctor(console: Console | None = None) -> int:
+    """Print versions, devices, backends and the self-check; 1 if the self-check fails, else 0."""
+    from ..ops import linear
+
+    console = console or Console()
+    table = Table(title=f"tritonrec {__version__}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts().items():
+        table.add_row(name, value)
+    counts = thread_counts()
+    failure = first_variance(lambda x, weight, bias: linear(x, weight, bias, impl="cpu"), counts)
+    table.add_row(
+        "batch invariance",
+        f"[red]broken: {failure}[/red]"
+        if failure
+        else f"[green]rows keep their bits in any batch[/green], threads {', '.join(map(str, counts))}",
+    )
+    console.print(table)
+    if failure:
+        console.print("'batch' consistency does not hold on this machine; please report this table.")
+    return 1 if failure else 0
+
+
+def facts() -> dict[str, str]:
+    """What can be told about this machine without training, name -> value in words."""
+    versions = {package: _version(package) for package in PACKAGES}
+    return {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        **versions,
+        "processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
+        "matmul": f"{_matmul_libraries()}; kernels {torch.backends.cpu.get_cpu_capability()}",
+        "accelerators": _accelerators(),
+        "triton runs": _triton_mode(),
+        "distributed": _backends(),
+        "MovieLens-100K": _movielens(),
+    }
+
+
+def thread_counts() -> list[int]:
+    """1, 2, 4, ... up to the number of torch's threads, and that number."""
+    most = torch.get_num_threads()
+    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
+
+
+def first_variance(linear: Linear, threads: list[int]) -> str | None:
+    """Look for a row whose bits depend on its batch, its place there, or the number of threads.
+
+    Args:
+        linear: ``linear(x (L, in), weight (out, in), bias (out,)) -> (L, out)``, float32 on the CPU.
+        threads: torch thread counts to try; the present one is restored.
+
+    Returns:
+        The first case found, in words, or None.
+    """
+    generator = torch.Generator().manual_seed(20260801)
+    before = torch.get_num_threads()
+    try:
+        for inputs, outputs in ((50, 200), (64, 64), (128, 96), (257, 31)):
+            x = torch.randn(300, inputs, generator=generator)
+            weight = torch.randn(outputs, inputs, generator=generator)
+            bias = torch.randn(outputs, generator=generator)
+            torch.set_num_threads(threads[0])
+            expected = linear(x, weight, bias)
+            for count in threads:
+                torch.set_num_threads(count)
+                for first in (0, 1, 131):
+                    # Below five rows BLAS libraries switch kernels; around 16 and 64 they switch tiles.
+                    for rows in (1, 2, 3, 4, 5, 8, 15, 17, 63, 65, 169):
+                        got = linear(x[first : first + rows].clone(), weight, bias)
+                        same = (got == expected[first : first + rows]).all(dim=1)
+                        if not same.all():
+                            row = first + int((~same).nonzero()[0])
+                            return (
+                                f"row {row} of x (300, {inputs}) @ weight ({outputs}, {inputs}) differs when "
+                                f"computed in a batch of {rows} rows with {count} threads"
+                            )
+    finally:
+        torch.set_num_threads(before)
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _matmul_libraries() -> str:
+    libraries = {"MKL": torch.backends.mkl.is_available(), "oneDNN": torch.backends.mkldnn.is_available()}
+    branch = os.environ.get("MKL_CBWR")
+    names = [name for name, there in libraries.items() if there] or ["neither MKL nor oneDNN"]
+    return " and ".join(names) + (f", MKL_CBWR={branch}" if branch else "")
+
+
+def _accelerators() -> str:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return "none"
+    count = torch.accelerator.device_count()
+    if kind.type == "cuda":
+        names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+        return f"{count} x {', '.join(names)}"
+    return f"{count} x {kind.type}"
+
+
+def _triton_mode() -> str:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "in the interpreter (TRITON_INTERPRET=1)"
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        return "on the accelerator"
+    return "nowhere: no accelerator, and TRITON_INTERPRET=1 is not set; CPU kernels are used"
+
+
+def _backends() -> str:
+    if not torch.distributed.is_available():
+        return "not built into this torch"
+    known = {
+        "gloo": torch.distributed.is_gloo_available(),
+        "nccl": torch.distributed.is_nccl_available(),
+        "mpi": torch.distributed.is_mpi_available(),
+        "hccl": torch.distributed.is_backend_available("hccl"),
+    }
+    return ", ".join(name for name, there in known.items() if there) or "no backend"
+
+
+def _movielens() -> str:
+    from ..data import movielens
+
+    path = movielens.cache_directory() / "ml-100k.inter"
+    if not path.exists():
+        return "not in the cache; `python -m tritonrec.data.movielens` fetches it"
+    try:
+        return f"verified, {movielens.fetch()}"
+    except RuntimeError as error:
+        return f"[red]{error}[/red]"
