@@ -1,1 +1,19 @@
+"""Interaction logs, jagged batches, sample clustering and ranking metrics."""
 
+from tritonrec.data.batch import JaggedBatch
+from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.interactions import Interactions, load
+from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.ranking import evaluate, popularity_scores
+
+__all__ = [
+    "EvaluationBatch",
+    "Interactions",
+    "JaggedBatch",
+    "NextItemLoader",
+    "evaluate",
+    "load",
+    "payload_inflation",
+    "popularity_scores",
+    "split",
+]

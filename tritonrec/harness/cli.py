@@ -75,8 +75,8 @@ def verify(
     """Prove that the pipelined modes equal synchronous training in every bit.
 
     Each case trains the same model on the same batches in one mode and in its reference, and compares losses,
-    dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are identical
-    and every planted bug was caught.
+    dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
+    identical and every planted bug was caught.
     """
     from .cases import contract_table
     from .record_traces import record_traces
@@ -147,13 +147,19 @@ def train(
         max_seq_len=max_seq_len, dropout=dropout,
     )  # fmt: skip
     job = _checked(lambda: _load(Job(data, batch_size, max_seq_len, negatives, model, lr, seed=seed)))
-    if mode is ModeName.sync:
-        micro_batches = 1
+    count = 1 if mode is ModeName.sync else micro_batches
     run = Run(
-        job, mode.value, WindowConfig(micro_batches, consistency.value, clustering, seed=seed), optimizer.value,
-        steps or 20 * job.loader().steps_per_epoch, str(checkpoint) if checkpoint else None, save_every, resume,
-        evaluate_every, str(trace) if trace else None,
-    )  # fmt: skip
+        job,
+        mode.value,
+        WindowConfig(count, consistency.value, clustering, seed=seed),
+        optimizer.value,
+        steps=steps or 20 * job.loader().steps_per_epoch,
+        checkpoint=str(checkpoint) if checkpoint else None,
+        save_every=save_every,
+        resume=resume,
+        evaluate_every=evaluate_every,
+        trace=str(trace) if trace else None,
+    )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with from_environment(timedelta(seconds=timeout)) as communicators:
             summary = _checked(lambda: train_rank(communicators, run))

@@ -91,7 +91,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         "step": run.steps,
         "loss": loss,
         "metrics": metrics,
-        "popularity": evaluate(lambda batch: popularity_scores(loader, batch), loader, KS),
+        "popularity": evaluate(popularity_scores(loader), loader, KS),
         "seconds_per_step": sorted(seconds)[len(seconds) // 2],
         "digest": _digest(communicators, table, dense.rows),
     }

@@ -1,0 +1,117 @@
+"""Promise: exchanges deliver what was sent, exact sums refuse to wrap, a lost rank is named in bounded time."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool
+from tritonrec.ops import ExactSumError
+
+pytestmark = pytest.mark.multi_rank
+WORLD = 3
+
+
+def exchange(communicators, seed):
+    """Everybody sends everybody (r + 2 s) % 4 rows, some none; rows say who sent them to whom."""
+    rank, world = communicators.rank, communicators.world_size
+    send = [(rank + 2 * to) % 4 for to in range(world)]
+    receive = [(source + 2 * rank) % 4 for source in range(world)]
+    rows = [[float(rank), float(to), float(n)] for to in range(world) for n in range(send[to])]
+    values = torch.tensor(rows, dtype=torch.float32).reshape(-1, 3)
+    got = communicators.communication.all_to_all(values, send, receive)
+    expected = [[float(s), float(rank), float(n)] for s in range(world) for n in range(receive[s])]
+    assert got.tolist() == expected
+    return seed + rank
+
+
+def reduce_near_the_end(communicators, value):
+    sums = torch.tensor([1, value if communicators.rank == 1 else 2], dtype=torch.int64)
+    return communicators.reduce.all_reduce(sums, "dense gradients").tolist()
+
+
+def die(communicators, victim):
+    if communicators.rank == victim:
+        os._exit(17)
+    communicators.communication.all_to_all_equal(torch.zeros(communicators.world_size, 1))
+
+
+def stall(communicators, victim):
+    if communicators.rank == victim:
+        time.sleep(60)
+    communicators.communication.all_to_all_equal(torch.zeros(communicators.world_size, 1))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool((1, 2, WORLD), timedelta(seconds=30)) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("world_size", [1, 2, WORLD])
+def test_uneven_exchanges_arrive_in_order_of_source(pool, world_size):
+    assert pool.run(exchange, world_size, 10) == [10 + rank for rank in range(world_size)]
+
+
+def test_sums_on_the_grid_are_exact(pool):
+    # float64 would round this one.
+    assert pool.run(reduce_near_the_end, 2, 2**60 + 1) == [[2, 2**60 + 3]] * 2
+
+
+@pytest.mark.parametrize("value", [2**62, -(2**62), 2**63 - 1])
+def test_a_sum_that_could_wrap_names_the_tensor(pool, value):
+    with RankPool((2,), timedelta(seconds=5)) as own, pytest.raises(RankDiedError) as caught:
+        own.run(reduce_near_the_end, 2, value)
+    assert "ExactSumError: dense gradients[1]" in str(caught.value)
+
+
+def test_a_rank_that_dies_is_named_within_the_timeout():
+    began = time.monotonic()
+    with RankPool((WORLD,), timedelta(seconds=10)) as own, pytest.raises(RankDiedError) as caught:
+        own.run(die, WORLD, 1)
+    assert str(caught.value).startswith("rank 1 died (exit code 17)")
+    assert time.monotonic() - began < 40
+
+
+def test_a_rank_that_stalls_is_an_error_within_the_timeout():
+    began = time.monotonic()
+    with RankPool((2,), timedelta(seconds=3)) as own, pytest.raises(RankDiedError):
+        own.run(stall, 2, 1)
+    assert time.monotonic() - began < 40
+
+
+def test_a_world_size_the_pool_was_not_started_for(pool):
+    with pytest.raises(ValueError, match="not 7"):
+        pool.run(exchange, 7, 0)
+
+
+def test_one_rank_needs_no_process_group():
+    alone = Communicator()
+    values = torch.randn(3, 2)
+    got = alone.all_to_all(values, [3], [3])
+    assert torch.equal(got, values) and got.data_ptr() != values.data_ptr()
+    assert Communicators.local().world_size == 1
+
+
+def test_torchrun_starts_ranks(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import torch\n"
+        "from tritonrec.distributed import from_environment\n"
+        "with from_environment() as c:\n"
+        "    print('sum', c.reduce.all_reduce(torch.tensor([c.rank + 1]), 's').item(), flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3") == 2
+
+
+def test_exact_sum_error_is_public():
+    assert issubclass(ExactSumError, ArithmeticError)

@@ -1,0 +1,68 @@
+"""Promise: a schedule that could compute something else than its stages one after another is refused."""
+
+import pytest
+
+from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_modes_tables_are_sound(schedule, micro_batches):
+    check(schedule, micro_batches)
+
+
+# `compute` and `dense_update` share a lane, whose order already keeps them apart.
+NEEDED = [
+    (stage.name, edge)
+    for stage in NESTPIPE.stages
+    for edge in stage.after
+    if (stage.name, edge.stage) != ("compute", "dense_update")
+]
+
+
+@pytest.mark.parametrize(("stage", "edge"), NEEDED, ids=[f"{e.stage}-{s}" for s, e in NEEDED])
+def test_every_edge_of_nestpipe_is_needed(stage, edge):
+    with pytest.raises(ScheduleError):
+        check(NESTPIPE.without_edge(stage, edge), 4)
+
+
+def test_a_read_between_update_and_write_back_is_named():
+    missing = NESTPIPE.without_edge("retrieve", Edge("write_back", batch=2))
+    with pytest.raises(ScheduleError, match=r"retrieve\(4\) reads host .*a row used by batches 2, 4"):
+        check(missing, 2)
+
+
+def test_without_synchronisation_the_kept_rows_race():
+    missing = NESTPIPE.without_stage("synchronise", instead="retrieve")
+    with pytest.raises(ScheduleError, match="write_back"):
+        check(missing, 2)
+
+
+def test_stale_rows_that_nobody_overwrites_are_found():
+    # Keeps every wait and every lane, but the synchronisation copies nothing.
+    idle = NESTPIPE._with("synchronise", touches=())
+    with pytest.raises(ScheduleError, match="stale row"):
+        check(idle, 2)
+
+
+def test_waiting_for_a_task_queued_behind_is_a_deadlock():
+    stuck = NESTPIPE.with_edges("exchange", Edge("gradient_exchange", "previous"))
+    with pytest.raises(ScheduleError, match="queued behind it"):
+        check(stuck, 2)
+
+
+def test_an_edge_to_no_stage_is_named():
+    with pytest.raises(ScheduleError, match=r"waits for nothing\(0\), which never runs"):
+        check(NESTPIPE.with_edges("compute", Edge("nothing")), 2)
+
+
+def test_removing_an_edge_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="has no edge"):
+        FWP.without_edge("compute", Edge("write_back"))
+
+
+def test_dbp_finishes_a_micro_batch_before_the_next():
+    order = [str(task) for task in DBP.tasks(0, 2)]
+    assert order.index("gradient_exchange(0, 0)") < order.index("exchange(0, 1)")
+    order = [str(task) for task in NESTPIPE.tasks(0, 2)]
+    assert order.index("exchange(0, 1)") < order.index("compute(0, 0)")

@@ -1,0 +1,133 @@
+"""Promise: tasks run after all they wait for, lanes overlap, a failure stops the rank and is named."""
+
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.pipeline import NESTPIPE, SCHEDULES, Edge, Executor, ScheduleError, StageFailedError, Task
+
+
+def idle_span(lane, task, context):
+    return nullcontext()
+
+
+def run(schedule, micro_batches, batches, action, delay=None):
+    actions = {
+        stage.name: (lambda context, i, name=stage.name: action(Task(name, context, i)))
+        for stage in schedule.stages
+    }
+    with Executor(schedule, actions, micro_batches, idle_span, delay) as executor:
+        for batch in range(batches):
+            executor.submit(batch, batch)
+        for batch in range(batches):
+            executor.wait(batch)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32))
+def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, batches, seed):
+    schedule = SCHEDULES[mode]
+    finished: list[Task] = []
+    lock = threading.Lock()
+
+    def action(task):
+        with lock:
+            seen = set(finished)
+        missing = [other for other in schedule.waits_for(task, micro_batches) if other not in seen]
+        assert not missing, f"{task} started before {missing}"
+        with lock:
+            finished.append(task)
+
+    random = Random(seed)
+    run(schedule, micro_batches, batches, action, delay=lambda task: random.random() * 0.002)
+    expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
+    assert sorted(map(str, finished)) == sorted(map(str, expected))
+
+
+def test_communication_of_the_next_micro_batch_runs_beside_computation():
+    # compute(0, 0) can only end while exchange(0, 1) is at work.
+    exchanging, computed = threading.Event(), threading.Event()
+
+    def action(task):
+        if task == Task("exchange", 0, 1):
+            exchanging.set()
+            assert computed.wait(10)
+        elif task == Task("compute", 0, 0):
+            assert exchanging.wait(10)
+            computed.set()
+
+    run(NESTPIPE, 2, 1, action)
+
+
+def test_lookup_of_the_next_batch_runs_beside_computation():
+    retrieving, computed = threading.Event(), threading.Event()
+
+    def action(task):
+        if task == Task("retrieve", 1):
+            retrieving.set()
+            assert computed.wait(10)
+        elif task == Task("compute", 0, 0):
+            assert retrieving.wait(10)
+            computed.set()
+
+    run(NESTPIPE, 1, 2, action)
+
+
+def test_a_failing_stage_is_named_and_nothing_later_starts():
+    started = []
+
+    def action(task):
+        started.append(task)
+        if task == Task("compute", 1, 0):
+            raise FloatingPointError("loss is not finite")
+
+    with pytest.raises(StageFailedError, match=r"stage compute\(1, 0\) .* loss is not finite") as caught:
+        run(NESTPIPE, 2, 4, action)
+    assert isinstance(caught.value.__cause__, FloatingPointError)
+    assert Task("sparse_update", 1) not in started
+
+
+def test_a_failure_ends_waits_at_once():
+    began = time.monotonic()
+
+    def action(task):
+        if task.stage == "route":
+            raise ValueError("no route")
+
+    with pytest.raises(StageFailedError):
+        run(NESTPIPE, 1, 1, action, delay=lambda task: 30.0 if task.stage == "prefetch" and task.batch else 0)
+    assert time.monotonic() - began < 10
+
+
+def test_no_more_batches_are_in_flight_than_the_schedule_allows():
+    schedule = replace(NESTPIPE, batches_in_flight=2)
+    release = threading.Event()
+    actions = {s.name: lambda context, i: release.wait(10) for s in schedule.stages}
+    with Executor(schedule, actions, 1, idle_span) as executor:
+        executor.submit(0, None)
+        executor.submit(1, None)
+        blocked = threading.Thread(target=executor.submit, args=(2, None), daemon=True)
+        blocked.start()
+        blocked.join(0.1)
+        assert executor.in_flight() == [0, 1]
+        release.set()
+        executor.wait(1)
+        blocked.join(10)
+        assert not blocked.is_alive()
+
+
+def test_an_unsound_schedule_does_not_start():
+    unsound = NESTPIPE.without_edge("write_back", Edge("sparse_update"))
+    with pytest.raises(ScheduleError):
+        Executor(unsound, {}, 1, idle_span)
+
+
+def test_a_window_without_micro_batches_is_refused():
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        Executor(NESTPIPE, {}, 0, idle_span)
