@@ -106,8 +106,8 @@ class Comparison:
         return self._values(step, "loss", expected["loss/values"][here], values, ids)
 
     def _dense(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
-        for name, values in got.items():
-            found = self._values(step, name.removeprefix("dense/"), expected[name], values)
+        for name in (name for name in expected if name.startswith("dense/")):
+            found = self._values(step, name.removeprefix("dense/"), expected[name], got[name])
             if found is not None:
                 return found
         return None

@@ -1,0 +1,66 @@
+"""Promise: the thinned contract table leaves no pair of conditions untried."""
+
+from itertools import combinations
+
+import pytest
+
+from tritonrec.harness.cases import (
+    CONSISTENCIES,
+    MICRO_BATCHES,
+    OPTIMIZERS,
+    WORLD_SIZES,
+    Case,
+    contract_table,
+)
+from tritonrec.pipeline import PIPELINED
+
+
+def values(case):
+    return (
+        case.mode, case.consistency, case.world_size, case.micro_batches, case.clustering, case.optimizer
+    )  # fmt: skip
+
+
+def pairs(cases):
+    return {pair for case in cases for pair in combinations(enumerate(values(case)), 2)}
+
+
+def test_full_is_the_whole_product():
+    full = contract_table("full")
+    sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
+    product = 1
+    for size in sizes:
+        product *= len(size)
+    assert len(full) == len(set(full)) == product == 540
+
+
+def test_default_covers_every_pair_and_the_longest_case():
+    default = contract_table("default")
+    assert pairs(default) == pairs(contract_table("full"))
+    longest = Case("nestpipe", "batch", 4, 8, True, "adam", steps=30)
+    assert longest in default
+    assert len(default) < 40
+
+
+def test_quick_covers_every_value_and_every_mode_at_both_levels():
+    quick = contract_table("quick", world_sizes=[1, 2])
+    assert {(c.mode, c.consistency) for c in quick} == {(m, c) for m in PIPELINED for c in CONSISTENCIES}
+    assert {c.micro_batches for c in quick} == set(MICRO_BATCHES)
+    assert {c.optimizer for c in quick} == set(OPTIMIZERS)
+    assert any(c.delay_seed is not None for c in quick)
+
+
+def test_the_choice_is_the_same_every_time():
+    assert contract_table() == contract_table()
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ValueError, match="quick, default or full"):
+        contract_table("tiny")
+
+
+def test_simpler_cases_are_simpler():
+    case = Case("dbp", "batch", 4, 8, True, "adam", 6, delay_seed=3)
+    simpler = list(case.simpler())
+    assert len(simpler) == len(set(simpler)) and case not in simpler
+    assert list(Case("dbp", "batch", 1, 1, False, "sgd", 6).simpler()) == []

@@ -1,0 +1,119 @@
+"""Promise: one flipped bit anywhere is found, named and placed; equal runs are equal."""
+
+import pytest
+import torch
+
+from tritonrec.embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from tritonrec.harness.state import Comparison, Difference, dense_state, earliest, loss_state, table_state
+from tritonrec.ops import owner_of
+
+KEYS = torch.tensor([5, -9, 2**63 - 1, 40, -(2**63), 0])
+
+
+def run():
+    torch.manual_seed(3)
+    table = DynamicTable(2, 6, seed=1)
+    table.write(table.rows_of(KEYS), torch.randn(6, 6))
+    layer = torch.nn.Linear(3, 2)
+    dense = DenseOptimizer(layer.named_parameters(), RowOptimizer("adam"))
+    losses = loss_state(torch.tensor([30, 10, 20]), torch.tensor([3.0, 1.0, 2.0]))
+    return table, {**losses, **dense_state(dense), **table_state(table)}
+
+
+def comparison(table, rank=0, world_size=1):
+    return Comparison(table, rank, world_size)
+
+
+def test_a_run_equals_itself():
+    table, state = run()
+    compared = comparison(table)
+    compared.compare(0, state, state, final=True)
+    assert compared.first is None
+    assert compared.tensors_compared == 4  # losses, weight, bias, rows
+    assert compared.bytes_compared == 4 * (3 + 18 + 6 + 36)
+    assert compared.steps_seen == {(0, "loss"), (0, "dense"), (0, "table")}
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "tensor", "place"),
+    [
+        ("loss/values", (1,), "loss", [20]),
+        ("dense/weight", (1, 4), "weight", [1, 4]),
+        ("table/rows", (0, 5), "table", [-(2**63), 5]),
+        ("table/rows", (5, 0), "table", [2**63 - 1, 0]),
+    ],
+)
+def test_one_bit_is_found_and_placed(name, index, tensor, place):
+    table, expected = run()
+    got = {key: value.clone() for key, value in expected.items()}
+    got[name].view(torch.int32)[index] ^= 1
+    compared = comparison(table)
+    compared.compare(7, expected, got, final=True)
+    assert compared.first is not None
+    assert (compared.first.step, compared.first.tensor, compared.first.index) == (7, tensor, place)
+    assert compared.first.ulps == 1
+
+
+def test_minus_zero_is_not_zero_and_a_nan_equals_itself():
+    table, expected = run()
+    expected["loss/values"][0], got = 0.0, {k: v.clone() for k, v in expected.items()}
+    got["loss/values"][0] = -0.0
+    compared = comparison(table)
+    compared.compare(0, expected, got, final=True)
+    assert compared.first is not None and compared.first.tensor == "loss"
+    expected["loss/values"][0] = float("nan")
+    again = comparison(table)
+    again.compare(0, expected, expected, final=True)
+    assert again.first is None
+
+
+def test_missing_surplus_and_early_keys():
+    table, expected = run()
+    fewer = {**expected, "table/keys": expected["table/keys"][1:], "table/rows": expected["table/rows"][1:]}
+    compared = comparison(table)
+    compared.compare(0, expected, fewer, final=False)
+    assert str(compared.first).startswith(f"step 0, table[{-(2**63)}]: expected 'present', got 'missing'")
+
+    # A key of a later batch may be there before its time, as long as its row is initial.
+    table.rows_of(torch.tensor([77]))
+    early = table_state(table)
+    for final, fine in ((False, True), (True, False)):
+        compared = comparison(table)
+        compared.compare(0, expected, early, final=final)
+        assert (compared.first is None) == fine
+    early["table/rows"][early["table/keys"] == 77] += 1
+    compared = comparison(table)
+    compared.compare(0, expected, early, final=False)
+    assert compared.first is not None and compared.first.index[0] == 77
+
+
+def test_a_shard_is_compared_with_its_own_keys_only():
+    table, whole = run()
+    seen = 0
+    for rank in range(3):
+        mine = owner_of(whole["table/keys"], 3) == rank
+        shard = {"table/keys": whole["table/keys"][mine], "table/rows": whole["table/rows"][mine]}
+        compared = comparison(table, rank, 3)
+        compared.compare(0, whole, shard, final=True)
+        assert compared.first is None
+        seen += int(mine.sum())
+    assert seen == len(KEYS)
+
+
+def test_earliest_goes_by_step_then_loss_dense_table():
+    def at(step, tensor):
+        return Difference(step, tensor, [0], 0.0, 1.0, None)
+
+    found = [at(2, "loss"), at(1, "table"), None, at(1, "weight")]
+    assert earliest(found) == at(1, "weight")
+    assert earliest([None, None]) is None
+
+
+def test_ulps_count_across_zero():
+    table, expected = run()
+    expected["loss/values"][0] = 1e-45
+    got = {**expected, "loss/values": expected["loss/values"].clone()}
+    got["loss/values"][0] = -1e-45
+    compared = comparison(table)
+    compared.compare(0, expected, got, final=True)
+    assert compared.first is not None and compared.first.ulps == 2

@@ -1,0 +1,88 @@
+"""Promise: modes are bit-identical to their reference, planted bugs are not, and the report says so."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tritonrec.harness.cases import Case
+from tritonrec.harness.mutations import MUTATIONS
+from tritonrec.harness.verify import CaseResult, Report, print_report
+
+pytestmark = pytest.mark.multi_rank
+
+CASES = [
+    Case("nestpipe", "batch", 4, 8, True, "adam", 8),
+    Case("nestpipe", "batch", 2, 3, False, "rowwise_adagrad", 5, delay_seed=1),
+    Case("nestpipe", "window", 2, 4, True, "adam", 5, delay_seed=2),
+    Case("dbp", "batch", 4, 2, False, "sgd", 5, delay_seed=3),
+    Case("dbp", "window", 1, 3, True, "rowwise_adagrad", 5),
+    Case("fwp", "batch", 2, 4, True, "adam", 5, delay_seed=4),
+    Case("fwp", "window", 4, 8, False, "adam", 5),
+    # more micro-batches than a rank has samples: the empty ones are legal
+    Case("nestpipe", "batch", 4, 20, False, "adam", 4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_mode_is_bit_identical_to_its_reference(verifier, case):
+    result = verifier.run(case)
+    assert result.identical, result.error or result.first_difference
+    assert result.tensors_compared >= 3 * case.steps * case.world_size
+    assert result.bytes_compared > 0
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
+def test_a_planted_bug_is_caught_by_the_bits(verifier, mutation):
+    result = verifier.run_mutation(mutation)
+    assert result.caught, result.evidence
+    assert "bits" in result.by
+    if mutation.plant.schedule is not None:
+        assert "schedule check" in result.by
+
+
+def test_a_failure_is_shrunk_to_the_smallest_case(verifier):
+    lost = next(mutation for mutation in MUTATIONS if mutation.name == "lost-micro-batch-gradient")
+    failed = verifier.run(replace(lost.case, world_size=4, micro_batches=4), lost.name)
+    assert not failed.identical
+    run = verifier.run
+    verifier.run = lambda case, mutation=None: run(case, lost.name)
+    try:
+        smallest = verifier.shrink(failed)
+    finally:
+        del verifier.run
+    assert smallest.case.world_size == 1 and smallest.case.micro_batches == 1
+    assert smallest.case.steps == 1 and smallest.first_difference is not None
+
+
+def test_the_report_has_the_documented_shape(verifier, job, tmp_path):
+    report = Report(job)
+    report.cases.append(verifier.run(CASES[1]))
+    report.mutations.append(verifier.run_mutation(MUTATIONS[0]))
+    file = tmp_path / "deep" / "report.json"
+    report.save(file)
+    document = json.loads(file.read_text())
+    assert set(document) == {"environment", "cases", "mutations"}
+    (case,) = document["cases"]
+    assert {
+        "mode", "consistency", "world_size", "micro_batches", "steps", "data", "identical",
+        "tensors_compared", "bytes_compared", "first_difference", "seconds",
+    } <= set(case)  # fmt: skip
+    assert case["identical"] is True and case["first_difference"] is None
+    (mutation,) = document["mutations"]
+    assert mutation["name"] == "no-buffer-synchronisation" and mutation["caught"] is True
+
+
+def test_a_report_with_nothing_run_has_not_passed(job):
+    assert not Report(job).passed
+
+
+def test_a_case_that_could_not_run_has_failed(job):
+    report = Report(job, [CaseResult(CASES[0], False, error="rank 1 died (exit code -9)")])
+    report.smallest = report.cases[0]
+    console = Console(record=True, width=200)
+    print_report(report, console)
+    text = console.export_text()
+    assert not report.passed
+    assert "failed" in text and "rank 1 died" in text and "0 of 1 cases identical" in text
