@@ -7,11 +7,12 @@ the check alone would have refused it is reported beside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .. import ops
+from ..data import JaggedBatch
 from ..pipeline import Edge, Schedule, Task, Window, WindowProgram
 from .cases import Case
 
@@ -88,7 +89,7 @@ def _update_inside_window(program: WindowProgram) -> None:
         if micro_batch == 0:
             assert window.row_gradient is not None
             indices = torch.arange(len(window.keys))
-            gradient = program._mean(window.row_gradient, window)
+            gradient = program._mean(window.row_gradient, window, "embedding gradient")
             program.optimizer.update(window.buffer, indices, gradient, window.step + 1)
             window.row_gradient.zero_()
 
@@ -150,7 +151,7 @@ def _local_token_count(program: WindowProgram) -> None:
 def _correction_per_micro_batch(program: WindowProgram) -> None:
     def sparse_update(window: Window, _: int | None = None) -> None:
         assert window.row_gradient is not None
-        gradient = program._mean(window.row_gradient, window)
+        gradient = program._mean(window.row_gradient, window, "embedding gradient")
         steps = (window.step + 1) * program.config.micro_batches
         program.optimizer.update(window.buffer, torch.arange(len(window.keys)), gradient, steps)
 
@@ -169,6 +170,15 @@ def _one_buffer(program: WindowProgram) -> None:
             active.buffer[:count] = window.buffer[:count]
 
     program.actions["retrieve"] = retrieve_into_active
+
+
+def _dropout_by_position(program: WindowProgram) -> None:
+    forward = program.model.forward
+
+    def by_position(batch: JaggedBatch, rows: torch.Tensor, seed: int) -> torch.Tensor:
+        return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
+
+    program.model.forward = by_position  # type: ignore[method-assign]
 
 
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
@@ -273,6 +283,12 @@ MUTATIONS = [
         "rows of batch t are loaded over those batch t-1 is training on",
         _case(),
         Plant(_one_buffer, delay=_slow("compute")),
+    ),
+    Mutation(
+        "dropout-by-place",
+        "the dropout mask goes by a sample's place in its micro-batch instead of by the sample",
+        _case(),
+        Plant(_dropout_by_position),
     ),
     Mutation(
         "lost-gradient-at-window-level",

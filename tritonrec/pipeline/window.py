@@ -226,12 +226,12 @@ class WindowProgram:
         flat = self.communicators.reduce.all_reduce(flat, "dense gradients")
         pieces = torch.split(flat, [part.numel() for part in parts])
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
-            window.dense[name] = self._mean(piece, window).view_as(parameter)
+            window.dense[name] = self._mean(piece, window, name).view_as(parameter)
 
     def sparse_update(self, window: Window, _: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window."""
         assert window.row_gradient is not None
-        gradient = self._mean(window.row_gradient, window)
+        gradient = self._mean(window.row_gradient, window, "embedding gradient")
         indices = torch.arange(len(window.keys), device=self.device)
         self.optimizer.update(window.buffer, indices, gradient, window.step + 1)
         window.row_gradient = None
@@ -267,10 +267,16 @@ class WindowProgram:
             return torch.zeros_like(parameter) if gradient is None else gradient
         return take_grid(name, parameter)
 
-    def _mean(self, sums: torch.Tensor, window: Window) -> torch.Tensor:
+    def _mean(self, sums: torch.Tensor, window: Window, name: str) -> torch.Tensor:
         """Sums over samples to the gradient of the mean loss per token of the global batch."""
         tokens = float(max(window.tokens, 1))
-        return ops.from_grid(sums, tokens, self.config.grid_bits) if self.exact else sums / tokens
+        if self.exact:
+            return ops.from_grid(sums, tokens, self.config.grid_bits)
+        finite = torch.isfinite(sums)
+        if not bool(finite.all()):
+            index = tuple((~finite).nonzero()[0].tolist())
+            raise FloatingPointError(f"{name}: gradient sum at {index} is {float(sums[index])}")
+        return sums / tokens
 
     def _travel(
         self, window: Window, values: torch.Tensor, send: list[int], receive: list[int]

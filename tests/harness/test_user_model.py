@@ -1,0 +1,90 @@
+"""Promise: somebody's own model is proved like ours, and what breaks the promise in it is named."""
+
+import pytest
+import torch
+
+from tritonrec import nn
+from tritonrec.data import NextItemLoader, load
+from tritonrec.harness import verify
+from tritonrec.harness.user_model import first_not_invariant
+
+DIM = 6
+
+
+class Sound(torch.nn.Module):
+    """Two dots per token; every module of ours."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.mix = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+
+    def body(self, batch, x):
+        return self.mix(self.norm(x), batch.offsets)
+
+    def forward(self, batch, rows, seed):
+        tokens = batch.num_tokens
+        hidden = self.body(batch, rows[:tokens])
+        hits = (hidden * rows[tokens : 2 * tokens]).sum(1)
+        misses = (hidden[:, None] * rows[2 * tokens :].reshape(tokens, -1, DIM)).sum((1, 2))
+        return nn.sum_by_sample(torch.exp(misses - hits), batch.offsets)
+
+
+class MeanOverBatch(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class Centred(Sound):
+    """Subtracts the batch's mean: a sample's activations depend on its neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = MeanOverBatch()
+
+    def body(self, batch, x):
+        return super().body(batch, self.centre(x))
+
+
+class PlainLinear(Sound):
+    """torch.nn.Linear: its weight gradient is a float sum over whatever is in the micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.nn.Linear(DIM, DIM)
+
+    def body(self, batch, x):
+        return super().body(batch, self.plain(x))
+
+
+@pytest.fixture(scope="module")
+def batches():
+    loader = NextItemLoader(load("zipf:users=40,items=50,seed=2"), 9, 8, 2, seed=0)
+    return [loader.batch(step) for step in range(3)]
+
+
+def test_a_sound_model_passes(batches):
+    report = verify(Sound, batches, dim=DIM, modes=("nestpipe", "dbp"), micro_batches=(1, 3))
+    assert report.passed, str(report)
+    assert len(report.cases) == 4
+    assert "identical" in str(report)
+
+
+def test_a_module_that_mixes_samples_is_named(batches):
+    report = verify(Centred, batches, dim=DIM, modes=("nestpipe",), micro_batches=(2,))
+    assert not report.passed
+    assert report.not_invariant == "centre"
+    assert first_not_invariant(Centred(), batches[0], DIM) == "centre"
+
+
+def test_an_inexact_gradient_is_named(batches):
+    report = verify(PlainLinear, batches, dim=DIM, modes=("nestpipe",), micro_batches=(2,))
+    assert not report.passed
+    assert "parameter plain.weight" in str(report)
+
+
+def test_bad_batches_are_refused(batches):
+    with pytest.raises(ValueError, match="at least one batch"):
+        verify(Sound, [], dim=DIM)
+    with pytest.raises(ValueError, match=r"batches\[0\].step must be 0, got 1"):
+        verify(Sound, batches[1:], dim=DIM)

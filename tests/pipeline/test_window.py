@@ -1,0 +1,171 @@
+"""Promise: legal odd batches train, bad input is one clear error, and every door leads to the same bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tritonrec.data import JaggedBatch, NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from tritonrec.nn import HSTU, HSTUConfig
+from tritonrec.pipeline import MODES, PIPELINED, StageFailedError, Trainer, WindowConfig
+
+DIM = 8
+CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.1)
+
+
+def parts(optimizer="adam"):
+    torch.manual_seed(0)
+    model, rule = HSTU(CONFIG), RowOptimizer(optimizer)
+    table = DynamicTable(DIM, rule.row_width(DIM), seed=2, slots=8, chunk_rows=32)
+    return model, table, rule, DenseOptimizer(model.named_parameters(), rule)
+
+
+def trainer(mode="nestpipe", micro_batches=3, consistency="batch", parts_=None, **options):
+    config = WindowConfig(1 if mode == "sync" else micro_batches, consistency, seed=4)
+    return Trainer(*(parts_ or parts()), Communicators.local(), mode, config, **options)
+
+
+def batches(count=4):
+    loader = NextItemLoader(load("zipf:users=60,items=80,seed=1"), 11, 9, 2, seed=3)
+    return [loader.batch(step) for step in range(count)]
+
+
+def batch_of(step, *lengths):
+    tokens = sum(lengths)
+    offsets = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+    ids = torch.arange(tokens) * 7 - 20
+    return JaggedBatch(
+        step, torch.arange(len(lengths)), offsets, ids, ids, ids + 1, torch.stack([ids + 3, -ids], 1)
+    )
+
+
+def state(parts_):
+    _, table, _, dense = parts_
+    return [*table.export(), *dense.rows.values()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_run_and_progress_are_one_thing(mode):
+    ended = []
+    for door in ("step", "run", "progress"):
+        made = parts()
+        with trainer(mode, parts_=made) as training:
+            if door == "step":
+                results = [training.step(batch) for batch in batches()]
+            elif door == "run":
+                results = list(training.run(batches()))
+            else:
+                source, results = iter(batches()), []
+                with pytest.raises(StopIteration):
+                    while True:
+                        results.append(training.progress(source))
+        assert [result.step for result in results] == [0, 1, 2, 3]
+        ended.append(state(made))
+    assert same(ended[0], ended[1]) and same(ended[1], ended[2])
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+@pytest.mark.parametrize(
+    "lengths",
+    [(), (0,), (0, 0, 0), (1,), (1, 0, 1), (9, 0, 1, 4)],
+    ids=["empty_batch", "empty_sequence", "all_empty", "one_item", "with_gap", "mixed"],
+)
+def test_odd_batches_are_legal_and_exact(mode, lengths):
+    # The odd batch comes second, so that it also meets buffers in use.
+    run = [batch_of(0, 3, 5), batch_of(1, *lengths), batch_of(2, 2, 2, 1)]
+    expected, got = parts(), parts()
+    with trainer("sync", parts_=expected) as training:
+        reference = [training.step(batch) for batch in run]
+    with trainer(mode, micro_batches=2, parts_=got) as training:
+        results = list(training.run(run))
+    assert same(state(expected), state(got))
+    for a, b in zip(reference, results, strict=True):
+        assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
+
+
+def test_more_micro_batches_than_samples_are_legal():
+    expected, got = parts(), parts()
+    with trainer("sync", parts_=expected) as training:
+        training.step(batch_of(0, 4, 2))
+    with trainer("nestpipe", micro_batches=8, parts_=got) as training:
+        training.step(batch_of(0, 4, 2))
+    assert same(state(expected), state(got))
+
+
+def test_wrong_offsets_name_the_field():
+    wrong = replace(batch_of(0, 2, 2), offsets=torch.tensor([0, 3, 2]))
+    for mode, error in (("sync", ValueError), ("nestpipe", StageFailedError)):
+        with trainer(mode) as training, pytest.raises(error, match="offsets must not decrease"):
+            training.step(wrong)
+
+
+@pytest.mark.parametrize("consistency", ["window", "batch"])
+def test_a_nan_in_a_gradient_names_the_tensor(consistency):
+    made = parts()
+    rows = made[1].rows_of(batch_of(0, 3).occurrence_keys().unique())
+    values = made[1].read(rows)
+    values[1, 2] = float("nan")
+    made[1].write(rows, values)
+    named = r"(gradient|weight|bias|position).* nan"
+    with (
+        trainer(consistency=consistency, parts_=made) as training,
+        pytest.raises(StageFailedError, match=named),
+    ):
+        training.step(batch_of(0, 3))
+
+
+def test_grid_overflow_names_the_tensor():
+    made = parts("sgd")
+    rows = made[1].rows_of(batch_of(0, 3).occurrence_keys().unique())
+    made[1].write(rows, made[1].read(rows) * 1e12)
+    with (
+        trainer(parts_=made) as training,
+        pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer bits"),
+    ):
+        training.step(batch_of(0, 3))
+
+
+def test_an_ordinary_gradient_is_refused_at_batch_level():
+    made = parts()
+    plain = torch.nn.Linear(DIM, DIM)
+    model = made[0]
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.plain = model, plain
+
+        def forward(self, batch, rows, seed):
+            return self.inner(batch, self.plain(rows), seed)
+
+    mixed = Mixed()
+    dense = DenseOptimizer(mixed.named_parameters(), made[2])
+    together = (mixed, made[1], made[2], dense)
+    named = r"parameter plain\.weight got an ordinary float32 gradient"
+    for mode, error in (("sync", TypeError), ("nestpipe", StageFailedError)):
+        with trainer(mode, parts_=together) as training, pytest.raises(error, match=named):
+            training.step(batch_of(0, 3))
+    with trainer("nestpipe", consistency="window", parts_=together) as training:
+        plain.zero_grad()
+        assert training.step(batch_of(0, 3)).losses.isfinite().all()
+
+
+def test_sync_is_one_rank_one_micro_batch_batch_level():
+    with pytest.raises(ValueError, match="one process with the whole batch"):
+        Trainer(*parts(), Communicators.local(), "sync", WindowConfig(2))
+    with pytest.raises(ValueError, match="reference of 'batch'"):
+        Trainer(*parts(), Communicators.local(), "sync", WindowConfig(1, "window"))
+    with pytest.raises(ValueError, match="mode must be one of"):
+        trainer("fast")
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 0}, {"consistency": "exact"}])
+def test_a_bad_window_is_refused(options):
+    with pytest.raises(ValueError, match="got"):
+        WindowConfig(**options)
