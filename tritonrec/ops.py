@@ -14,7 +14,9 @@ from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.philox import derive_seed, initial_rows, random_indices
+from .kernels.sampled_softmax import sampled_softmax
 from .kernels.segment_sum import segment_sum
+from .kernels.silu import silu
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 from .kernels.unique import unique
 
@@ -38,8 +40,10 @@ __all__ = [
     "norm_mul_dropout",
     "owner_of",
     "random_indices",
+    "sampled_softmax",
     "scatter_rows",
     "segment_sum",
+    "silu",
     "sparse_adam",
     "sparse_rowwise_adagrad",
     "sparse_sgd",

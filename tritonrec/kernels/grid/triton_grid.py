@@ -1,7 +1,8 @@
 """Rounding to the grid in Triton.
 
 Adding 1.5 * 2**52 to a float64 below 2**51 in magnitude leaves no bits for a fraction, so the hardware's
-round-half-even does the rounding; a float32 whose scaled value is larger than that is an integer already.
+round-half-even does the rounding. A larger one came from a float32 of 24 bits: it is a multiple of 2**28, and
+adding and subtracting are exact.
 Each program writes the first bad position of its block to a place of its own: no atomics, no order.
 """
 
@@ -20,8 +21,7 @@ def round_to_grid(values, scale, limit):
     fits = tl.abs(values) < limit
     scaled = tl.where(fits, values, 0.0).to(tl.float64) * scale
     magic = tl.full(scaled.shape, 6755399441055744.0, tl.float64)
-    rounded = (scaled + magic) - magic
-    return tl.where(tl.abs(scaled) < 2251799813685248.0, rounded, scaled).to(tl.int64), fits
+    return ((scaled + magic) - magic).to(tl.int64), fits
 
 
 @triton.jit

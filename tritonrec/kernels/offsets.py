@@ -1,0 +1,29 @@
+"""The check of jagged offsets that kernels over sequences share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
+    """Refuse offsets that do not cut [0, tokens) into sequences, naming the first bad entry.
+
+    `offsets` is (B + 1,) int32 or int64, starts at 0, never decreases and ends at `tokens`. On an accelerator
+    the check is queued on the device (`torch._assert_async`), and nothing waits for it.
+    """
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
+        raise ValueError(
+            f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"
+        )
+    if offsets.device.type != "cpu":
+        whole = (offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all()
+        torch._assert_async(whole, f"{name} does not cut [0, {tokens}) into sequences")
+        return
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] must be 0, got {values[0]}")
+    for i in range(1, len(values)):
+        if values[i] < values[i - 1]:
+            raise ValueError(f"{name}[{i}] = {values[i]} comes after {values[i - 1]}: offsets never decrease")
+    if values[-1] != tokens:
+        raise ValueError(f"{name} must end at the {tokens} tokens, got {name}[{len(values) - 1}] = {values[-1]}")

@@ -1,0 +1,21 @@
+"""SiLU on the CPU in one pass; every element takes the same path (`kernels.numba_float`)."""
+
+import numpy as np
+from numba import njit
+
+from tritonrec.kernels.numba_float import exp
+
+ONE = np.float32(1.0)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def forward(x, y, start, stop):
+    for i in range(start, stop):
+        y[i] = x[i] / (ONE + exp(-x[i]))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def backward(dy, x, dx, start, stop):
+    for i in range(start, stop):
+        s = ONE / (ONE + exp(-x[i]))
+        dx[i] = dy[i] * (s * (ONE + x[i] * (ONE - s)))

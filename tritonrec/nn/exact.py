@@ -1,0 +1,155 @@
+"""Parameters whose gradients add up the same however a batch is cut.
+
+A parameter with a grid (`attach_grids`) takes its gradient there: the backward of the functions below rounds
+each sample's or token's contribution once to a multiple of 2**-bits, adds it to ``parameter.grid`` as int64,
+and leaves ``parameter.grad`` alone. Without a grid they give ordinary float32 gradients.
+
+Dimensions: L tokens, B samples, D columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+
+_norm = torch.ops.tritonrec
+
+
+def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str, torch.Tensor]:
+    """Give every parameter of `module` a zero grid of its shape; returns them by parameter name.
+
+    Calling it again sets all grids and ``.grad`` s back.
+    """
+    grids = {}
+    for name, parameter in module.named_parameters():
+        parameter.grad = None
+        parameter.grid = torch.zeros_like(parameter, dtype=torch.int64)  # type: ignore[attr-defined]
+        parameter.grid_bits, parameter.grid_name = bits, name  # type: ignore[attr-defined]
+        grids[name] = parameter.grid  # type: ignore[attr-defined]
+    return grids
+
+
+def detach_grids(module: torch.nn.Module) -> None:
+    """Take the grids away; gradients are ordinary float32 ones again."""
+    for parameter in module.parameters():
+        for attribute in ("grid", "grid_bits", "grid_name"):
+            if hasattr(parameter, attribute):
+                delattr(parameter, attribute)
+
+
+def has_grid(parameter: torch.Tensor) -> bool:
+    """Whether gradients of `parameter` go to a grid."""
+    return hasattr(parameter, "grid")
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seq_offsets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`ops.linear`; with a grid, the weight's gradient is added sample by sample, the bias's token by token.
+
+    Args:
+        x: (L, in). weight: (out, in). bias: (out,) or None.
+        seq_offsets: (B + 1,), which rows of x belong to which sample; needed with a grid.
+    """
+    if not has_grid(weight):
+        return ops.linear(x, weight, bias)
+    if seq_offsets is None:
+        raise ValueError("a linear layer with an exact gradient needs seq_offsets to tell samples apart")
+    return _Linear.apply(x, weight, bias, seq_offsets)
+
+
+def norm_mul_dropout(
+    x: torch.Tensor,
+    u: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    dropout: float = 0.0,
+    seed: int = 0,
+    sample_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.norm_mul_dropout`; with a grid, gradients of weight and bias are added token by token."""
+    if not has_grid(weight):
+        return ops.norm_mul_dropout(x, u, weight, bias, eps, dropout, seed, sample_ids, positions)
+    return _NormMulDropout.apply(x, u, weight, bias, eps, dropout, seed, sample_ids, positions)
+
+
+def lookup(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows (L,) of a dense parameter (R, D); with a grid, gradients are added occurrence by occurrence."""
+    return _Lookup.apply(weight, rows) if has_grid(weight) else ops.gather_rows(weight, rows)
+
+
+def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+    """Sums (B,) of each sample's values (L,), in the order of its tokens; 0 for an empty sample."""
+    lengths = seq_offsets[1:] - seq_offsets[:-1]
+    samples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return ops.segment_sum(values.unsqueeze(1), samples, len(lengths)).squeeze(1)
+
+
+def _add_rows(parameter: torch.Tensor, terms: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    """Add terms (L, D) to the grid's rows (R, D); without `rows`, all to a vector's grid (D,)."""
+    grid = parameter.grid.view(-1, terms.shape[1])  # type: ignore[attr-defined]
+    to = torch.zeros(len(terms), dtype=torch.int64, device=terms.device) if rows is None else rows
+    ops.segment_sum(
+        terms, to, len(grid), level="batch", out=grid,
+        bits=parameter.grid_bits, name=f"gradient of {parameter.grid_name}",  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, seq_offsets):
+        ctx.save_for_backward(x, seq_offsets)
+        ctx.weight, ctx.bias = weight, bias
+        return ops.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, seq_offsets = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        dy = dy.contiguous()
+        ops.linear_weight_grad(weight.grid, dy, x, seq_offsets, weight.grid_bits, weight.grid_name)
+        if bias is not None:
+            _add_rows(bias, dy)
+        dx = ops.linear(dy, weight.detach().t(), None) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
+
+
+class _NormMulDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, u, weight, bias, eps, dropout, seed, sample_ids, positions):
+        if not dropout:
+            sample_ids = positions = None
+        y, means, rstds = _norm.norm_mul_dropout(
+            x, u, weight, bias, eps, dropout, seed, sample_ids, positions, "auto"
+        )
+        ctx.save_for_backward(x, u, sample_ids, positions, means, rstds)
+        ctx.weight, ctx.bias, ctx.dropout, ctx.seed = weight, bias, dropout, seed
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, u, sample_ids, positions, means, rstds = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        dx, du, dweight, dbias = _norm.norm_mul_dropout_backward(
+            dy.contiguous(), x, u, weight.detach(), bias.detach(), ctx.dropout, ctx.seed, sample_ids,
+            positions, means, rstds, "auto",
+        )  # fmt: skip
+        _add_rows(weight, dweight)
+        _add_rows(bias, dbias)
+        return dx, None if u is None else du, *(None,) * 7
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, rows):
+        ctx.weight = weight
+        ctx.save_for_backward(rows)
+        return ops.gather_rows(weight, rows)
+
+    @staticmethod
+    def backward(ctx, dy):
+        _add_rows(ctx.weight, dy.contiguous(), ctx.saved_tensors[0])
+        return None, None

@@ -1,0 +1,76 @@
+"""Small modules over the ops: each row of their output depends on one sample only, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from . import exact
+
+
+class Linear(torch.nn.Module):
+    """``x @ weight.T + bias`` with rows that do not depend on the batch, and an exact weight gradient.
+
+    Args:
+        in_features, out_features: sizes. bias: whether there is one.
+
+    The weight starts normal with deviation ``in_features ** -0.5``, the bias at zero.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(out_features, in_features) * in_features**-0.5)
+        self.bias = torch.nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """(L, in) -> (L, out); `seq_offsets` (B + 1,) tell which rows are one sample's."""
+        return exact.linear(x, self.weight, self.bias, seq_offsets)
+
+
+class LayerNorm(torch.nn.Module):
+    """Layer norm over the last dimension of (L, dim)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(dim))
+        self.bias = torch.nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(L, dim) -> (L, dim)."""
+        return exact.norm_mul_dropout(x, None, self.weight, self.bias, self.eps)
+
+
+class GatedNorm(torch.nn.Module):
+    """``u * layer_norm(x)`` with dropout whose mask is a function of (seed, sample, position, column)."""
+
+    def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6):
+        super().__init__()
+        self.dropout, self.eps = dropout, eps
+        self.weight = torch.nn.Parameter(torch.ones(dim))
+        self.bias = torch.nn.Parameter(torch.zeros(dim))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        u: torch.Tensor,
+        seed: int,
+        sample_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """x, u (L, dim); sample_ids, positions (L,) int64 of each token."""
+        dropout = self.dropout if self.training else 0.0
+        return exact.norm_mul_dropout(
+            x, u, self.weight, self.bias, self.eps, dropout, seed, sample_ids, positions
+        )
+
+
+class PositionalEmbedding(torch.nn.Module):
+    """A learned row (dim) for each position in [0, max_seq_len)."""
+
+    def __init__(self, max_seq_len: int, dim: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(max_seq_len, dim) * 0.02)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """(L,) int64 -> (L, dim)."""
+        return exact.lookup(self.weight, positions)
