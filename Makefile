@@ -1,0 +1,46 @@
+# make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
+# make test     the test suite
+# make lint     ruff and mypy
+# make bench    kernels beside their peers (pytest-benchmark); JSON under out/
+# make clean    remove what these made
+#
+# PYTHON=python3.12 chooses the interpreter of a new .venv; TRACES=folder where verify records.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TRACES ?= out/traces
+BIN := .venv/bin
+
+.PHONY: verify test lint bench clean
+
+verify: .venv/installed
+	$(BIN)/python -m tritonrec.data.movielens
+	$(BIN)/tritonrec verify --data ml-100k --mutations --trace $(TRACES) --json out/verify.json
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	mkdir -p out
+	$(BIN)/python -m pytest -q ci/bench_*.py --benchmark-json out/bench.json
+
+clean:
+	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# Stamps: installed again only when the dependencies may have changed.
+.venv/installed: pyproject.toml | .venv/bin/python
+	@echo "Installing tritonrec and its dependencies into .venv; PyTorch is large, the first time takes minutes."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Everything that runs without an accelerator: lint, tests, and the short contract table.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+make lint
+make test
+.venv/bin/tritonrec verify --quick --data zipf
