@@ -3,7 +3,7 @@
 import pytest
 
 from tritonrec.harness.setup import Job
-from tritonrec.harness.verify import Verifier
+from tritonrec.harness.contract import Verifier
 from tritonrec.nn import HSTUConfig
 
 

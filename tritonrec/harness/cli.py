@@ -81,7 +81,7 @@ def verify(
     from .cases import contract_table
     from .record_traces import record_traces
     from .setup import Job
-    from .verify import verify_contract
+    from .contract import verify_contract
 
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
