@@ -29,7 +29,7 @@ STAGE_COLOURS = {
 _OTHER, _EXPOSED = "#999999", "#d00000"
 _DARK = frozenset({"retrieve", "sparse_update", "dense_update", "gradient_exchange", "write_back"})
 _INCHES_PER_LANE, _WIDTH = 0.3, 13.0
-_CHARACTER = 0.075  # inches, of the numbers in the boxes
+_CHARACTER, _THIN = 0.075, 0.06  # inches: a character in a box, and a slice that gets no edge of its own
 
 
 def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, steps: int = 3) -> Path:
@@ -116,20 +116,21 @@ def _draw_rank(panel: Any, rank: int, lanes: list[str], spans: list[Span], start
     inches_per_ms = (_WIDTH - 1.6) / ((end - start) / 1e6)
     for span in spans:
         left, right = (max(span.start_ns, start) - start) / 1e6, (min(span.end_ns, end) - start) / 1e6
-        row = lanes.index(span.lane)
+        row, width = lanes.index(span.lane), (right - left) * inches_per_ms
+        colour = STAGE_COLOURS.get(span.name, _OTHER)
         panel.barh(
             row,
             right - left,
             left=left,
             height=0.8,
-            color=STAGE_COLOURS.get(span.name, _OTHER),
-            edgecolor="white",
+            color=colour,
+            edgecolor="white" if width > _THIN else colour,  # a white edge would swallow a thin slice
             linewidth=0.6,
         )
         label = f"b{span.batch}" if span.micro_batch is None else str(span.micro_batch)
-        if (right - left) * inches_per_ms > _CHARACTER * (len(label) + 0.4):
-            colour = "white" if span.name in _DARK else "black"
-            panel.text((left + right) / 2, row, label, ha="center", va="center", fontsize=7, color=colour)
+        if width > _CHARACTER * (len(label) + 0.4):
+            ink = "white" if span.name in _DARK else "black"
+            panel.text((left + right) / 2, row, label, ha="center", va="center", fontsize=7, color=ink)
     panel.set_yticks(range(len(lanes)), [lane.replace("_", " ") for lane in lanes], fontsize=8)
     panel.set_ylim(len(lanes) - 0.45, -0.55)
     panel.set_xlim(0, (end - start) / 1e6)
