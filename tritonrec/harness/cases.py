@@ -69,7 +69,7 @@ def contract_table(
 ) -> list[Case]:
     """Cases of a run of `tritonrec verify`.
 
-    ``"full"`` is the whole product. ``"default"`` covers every pair of two factors' values, and adds the
+    ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and adds the
     longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
     factor, and every mode at both levels. The choice is deterministic.
     """
@@ -90,7 +90,7 @@ def contract_table(
     elif size == "quick":
         chosen = _cover(everything, lambda case: {*enumerate(_values(case)), (case.mode, case.consistency)})
     elif size == "default":
-        chosen = _cover(everything, lambda case: set(combinations(enumerate(_values(case)), 2)))
+        chosen = _cover(everything, lambda case: set(combinations(enumerate(_values(case)), 3)))
         longest = Case(
             factors[0][-1],
             "batch",

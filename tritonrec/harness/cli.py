@@ -79,9 +79,9 @@ def verify(
     identical and every planted bug was caught.
     """
     from .cases import contract_table
+    from .contract import verify_contract
     from .record_traces import record_traces
     from .setup import Job
-    from .contract import verify_contract
 
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .. import __version__
 from ..distributed import TIMEOUT, RankDiedError, RankPool
 from ..pipeline import SCHEDULES, ScheduleError, check
 from .cases import Case
 from .mutations import MUTATIONS, Mutation
+from .print_report import print_report
 from .run_case import RankReport, record_reference, run_case
 from .setup import Job
 from .state import Difference, as_json, earliest
@@ -45,12 +45,13 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class MutationResult:
-    """Whether a planted bug was noticed, and by what."""
+    """Whether a planted bug was noticed, by what, and the place where bits first parted."""
 
     mutation: Mutation
     caught: bool
     by: list[str]
     evidence: str
+    where: str = ""
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Verifier:
 
     def run_mutation(self, mutation: Mutation) -> MutationResult:
         """Plant a bug and see who notices; the same case without it must be identical."""
-        by, evidence = [], []
+        by, evidence, where = [], [], ""
         if mutation.plant.schedule is not None:
             try:
                 check(mutation.plant.schedule(SCHEDULES[mutation.case.mode]), mutation.case.micro_batches)
@@ -193,10 +194,11 @@ class Verifier:
         if result.first_difference:
             by.append("bits")
             evidence.append(str(result.first_difference))
+            where = f"step {result.first_difference.step}, {result.first_difference.tensor}"
         elif result.error:
             by.append("error")
             evidence.append(result.error.splitlines()[0])
-        return MutationResult(mutation, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence))
+        return MutationResult(mutation, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
 
     def close(self) -> None:
         """Stop the ranks and drop the references."""
@@ -251,51 +253,3 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     )  # fmt: skip
-
-
-def print_report(report: Report, console: Console) -> None:
-    """The contract table, the planted bugs, and the first difference if there is one."""
-    if report.cases:
-        table = Table(
-            title=f"Contract table on {report.job.data}: is the mode bit-identical to its reference?"
-        )
-        for name in ("mode", "equal to", "ranks", "N", "clustering", "optimizer", "steps", "random delays"):
-            table.add_column(name)
-        for name in ("tensors", "MB compared", "seconds"):
-            table.add_column(name, justify="right")
-        table.add_column("result")
-        for result in report.cases:
-            case = result.case
-            equal_to = "synchronous" if case.consistency == "batch" else "same cut in turn"
-            table.add_row(
-                case.mode, equal_to, str(case.world_size), str(case.micro_batches), _on(case.clustering),
-                case.optimizer, str(case.steps), _on(case.delay_seed is not None),
-                str(result.tensors_compared), f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}",
-                "[green]identical[/]" if result.identical else "[red]failed[/]" if result.error
-                else "[red]differs[/]",
-            )  # fmt: skip
-        console.print(table)
-    if report.mutations:
-        table = Table(title="Planted bugs: does the harness notice?")
-        for name in ("bug", "what it does", "caught", "by", "first evidence"):
-            table.add_column(name, overflow="fold")
-        for caught in report.mutations:
-            table.add_row(
-                caught.mutation.name, caught.mutation.description,
-                "[green]yes[/]" if caught.caught else "[red]NO[/]", " and ".join(caught.by), caught.evidence,
-            )  # fmt: skip
-        console.print(table)
-    if report.smallest is not None:
-        smallest = report.smallest
-        console.print(f"[red]Smallest case that fails:[/] {smallest.case}")
-        console.print(f"  {smallest.error or smallest.first_difference}", markup=False)
-    identical = sum(result.identical for result in report.cases)
-    caught_count = sum(result.caught for result in report.mutations)
-    line = [f"{identical} of {len(report.cases)} cases identical"] if report.cases else []
-    if report.mutations:
-        line.append(f"{caught_count} of {len(report.mutations)} planted bugs caught")
-    console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
-
-
-def _on(value: bool) -> str:
-    return "on" if value else "off"

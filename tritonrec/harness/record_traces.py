@@ -62,8 +62,8 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
             table.add_row(
                 mode,
                 f"{summary.step_ns / 1e6:.1f}",
-                f"{summary.exposed_ratio:.2f}",
-                f"{summary.hidden_lookup:.0%}",
+                f"{summary.exposed_ratio or 0:.2f}",
+                f"{summary.hidden_lookup_ratio or 0:.0%}",
                 "yes" if report.honoured else "[red]NO[/]",
             )
     console.print(table)

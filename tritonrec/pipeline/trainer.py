@@ -15,7 +15,7 @@ from ..distributed import Communicators
 from ..embedding import DenseOptimizer, DynamicTable, RowOptimizer
 from ..trace import NullRecorder, SupportsRecording
 from .executor import Delay, Executor
-from .schedule import NESTPIPE, SCHEDULES, Schedule, Task
+from .schedule import FWP, SCHEDULES, Schedule, Task
 from .synchronous import Synchronous, run_in_turn
 from .window import Window, WindowConfig, WindowProgram
 
@@ -86,7 +86,7 @@ class Trainer:
             mode=mode,
             consistency=self.config.consistency,
             micro_batches=self.config.micro_batches,
-            edges=(used or NESTPIPE).edges() if used else [],
+            edges=[] if mode == "sync" else (used or FWP).edges(),
         )
         if mode == "sync":
             if communicators.world_size != 1 or self.config.micro_batches != 1:
