@@ -74,7 +74,7 @@ def test_a_violated_edge_fails(tmp_path, console):
         "micro-batch 1 on rank 0"
     )
     assert code == 1
-    assert "edges: 1 violations" in console.file.getvalue() and sentence in console.file.getvalue()
+    assert "edges: 1 violation in" in console.file.getvalue() and sentence in console.file.getvalue()
     assert json.loads((tmp_path / "t.json").read_text())["violations"] == [sentence]
 
 

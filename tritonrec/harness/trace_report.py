@@ -127,7 +127,8 @@ def _print_edges(console: Console, report: EdgeReport) -> None:
     if report.honoured:
         console.print(f"[green]edges: all {len(report.instances)} honoured[/green] in {compared}")
         return
-    console.print(f"[red]edges: {len(report.violations)} violations[/red] in {compared}")
+    violations = f"{len(report.violations)} violation{'' if len(report.violations) == 1 else 's'}"
+    console.print(f"[red]edges: {violations}[/red] in {compared}")
     for violation in report.violations[:SHOWN_VIOLATIONS]:
         console.print(f"  {violation}", soft_wrap=True, highlight=False)
     if len(report.violations) > SHOWN_VIOLATIONS:
