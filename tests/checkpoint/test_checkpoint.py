@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, full_disk):
 @pytest.mark.parametrize("replaced", [False, True], ids=["new_step", "same_step"])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_failure_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch, call, replaced):
-    """Fail the first, second, ... call until a save goes through: the old or the new state is always there."""
+    """Fail the first, second, ... call until a save goes through: the old or new state is there."""
     old, new = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
     step = 1 if replaced else 2
     original = getattr(os, call)

@@ -178,7 +178,7 @@ def _dropout_by_position(program: WindowProgram) -> None:
     def by_position(batch: JaggedBatch, rows: torch.Tensor, seed: int) -> torch.Tensor:
         return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
 
-    program.model.forward = by_position  # type: ignore[method-assign]
+    program.model.forward = by_position
 
 
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

@@ -40,15 +40,15 @@ def _contract(report: Report) -> Table:
         padding=(0, 0, 0, 1),
     )
     for name in ("mode", "level", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
-        justify = "right" if name in ("W", "N", "steps", "MB", "s") else "left"
-        table.add_column(name, justify=justify, no_wrap=True)
+        number = name in ("W", "N", "steps", "MB", "s")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for result in report.cases:
         case = result.case
         outcome = "[green]identical[/]" if result.identical else "[red]differs[/]"
         table.add_row(
             case.mode, case.consistency, str(case.world_size), str(case.micro_batches),
-            _mark(case.clustering), _mark(case.delay_seed is not None), case.optimizer.removeprefix("rowwise_"), str(case.steps),
-            f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}",
+            _mark(case.clustering), _mark(case.delay_seed is not None),
+            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}",
             "[red]failed[/]" if result.error else outcome,
         )  # fmt: skip
     return table

@@ -56,7 +56,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
             path = save_joined([f"{part}.{rank}" for rank in range(WORLD_SIZE)], target / f"{mode}.pftrace")
             trace = read(path)
             draw(trace, target / f"{mode}.png")
-            report = check_edges(trace.spans, trace.metadata["edges"])
+            report = check_edges(trace.spans, trace.metadata["edges"], MICRO_BATCHES)
             sound &= report.honoured
             summary = summarise(trace.spans)[0]
             table.add_row(

@@ -171,7 +171,6 @@ def prepared(
         checked=planted.schedule is None,
     ) as trainer:  # fmt: skip
         if planted.program is not None:
-            assert trainer.program is not None
             planted.program(trainer.program)
         yield trainer, job.loader(communicators.rank, communicators.world_size)
 

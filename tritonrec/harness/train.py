@@ -154,6 +154,7 @@ def _evaluate(
 
 
 def _save(communicators: Communicators, run: Run, step: int, table: DynamicTable, dense) -> None:
+    assert run.checkpoint is not None
     keys, rows = _whole_table(communicators, table)
     if communicators.rank == 0:
         checkpoint.save(

@@ -79,7 +79,7 @@ class Trainer:
         self._executor: Executor | None = None
         self._number = 0
         self._pending: deque[Window] = deque()
-        self.program: WindowProgram | None = None
+        self._program: WindowProgram | None = None
         self.reference: Synchronous | None = None
         used = schedule or SCHEDULES.get(mode)
         self.recorder.metadata.update(
@@ -100,11 +100,18 @@ class Trainer:
                 model, table, optimizer, dense, self.config.seed, self.config.grid_bits
             )
             return
-        self.program = WindowProgram(model, table, optimizer, dense, communicators, self.config)
+        self._program = WindowProgram(model, table, optimizer, dense, communicators, self.config)
         if used is not None:
             self._executor = Executor(
-                used, self.program.actions, self.config.micro_batches, self._span, delay, checked
+                used, self._program.actions, self.config.micro_batches, self._span, delay, checked
             )
+
+    @property
+    def program(self) -> WindowProgram:
+        """This rank's stages; mode ``"sync"`` has none."""
+        if self._program is None:
+            raise AttributeError("mode 'sync' is one plain loop without stages")
+        return self._program
 
     def step(self, batch: JaggedBatch) -> StepResult:
         """Train on this rank's samples of one batch and finish it; empty on a rank without samples."""
@@ -157,13 +164,11 @@ class Trainer:
             with self.recorder.span("compute", "compute", batch=batch.step):
                 losses = self.reference.step(batch)
             return StepResult(batch.step, batch.sample_ids, losses, batch.num_tokens)
-        assert self.program is not None
         window = self._window(batch)
         run_in_turn(self.program, window, self._span)
         return self._result(window)
 
     def _result(self, window: Window) -> StepResult:
-        assert self.program is not None
         ids, losses = self.program.losses_of(window)
         return StepResult(window.step, ids, losses, window.tokens)
 

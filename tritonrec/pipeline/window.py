@@ -130,22 +130,22 @@ class WindowProgram:
 
     # Lookup: from samples to rows in the prefetch buffer.
 
-    def prefetch(self, window: Window, _: int | None = None) -> None:
+    def prefetch(self, window: Window, _micro_batch: int | None = None) -> None:
         """Cut this rank's samples into micro-batches (stage 1, section V.C)."""
         window.samples.validate()
         parts = split(window.samples, self.config.micro_batches, self.config.clustering)
         window.micro_batches = [window.samples.select(part) for part in parts]
 
-    def h2d(self, window: Window, _: int | None = None) -> None:
+    def h2d(self, window: Window, _micro_batch: int | None = None) -> None:
         """Move the micro-batches to the device (stage 2)."""
         window.micro_batches = [part.to(self.device, non_blocking=True) for part in window.micro_batches]
 
-    def route(self, window: Window, _: int | None = None) -> None:
+    def route(self, window: Window, _micro_batch: int | None = None) -> None:
         """Deduplicate each micro-batch's keys and send them to their owners (stage 3)."""
         world = self.communicators.world_size
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for part in window.micro_batches:
-            keys, inverse, _ = ops.unique(part.occurrence_keys())
+            keys, inverse, _counts = ops.unique(part.occurrence_keys())
             permutation, counts = ops.bucketize(keys, world)
             place = torch.empty_like(permutation)
             place[permutation] = torch.arange(len(permutation), device=place.device)
@@ -165,9 +165,9 @@ class WindowProgram:
             [sum(column) for column in zip(*window.receive, strict=True)],
         )  # fmt: skip
 
-    def retrieve(self, window: Window, _: int | None = None) -> None:
+    def retrieve(self, window: Window, _micro_batch: int | None = None) -> None:
         """Deduplicate again, find or add the keys, copy their rows into the prefetch buffer (stage 4)."""
-        window.keys, inverse, _ = ops.unique(window.received_keys)
+        window.keys, inverse, _counts = ops.unique(window.received_keys)
         window.table_rows = self.table.rows_of(window.keys)
         window.buffer = self.table.read(window.table_rows).to(self.device)
         lengths = [window.receive[i][r] for r in range(self.communicators.world_size)
@@ -178,7 +178,7 @@ class WindowProgram:
         window.row_gradient = torch.zeros(len(window.keys), self.table.dim, dtype=dtype, device=self.device)
         self._buffers[window.number % 2] = window
 
-    def synchronise(self, window: Window, _: int | None = None) -> None:
+    def synchronise(self, window: Window, _micro_batch: int | None = None) -> None:
         """Copy the rows of K(t-1) & K(t) from the active into the prefetch buffer (section IV.B)."""
         active = self._buffers[(window.number - 1) % 2]
         if active is None:
@@ -218,7 +218,7 @@ class WindowProgram:
 
     # The end of the window: one update from complete sums.
 
-    def dense_reduce(self, window: Window, _: int | None = None) -> None:
+    def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """Sum the dense gradients over the ranks, as one flat message."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         parts = [self._take_gradient(name, p) for name, p in zip(names, parameters, strict=True)]
@@ -228,7 +228,7 @@ class WindowProgram:
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
             window.dense[name] = self._mean(piece, window, name).view_as(parameter)
 
-    def sparse_update(self, window: Window, _: int | None = None) -> None:
+    def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window."""
         assert window.row_gradient is not None
         gradient = self._mean(window.row_gradient, window, "embedding gradient")
@@ -236,12 +236,12 @@ class WindowProgram:
         self.optimizer.update(window.buffer, indices, gradient, window.step + 1)
         window.row_gradient = None
 
-    def dense_update(self, window: Window, _: int | None = None) -> None:
+    def dense_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the dense gradients."""
         self.dense.step(window.dense, window.step + 1)
         window.dense = {}
 
-    def write_back(self, window: Window, _: int | None = None) -> None:
+    def write_back(self, window: Window, _micro_batch: int | None = None) -> None:
         """Copy the updated rows home to the table."""
         self.table.write(window.table_rows, window.buffer.cpu())
 
