@@ -32,13 +32,13 @@ def float_of_bits(typingctx, bits):
 
 @njit(cache=True, nogil=True, inline="always")
 def exp(x):
-    """e**x within 2 ulp for x in [-87, 88]; x outside is taken as the end of the range, NaN as 88.
+    """e**x within 2 ulp for x in [-87, 88]; x outside is taken as the end of the range, NaN stays NaN.
 
     Cephes' expf: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial of degree 7 in r, then a shift of n into
     the exponent.
     """
-    x = x if x < EXP_MOST else EXP_MOST
-    x = x if x > EXP_LEAST else EXP_LEAST
+    x = EXP_MOST if x > EXP_MOST else x
+    x = EXP_LEAST if x < EXP_LEAST else x
     n = np.floor(x * LOG2_E + F32(0.5))
     r = (x - n * LN_2_HIGH) - n * LN_2_LOW
     y = F32(1.9875691500e-4)

@@ -17,7 +17,9 @@ ONE, TWO, THREE, FOUR = U(1), U(2), U(3), U(4)
 
 
 @njit(cache=True, nogil=True)
-def add_products(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
+def add_products(
+    out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns
+):
     """``out[r, c] += sum over k of a[r, k] * b[k, c]``, k ascending.
 
     All arrays are flat float32, all numbers uintp: out[r, c] is ``out[out_first + r * out_row + c]``, a[r, k]

@@ -26,4 +26,6 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
         if values[i] < values[i - 1]:
             raise ValueError(f"{name}[{i}] = {values[i]} comes after {values[i - 1]}: offsets never decrease")
     if values[-1] != tokens:
-        raise ValueError(f"{name} must end at the {tokens} tokens, got {name}[{len(values) - 1}] = {values[-1]}")
+        raise ValueError(
+            f"{name} must end at the {tokens} tokens, got {name}[{len(values) - 1}] = {values[-1]}"
+        )

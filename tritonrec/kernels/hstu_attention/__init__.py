@@ -92,7 +92,9 @@ def _check(seq_offsets: torch.Tensor, tokens: int, max_seq_len: int, targets: to
         wrong = ((targets < 0) | (targets > lengths)).nonzero()
         if len(wrong):
             at = int(wrong[0])
-            raise ValueError(f"num_targets[{at}] = {int(targets[at])} for a sequence of {int(lengths[at])} tokens")
+            raise ValueError(
+                f"num_targets[{at}] = {int(targets[at])} for a sequence of {int(lengths[at])} tokens"
+            )
 
 
 def attention_forward(
@@ -109,7 +111,9 @@ def attention_forward(
     """`hstu_attention` without the checks and the dispatcher: the door for hot callers."""
     chosen = implementation(impl, q)  # type: ignore[arg-type]
     if chosen == "reference":
-        return reference.forward(q, k, v, seq_offsets, alpha, scaling_seqlen, _targets(num_targets, seq_offsets))
+        return reference.forward(
+            q, k, v, seq_offsets, alpha, scaling_seqlen, _targets(num_targets, seq_offsets)
+        )
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=v.dtype, device=v.device)
     if q.numel() == 0 or out.numel() == 0:
         return out
@@ -238,9 +242,7 @@ def _hstu_attention_backward(
     num_targets: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_backward(
-        do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl
-    )
+    return attention_backward(do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl)
 
 
 @_hstu_attention_backward.register_fake

@@ -18,7 +18,9 @@ def add_weight_gradients(
     grid: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int
 ) -> tuple[int, int, int, float] | None:
     """(sample, row, column, value) of the first value that cannot be added, or None."""
-    for sample, (start, stop) in enumerate(zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)):
+    for sample, (start, stop) in enumerate(
+        zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)
+    ):
         product = torch.zeros_like(grid, dtype=torch.float32)
         for t in range(start, stop):
             product += torch.outer(dy[t], x[t])

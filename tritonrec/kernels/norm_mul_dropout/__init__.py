@@ -99,9 +99,7 @@ def norm_forward(
     elif chosen == "triton":
         from tritonrec.kernels.norm_mul_dropout import triton_norm
 
-        triton_norm.forward(
-            x, u, weight, bias, eps, p, seed, DROPOUT, sample_ids, positions, y, means, rstds
-        )
+        triton_norm.forward(x, u, weight, bias, eps, p, seed, DROPOUT, sample_ids, positions, y, means, rstds)
     else:
         from tritonrec.kernels.norm_mul_dropout import numba_norm
 

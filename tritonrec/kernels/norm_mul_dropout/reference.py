@@ -7,9 +7,7 @@ import torch
 from tritonrec.kernels.philox.reference import halves, philox4x32
 
 
-def kept_columns(
-    seed: int, tag: int, sample: int, position: int, dim: int, threshold: int
-) -> list[bool]:
+def kept_columns(seed: int, tag: int, sample: int, position: int, dim: int, threshold: int) -> list[bool]:
     """Which columns of a row survive: word d % 4 of Philox block d // 4 is at least the threshold."""
     key, low_high, place = halves(seed), halves(sample), position & 0xFFFFFFFF
     words = [w for block in range((dim + 3) // 4) for w in philox4x32((*low_high, tag | block, place), key)]
@@ -17,7 +15,13 @@ def kept_columns(
 
 
 def mask(
-    seed: int, tag: int, samples: torch.Tensor, positions: torch.Tensor, dim: int, threshold: int, factor: float
+    seed: int,
+    tag: int,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+    dim: int,
+    threshold: int,
+    factor: float,
 ) -> torch.Tensor:
     """(L, D): `factor` where a column survives, else 0."""
     pairs = zip(samples.tolist(), positions.tolist(), strict=True)

@@ -53,7 +53,10 @@ def sampled_softmax(
             f"hidden and positive must be (L, D), negatives (L, K, D) and valid (L, K), got "
             f"{tuple(hidden.shape)}, {tuple(positive.shape)}, {tuple(negatives.shape)}, {tuple(valid.shape)}"
         )
-    if any(tensor.dtype != torch.float32 for tensor in (hidden, positive, negatives)) or valid.dtype != torch.bool:
+    if (
+        any(tensor.dtype != torch.float32 for tensor in (hidden, positive, negatives))
+        or valid.dtype != torch.bool
+    ):
         raise ValueError(
             f"hidden, positive and negatives must be float32 and valid bool, got "
             f"{hidden.dtype}, {positive.dtype}, {negatives.dtype}, {valid.dtype}"

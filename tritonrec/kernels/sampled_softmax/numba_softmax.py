@@ -39,7 +39,17 @@ def forward(hidden, positive, negatives, valid, scale, losses, start, stop, dim,
     score = np.empty(count + U(1), F32)
     for t in range(start, stop):
         losses[t] = _probabilities(
-            hidden, t * dim, positive, t * dim, negatives, t * count * dim, valid, t * count, scale, score, dim
+            hidden,
+            t * dim,
+            positive,
+            t * dim,
+            negatives,
+            t * count * dim,
+            valid,
+            t * count,
+            scale,
+            score,
+            dim,
         )
 
 
@@ -50,9 +60,7 @@ def backward(
     score = np.empty(count + U(1), F32)
     for t in range(start, stop):
         h, n = t * dim, t * count * dim
-        _probabilities(
-            hidden, h, positive, h, negatives, n, valid, t * count, scale, score, dim
-        )
+        _probabilities(hidden, h, positive, h, negatives, n, valid, t * count, scale, score, dim)
         score[0] -= F32(1.0)
         factor = dloss[t] * scale
         slope = score[0] * factor

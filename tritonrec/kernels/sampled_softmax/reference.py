@@ -6,7 +6,12 @@ import torch
 
 
 def scores(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, t: int, scale: float
+    hidden: torch.Tensor,
+    positive: torch.Tensor,
+    negatives: torch.Tensor,
+    valid: torch.Tensor,
+    t: int,
+    scale: float,
 ) -> torch.Tensor:
     """(1 + K,): scaled scores of the positive and the negatives of token t; -inf where not valid."""
     rows = torch.cat([positive[t : t + 1], negatives[t]])
