@@ -99,10 +99,11 @@ def test_one_rank_needs_no_process_group():
 def test_torchrun_starts_ranks(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from tritonrec.distributed import from_environment\n"
         "with from_environment() as c:\n"
-        "    print('sum', c.reduce.all_reduce(torch.tensor([c.rank + 1]), 's').item(), flush=True)\n"
+        "    total = c.reduce.all_reduce(torch.tensor([c.rank + 1]), 's').item()\n"
+        "    sys.stdout.write(f'sum {total}\\n')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],

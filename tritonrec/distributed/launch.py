@@ -20,6 +20,9 @@ import torch.distributed as dist
 
 from .communicator import TIMEOUT, Communicators
 
+GRACE = 3.0
+"""Seconds that the other ranks get to tell their story after one has failed."""
+
 
 class RankDiedError(RuntimeError):
     """A rank ended, failed, or stayed silent beyond its timeout."""
@@ -86,7 +89,8 @@ class RankPool:
         world_sizes: the world sizes that `run` will be asked for; max(world_sizes) processes are started.
         timeout: a rank that waits longer for another in a collective raises.
 
-    Use as a context manager. Each process runs torch on one thread.
+    Use as a context manager. Each process runs torch on one thread. After a `RankDiedError` the pool has to
+    be closed: ranks may still wait for one that will not come.
     """
 
     def __init__(self, world_sizes: tuple[int, ...], timeout: timedelta = TIMEOUT):
@@ -140,15 +144,15 @@ class RankPool:
         deadline = None
         while waiting:
             # The first rank may work as long as it likes; the others must then follow within the timeout.
+            # Once one has failed, the others can only wait for it in vain.
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], patience)
             if not ready:
-                silent = sorted(waiting.values())
-                raise RankDiedError(
-                    f"ranks {silent} did not answer within {2 * self.timeout} after the others"
-                )
-            if deadline is None and not starting:
-                deadline = time.monotonic() + 2 * self.timeout.total_seconds()
+                if not errors:
+                    allowed = 2 * self.timeout
+                    silent = sorted(waiting.values())
+                    raise RankDiedError(f"ranks {silent} did not answer within {allowed} after the others")
+                break
             for connection in [c for c in waiting if c in ready or c.poll()]:
                 rank = waiting.pop(connection)
                 try:
@@ -164,6 +168,10 @@ class RankPool:
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]
                     errors[rank] = self._obituary(rank)
+            if errors:
+                deadline = min(deadline or float("inf"), time.monotonic() + GRACE)
+            elif deadline is None and not starting:
+                deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         if errors:
             # A rank that died explains the others' broken connections, so it is named first.
             first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
