@@ -212,6 +212,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, full_disk):
     with pytest.raises(CheckpointError, match=r"step-000000000002\.json could not be written"):
         save(tmp_path, 2, small, {}, {"long": "x" * 2000})
     check(tmp_path, 1, small, {}, {})
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_leftovers_make_room_before_a_save(tmp_path, full_disk):
+    leftover = tmp_path / "step-000000000001-0123456789abcdef.safetensors"
+    leftover.write_bytes(b"half of it")
+    with pytest.raises(CheckpointError):
+        save(tmp_path, 2, {"w": torch.arange(5000)}, {}, {})
+    assert not leftover.exists()
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["new_step", "same_step"])

@@ -67,6 +67,37 @@ def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clust
         assert all(int(batch.lengths[part].sum()) <= share + longest for part in parts)
 
 
+def greedy(batch: JaggedBatch, num_micro_batches: int) -> list[list[int]]:
+    """The scheme of the module's docstring, in sets and loops."""
+    singles = [batch.select(torch.tensor([sample])) for sample in range(batch.num_samples)]
+    keys = [set(single.occurrence_keys().tolist()) for single in singles]
+    holders = {key: sum(key in other for other in keys) for key in set().union(*keys)}
+    weight = {key: 2**20 // count if count > 1 else 0 for key, count in holders.items()}
+    total = [sum(weight[key] for key in own) for own in keys]
+    free, parts = list(range(batch.num_samples)), []
+    tokens_left = batch.num_tokens
+    for later in reversed(range(num_micro_batches)):
+        part, held, tokens = [], set(), 0
+        while free and not (later and part and (tokens >= tokens_left / (later + 1) or len(free) <= later)):
+            shared = {sample: sum(weight[key] for key in keys[sample] & held) for sample in free}
+            score = {s: shared[s] / max(total[s], 1) if part else total[s] for s in free}
+            best = max(free, key=lambda sample, score=score: (score[sample], -sample))
+            free.remove(best)
+            part.append(best)
+            held |= keys[best]
+            tokens += singles[best].num_tokens
+        tokens_left -= tokens
+        parts.append(part)
+    return parts
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=12), st.integers(0, 1), st.integers(2, 6))
+def test_clusters_equal_the_plain_greedy_scheme(samples, negatives, num_micro_batches):
+    batch = jagged(samples, negatives)
+    assert indices(split(batch, num_micro_batches, clustering=True)) == greedy(batch, num_micro_batches)
+
+
 @pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
 @pytest.mark.parametrize("negatives", [0, 1])
 def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negatives):

@@ -35,6 +35,12 @@ def test_communities_share_items():
     assert together < 0.35
 
 
+def test_time_passes_within_a_sequence():
+    sequences = generate(ZipfOptions(users=300)).sequences
+    gaps = np.diff(sequences.timestamps)[np.diff(np.repeat(np.arange(300), sequences.lengths)) == 0]
+    assert set(gaps.tolist()) == {0, 1, 2, 3, 4}
+
+
 def test_extreme_ids_reach_both_ends():
     log = generate(ZipfOptions(users=50, items=80, extreme_ids=True))
     for ids, most in ((log.user, 50), (log.item, 80)):

@@ -25,7 +25,7 @@ from numba import njit
 from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.kernels.unique import unique
+from tritonrec.ops import unique
 
 _UNIT = 1 << 20  # the weight of a key is _UNIT // holders: sums of them stay far from 2**53
 

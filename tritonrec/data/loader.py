@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch, token_indices
 from tritonrec.data.interactions import Interactions
-from tritonrec.kernels.philox import random_indices
+from tritonrec.ops import random_indices
 
 # Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
 _SHUFFLE, _NEGATIVES = 0, 1
