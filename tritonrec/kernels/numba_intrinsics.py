@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Three instructions numba has no name for, written as LLVM IR so that every CPU gets its own lowering.
+"""Instructions numba has no name for, written as LLVM IR so that every CPU gets its own lowering.
 
-A kernel that visits a large table at random is bound by memory latency. Asking for a block of cache lines
-first (`prefetch`) and comparing a whole line at once (`equal_mask8`, `negative_mask8`) is what makes it fast.
+A kernel that visits a large table at random waits for memory and for mispredicted branches. Asking for a
+block of cache lines first (`prefetch`) hides the one, comparing a whole line at once (`equal_mask4`,
+`equal_mask8`, `negative_mask8`) avoids the other.
 """
 
 from llvmlite import ir
@@ -33,33 +34,36 @@ def prefetch(typingctx, array, index):
     return types.void(array, types.uint64), codegen
 
 
-def _mask8(context, builder, signature, array, index, compare):
-    """Load eight neighbours and pack eight comparisons into the low bits of a uint64."""
-    array_type = signature.args[0]
-    pointer = _element_pointer(context, builder, array_type, array, index)
-    lane = context.get_value_type(array_type.dtype)
-    vector = ir.VectorType(lane, 8)
-    lanes = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=lane.width // 8)
-    mask = builder.bitcast(compare(lanes, vector), ir.IntType(8))
+def _compare(context, builder, signature, arguments, lanes, predicate):
+    """Compare `lanes` neighbours with one value and pack the outcomes into the low bits of a uint64."""
+    array, index, value = arguments
+    pointer = _element_pointer(context, builder, signature.args[0], array, index)
+    vector = ir.VectorType(value.type, lanes)
+    loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=value.type.width // 8)
+    splat = ir.Constant(vector, ir.Undefined)
+    for lane in range(lanes):
+        splat = builder.insert_element(splat, value, ir.IntType(32)(lane))
+    mask = builder.bitcast(predicate(loaded, splat), ir.IntType(lanes))
     return builder.zext(mask, ir.IntType(64))
 
 
-@intrinsic
-def equal_mask8(typingctx, array, index, value):
-    """Bit j of the result is set where ``array[index + j] == value``, for j in 0..7."""
+def _equal_mask(lanes):
+    @intrinsic
+    def equal_mask(typingctx, array, index, value):
+        def codegen(context, builder, signature, arguments):
+            def equal(left, right):
+                return builder.icmp_unsigned("==", left, right)
 
-    def codegen(context, builder, signature, arguments):
-        array_value, index_value, scalar = arguments
+            return _compare(context, builder, signature, arguments, lanes, equal)
 
-        def compare(lanes, vector):
-            splat = ir.Constant(vector, ir.Undefined)
-            for lane in range(8):
-                splat = builder.insert_element(splat, scalar, ir.IntType(32)(lane))
-            return builder.icmp_unsigned("==", lanes, splat)
+        return types.uint64(array, types.uint64, array.dtype), codegen
 
-        return _mask8(context, builder, signature, array_value, index_value, compare)
+    return equal_mask
 
-    return types.uint64(array, types.uint64, array.dtype), codegen
+
+# Bit j of the result is set where ``array[index + j] == value``, for j below 4 or below 8.
+equal_mask4 = _equal_mask(4)
+equal_mask8 = _equal_mask(8)
 
 
 @intrinsic
@@ -67,12 +71,11 @@ def negative_mask8(typingctx, array, index):
     """Bit j of the result is set where ``array[index + j] < 0``, for j in 0..7."""
 
     def codegen(context, builder, signature, arguments):
-        array_value, index_value = arguments
+        def less(left, right):
+            return builder.icmp_signed("<", left, right)
 
-        def compare(lanes, vector):
-            return builder.icmp_signed("<", lanes, ir.Constant(vector, None))
-
-        return _mask8(context, builder, signature, array_value, index_value, compare)
+        zero = context.get_value_type(signature.args[0].dtype)(0)
+        return _compare(context, builder, signature, (*arguments, zero), 8, less)
 
     return types.uint64(array, types.uint64), codegen
 

@@ -1,81 +1,140 @@
 # mypy: ignore-errors
-"""Dedup with one pass over a growing open-addressing table.
+"""Dedup with one pass over a growing table of cache lines.
 
-A slot is two neighbouring 64-bit words, so that one cache line answers a probe: the key, and
-``position << 32 | count``, which is zero exactly when the slot is empty (an occupied slot has count >= 1),
-so every 64-bit key is legal. The home slot is the *top* bits of the hash, so growing walks the old and the
-new table in the same order. Keys come in blocks: hash all, ask for all their cache lines, then probe.
+A group of four slots is one cache line of eight words: four keys, then their four states. A state is
+``position << 32 | count``, zero exactly where the slot is empty (an occupied slot has count >= 1), so every
+64-bit key is legal. One vector compare answers for the whole line, so the branches that remain (seen before
+or new, does the line overflow) are the ones the data decides; mispredicted branches, not memory, bound an
+ordinary table here.
+
+The home group is ``hash * groups >> 32``: tables of any size, and a larger table keeps the order of the
+smaller one, so growing reads and writes both as streams. Keys come in blocks: hash all, ask for all their
+cache lines, then probe.
 """
 
 import numpy as np
 from numba import njit
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
-from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.numba_intrinsics import equal_mask4, lowest_bit, prefetch
 
 BLOCK = 128
-FIRST_BITS = 12
-GROWTH_BITS = 2
-_ONE = np.uint64(1)
+FIRST_KEYS = 12288
+SLOTS = 4
+LINE = 2 * SLOTS
+# a table that fits into the nearer caches answers faster than a prefetch instruction is issued
+PREFETCH_WORDS = 1 << 17
 _ZERO = np.uint64(0)
+_ONE = np.uint64(1)
 _HALF = np.uint64(32)
+_COUNT = np.uint64(0xFFFFFFFF)
+_SLOTS = np.uint64(SLOTS)
+_LINE = np.uint64(LINE)
 
 
 @njit(inline="always")
-def _grown(slots, bits):
-    """Move every occupied slot of a table of ``2**bits`` slots into one of ``2**(bits + GROWTH_BITS)``."""
-    new_bits = bits + GROWTH_BITS
-    new_slots = np.zeros(2 << new_bits, np.uint64)
-    shift = np.uint64(64 - new_bits)
-    last = np.uint64((1 << new_bits) - 1)
-    for old in range(1 << bits):
-        state = slots[2 * old + 1]
-        if state != _ZERO:
-            slot = mix64(slots[2 * old]) >> shift
-            while new_slots[(slot << _ONE) + _ONE] != _ZERO:
-                slot = (slot + _ONE) & last
-            new_slots[slot << _ONE] = slots[2 * old]
-            new_slots[(slot << _ONE) + _ONE] = state
-    return new_slots
+def _home(key, groups):
+    """First word of the key's home group; the product of two 32-bit numbers cannot wrap."""
+    return (((mix64(key) >> _HALF) * groups) >> _HALF) * _LINE
 
 
 @njit(cache=True, nogil=True)
-def unique(keys, inverse):
-    """Fill `inverse`; return the distinct keys in order of first occurrence and their counts."""
-    bits = FIRST_BITS
-    slots = np.zeros(2 << bits, np.uint64)
-    order = np.empty(len(keys), np.uint64)
+def _count_keys(keys, inverse, order, table, found, start):
+    """Take keys from `start` until the table is three quarters full; the new `found` and `start`."""
+    groups = np.uint64(len(table) // LINE)
+    end = np.uint64(len(table))
+    room = 3 * (len(table) // 2) // 4
     homes = np.empty(BLOCK, np.uint64)
-    found = 0
-    for start in range(0, len(keys), BLOCK):
+    while start < len(keys):
         size = min(BLOCK, len(keys) - start)
-        # at most half full, also if every key of the block is new
-        while 2 * (found + size) > 1 << bits:
-            slots = _grown(slots, bits)
-            bits += GROWTH_BITS
-        shift = np.uint64(64 - bits)
-        last = np.uint64((1 << bits) - 1)
+        if found + size > room:
+            break
         for i in range(size):
-            homes[i] = (mix64(keys[start + i]) >> shift) << _ONE
-        for i in range(size):
-            prefetch(slots, homes[i])
+            homes[i] = _home(keys[start + i], groups)
+        if len(table) >= PREFETCH_WORDS:
+            for i in range(size):
+                prefetch(table, homes[i])
         for i in range(size):
             key = keys[start + i]
             word = homes[i]
-            state = slots[word + _ONE]
-            while state != _ZERO and slots[word] != key:
-                word = (((word >> _ONE) + _ONE) & last) << _ONE
-                state = slots[word + _ONE]
-            if state == _ZERO:
-                state = np.uint64(found) << _HALF
-                slots[word] = key
-                order[found] = key
-                found += 1
-            slots[word + _ONE] = state + _ONE
-            inverse[start + i] = np.int64(state >> _HALF)
+            while True:
+                # empty slots follow the occupied ones, so a match on a leftover key cannot hide a real one
+                match = equal_mask4(table, word, key)
+                if match != _ZERO:
+                    slot = word + _SLOTS + lowest_bit(match)
+                    state = table[slot]
+                    if state != _ZERO:
+                        table[slot] = state + _ONE
+                        inverse[start + i] = np.int64(state >> _HALF)
+                        break
+                empty = equal_mask4(table, word + _SLOTS, _ZERO)
+                if empty != _ZERO:
+                    slot = word + lowest_bit(empty)
+                    table[slot] = key
+                    table[slot + _SLOTS] = (np.uint64(found) << _HALF) + _ONE
+                    order[found] = key
+                    inverse[start + i] = found
+                    found += 1
+                    break
+                word += _LINE
+                if word == end:
+                    word = _ZERO
+        start += size
+    return found, start
+
+
+@njit(cache=True, nogil=True)
+def _refill(table, larger):
+    """Move every occupied slot into an empty, larger table."""
+    groups = np.uint64(len(larger) // LINE)
+    end = np.uint64(len(larger))
+    for line in range(0, len(table), LINE):
+        for slot in range(line, line + SLOTS):
+            state = table[slot + SLOTS]
+            if state != _ZERO:
+                word = _home(table[slot], groups)
+                empty = equal_mask4(larger, word + _SLOTS, _ZERO)
+                while empty == _ZERO:
+                    word += _LINE
+                    if word == end:
+                        word = _ZERO
+                    empty = equal_mask4(larger, word + _SLOTS, _ZERO)
+                place = word + lowest_bit(empty)
+                larger[place] = table[slot]
+                larger[place + _SLOTS] = state
+
+
+@njit(cache=True, nogil=True)
+def _read_counts(table, counts):
+    for line in range(0, len(table), LINE):
+        for slot in range(line + SLOTS, line + LINE):
+            state = table[slot]
+            if state != _ZERO:
+                counts[np.int64(state >> _HALF)] = np.int64(state & _COUNT)
+
+
+def _empty_table(keys: int) -> np.ndarray:
+    """A table that is three quarters full at `keys` distinct keys; the kernel hands out zeroed pages."""
+    return np.zeros((4 * keys // (3 * SLOTS) + 1) * LINE, np.uint64)
+
+
+def unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fill `inverse`; return the distinct keys (uint64) in order of first occurrence and their counts."""
+    order = np.empty(len(keys), np.uint64)
+    table = _empty_table(min(len(keys), FIRST_KEYS))
+    found = start = 0
+    while True:
+        found_before, start_before = found, start
+        found, start = _count_keys(keys, inverse, order, table, found, start)
+        if start >= len(keys):
+            break
+        # New keys get rarer, so a quarter of the present rate is a fair guess for the rest; at least four
+        # times larger, so that few moves are made, and never more than the input could fill.
+        rest = len(keys) - start
+        rate = (found - found_before) / (start - start_before)
+        larger = _empty_table(found + min(rest, max(int(rate * rest / 4), 3 * found) + BLOCK))
+        _refill(table, larger)
+        table = larger
     counts = np.empty(found, np.int64)
-    for slot in range(1 << bits):
-        state = slots[2 * slot + 1]
-        if state != _ZERO:
-            counts[np.int64(state >> _HALF)] = np.int64(state & np.uint64(0xFFFFFFFF))
+    _read_counts(table, counts)
     return order[:found].copy(), counts
