@@ -115,7 +115,7 @@ def train(
     ] = ConsistencyName.batch,
     clustering: Annotated[bool, typer.Option("--clustering", help="Group samples that share keys.")] = False,
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
     negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 32,
