@@ -1,0 +1,206 @@
+"""The hash table is a dict from key to row: rows numbered by occurrence, no key lost, none confused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.hash_table import HashTableFullError, hash_find, hash_grow, hash_insert
+from tritonrec.kernels.hash_table.reference import probe
+from tritonrec.kernels.murmur import mix64
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2]
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def empty(num_slots, impl="cpu", leftover=0):
+    """An empty table whose unused slots hold `leftover`: no key may be taken for present because of it."""
+    slot_keys = torch.full((num_slots,), leftover, dtype=torch.int64)
+    return on(impl, slot_keys), on(impl, torch.full((num_slots,), -1, dtype=torch.int32))
+
+
+def keys_of(values, impl="cpu"):
+    return on(impl, torch.tensor(values, dtype=torch.int64))
+
+
+def contents(slot_keys, slot_rows):
+    """The table as a dict."""
+    pairs = [(k, r) for k, r in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True) if r != -1]
+    assert len(dict(pairs)) == len(pairs), "a key sits in two slots"
+    return dict(pairs)
+
+
+def same_home(count, num_slots=4096):
+    """Distinct keys that all start at one group of any table of up to `num_slots` slots."""
+    return [key for key in range(-60_000, 60_000) if mix64(key) % (num_slots // 8) == 3][:count]
+
+
+@pytest.mark.parametrize("log_groups", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("key", [*EXTREMES, 12345])
+def test_a_probe_visits_every_slot_once(key, log_groups):
+    """Theorem 1 of MTGRBoost, for the sequence that is used."""
+    num_slots = 8 << log_groups
+    assert sorted(probe(key, num_slots)) == list(range(num_slots))
+
+
+@pytest.mark.parametrize("leftover", EXTREMES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_key_is_legal(impl, leftover):
+    table = empty(8, impl, leftover)
+    keys = keys_of(EXTREMES, impl)
+    assert hash_find(*table, keys, impl).tolist() == [-1] * 6
+    rows, inserted = hash_insert(*table, keys, 40, impl)
+    assert rows.tolist() == [40, 41, 42, 43, 44, 45]
+    assert inserted.tolist() == [True] * 6
+    assert hash_find(*table, keys.flip(0), impl).tolist() == [45, 44, 43, 42, 41, 40]
+    assert hash_find(*table, keys_of([2, -3], impl), impl).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_old_keys_keep_their_rows_and_new_ones_follow_in_order(impl):
+    table = empty(64, impl)
+    hash_insert(*table, keys_of([5, -9, 7], impl), 0, impl)
+    rows, inserted = hash_insert(*table, keys_of([11, 7, 2, 5, 30], impl), 3, impl)
+    assert rows.tolist() == [3, 2, 4, 0, 5]
+    assert inserted.tolist() == [True, False, True, False, True]
+    assert contents(*table) == {5: 0, -9: 1, 7: 2, 11: 3, 2: 4, 30: 5}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_collisions_fill_a_table_to_its_last_slot(impl):
+    keys = same_home(64)
+    table = empty(64, impl)
+    rows, _ = hash_insert(*table, keys_of(keys, impl), 0, impl)
+    assert rows.tolist() == list(range(64))
+    assert contents(*table) == dict(zip(keys, range(64), strict=True))
+    assert hash_find(*table, keys_of([*keys, 10**9], impl), impl).tolist() == [*range(64), -1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_full_table_refuses_and_is_left_as_it_was(impl):
+    table = empty(16, impl, leftover=77)
+    hash_insert(*table, keys_of(range(10), impl), 0, impl)
+    before = [part.clone() for part in table]
+    with pytest.raises(HashTableFullError, match=r"8 keys do not fit into a table of 16 slots with 10 occ"):
+        hash_insert(*table, keys_of(range(9, 17), impl), 10, impl)
+    assert all(torch.equal(now, then) for now, then in zip(table, before, strict=True))
+    rows, _ = hash_insert(*table, keys_of(range(4, 16), impl), 10, impl)
+    assert rows.tolist() == list(range(4, 16))
+    assert hash_insert(*table, keys_of(range(16), impl), 16, impl)[1].sum() == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 129, 500])
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_equals_the_reference(impl, size):
+    generator = torch.Generator().manual_seed(size)
+    keys = torch.randint(-(2**62), 2**62, (size,), generator=generator)
+    first, second = keys[: size // 2], keys.flip(0)
+    ours, theirs = empty(1024, impl), empty(1024)
+    for batch, next_row in ((first, 0), (second, len(first))):
+        got = hash_insert(*ours, on(impl, batch), next_row, impl)
+        expected = hash_insert(*theirs, batch, next_row, "reference")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
+    assert contents(*ours) == contents(*theirs)
+    query = torch.cat([keys, keys + 1])
+    assert torch.equal(hash_find(*ours, on(impl, query), impl).cpu(), hash_find(*theirs, query, "reference"))
+    assert torch.equal(hash_find(*ours, on(impl, query), impl).cpu()[:size] >= 0, torch.ones(size).bool())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_growth_keeps_rows_and_leaves_the_old_table_alone(impl):
+    keys = [*same_home(40), *EXTREMES[2:]]
+    table = empty(64, impl)
+    hash_insert(*table, keys_of(keys, impl), 5, impl)
+    before = [part.clone() for part in table]
+    grown = hash_grow(*table, impl)
+    assert [part.numel() for part in grown] == [128, 128]
+    assert contents(*grown) == dict(zip(keys, range(5, 5 + len(keys)), strict=True))
+    assert hash_find(*grown, keys_of(keys, impl), impl).tolist() == list(range(5, 5 + len(keys)))
+    assert all(torch.equal(now, then) for now, then in zip(table, before, strict=True))
+
+
+def test_tables_of_different_implementations_are_one_format():
+    keys = keys_of(same_home(30) + list(range(1000, 1015)))
+    table = empty(64)
+    hash_insert(*table, keys[:20], 0, "reference")
+    hash_insert(*table, keys[:35], 20, "cpu")
+    for impl in ["cpu"] if GPU else ["cpu", "triton"]:
+        assert hash_insert(*(part.clone() for part in table), keys, 35, impl)[0].tolist() == list(range(45))
+    if not GPU:
+        hash_insert(*table, keys, 35, "triton")
+        assert hash_find(*table, keys, "cpu").tolist() == list(range(45))
+        assert hash_find(*hash_grow(*table, "cpu"), keys, "triton").tolist() == list(range(45))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.one_of(st.sampled_from(EXTREMES), st.integers(-30, 30)), unique=True, max_size=20)),
+    st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
+)
+def test_is_a_dict_that_grows(batches, impl):
+    table, rows_of = empty(8), {}
+    for batch in batches:
+        while len(rows_of) + len(batch) > 0.75 * table[0].numel():
+            table = hash_grow(*table, impl)
+        rows, inserted = hash_insert(*table, keys_of(batch), len(rows_of), impl)
+        assert inserted.tolist() == [key not in rows_of for key in batch]
+        for key in batch:
+            rows_of.setdefault(key, len(rows_of))
+        assert rows.tolist() == [rows_of[key] for key in batch]
+        assert contents(*table) == rows_of
+
+
+def test_refuses_what_is_no_table():
+    keys, (slot_keys, slot_rows) = torch.arange(3), empty(16)
+    with pytest.raises(ValueError, match=r"power of two and at least 8, got \(12,\) and \(12,\)"):
+        hash_find(slot_keys[:12], slot_rows[:12], keys)
+    with pytest.raises(ValueError, match=r"at least 8, got \(4,\)"):
+        hash_find(slot_keys[:4], slot_rows[:4], keys)
+    with pytest.raises(ValueError, match=r"got \(16,\) and \(8,\)"):
+        hash_insert(slot_keys, slot_rows[:8], keys, 0)
+    with pytest.raises(ValueError, match=r"slot_rows int32, got torch\.int64"):
+        hash_grow(slot_keys, slot_rows.long())
+    with pytest.raises(ValueError, match="contiguous"):
+        hash_find(slot_keys[::2], slot_rows[::2], keys)
+    with pytest.raises(ValueError, match=r"keys must be \(K,\) int64, got shape \(3,\) torch.float32"):
+        hash_find(slot_keys, slot_rows, keys.float())
+    with pytest.raises(ValueError, match=r"next_row must be in \[0, 2\*\*31\), got -1"):
+        hash_insert(slot_keys, slot_rows, keys, -1)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"] if GPU else IMPLS)
+def test_refuses_to_pass_the_last_row(impl):
+    table = empty(16)
+    hash_insert(*table, keys_of([1]), 2**31 - 3, impl)
+    with pytest.raises(ValueError, match="3 new keys from row 2147483646 pass the last int32 row"):
+        hash_insert(*table, keys_of([1, 2, 3, 4]), 2**31 - 2, impl)
+    rows, _ = hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 2, impl)
+    assert rows.tolist() == [2**31 - 3, 2**31 - 2, 2**31 - 1]
+
+
+def test_compiles_without_a_graph_break():
+    def step(slot_keys, slot_rows, keys):
+        rows, inserted = hash_insert(slot_keys, slot_rows, keys, 4)
+        grown = hash_grow(slot_keys, slot_rows)
+        return rows, inserted, hash_find(*grown, keys.flip(0))
+
+    keys = torch.tensor([9, -3, 5])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    table = empty(16)
+    for ours, expected in zip(compiled(*table, keys), step(*empty(16), keys), strict=True):
+        assert torch.equal(ours, expected)
+    assert contents(*table) == {9: 4, -3: 5, 5: 6}
+
+
+def test_registration():
+    table = empty(16)
+    torch.library.opcheck(torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, "cpu"))
+    hash_insert(*table, torch.arange(5), 0)
+    torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.hash_grow, (*table, "cpu"))
