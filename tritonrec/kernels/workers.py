@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 
-def over_ranges(run: Callable[[int, int], object], count: int, cost: float, step: int = 1) -> list[object]:
+
+def over_ranges(run: Callable[[int, int], Result], count: int, cost: float, step: int = 1) -> list[Result]:
     """Call ``run(start, stop)`` on ranges that cover [0, count); results in the order of the ranges.
 
     `run` releases the GIL and writes disjoint outputs, so the cut cannot show in the result. `cost` is

@@ -48,7 +48,8 @@ def linear(
         raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         raise ValueError(
-            f"x, weight and bias must share a dtype, got {x.dtype}, {weight.dtype}, {getattr(bias, 'dtype', None)}"
+            f"x, weight and bias must share a dtype, got {x.dtype}, {weight.dtype} and "
+            f"{None if bias is None else bias.dtype}"
         )
     return _linear(x, weight, bias, impl)
 
@@ -80,7 +81,8 @@ def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
     def run(start: int, stop: int) -> None:
         numba_linear.rows_times(
-            flat, stride, table, shift, result, np.uintp(start), np.uintp(stop), np.uintp(inner), np.uintp(columns)
+            flat, stride, table, shift, result,
+            np.uintp(start), np.uintp(stop), np.uintp(inner), np.uintp(columns),
         )  # fmt: skip
 
     over_ranges(run, tokens, 2.0 * tokens * inner * columns, step=4)
@@ -188,16 +190,14 @@ def _accumulate_cpu(
     arguments = (*flat_rows(grid), *flat_rows(dy), *flat_rows(x), seq_offsets.contiguous().numpy())
     inner, scale, limit = np.uintp(x.shape[1]), 2.0**bits, np.float32(2.0 ** (62 - bits))
 
-    def run(start: int, stop: int):
+    def run(start: int, stop: int) -> tuple[int, int, int, float]:
         return numba_linear.add_weight_gradients(
             *arguments, np.uintp(start), np.uintp(stop), inner, scale, limit
         )
 
     found = over_ranges(run, grid.shape[0], 2.0 * x.shape[0] * grid.numel(), step=4)
-    for sample, row, column, value in found:  # type: ignore[attr-defined]
-        if sample >= 0:
-            return int(sample), int(row), int(column), float(value)
-    return None
+    bad = [(int(sample), int(row), int(column), float(value)) for sample, row, column, value in found]
+    return min((place for place in bad if place[0] >= 0), key=lambda place: place[:3], default=None)
 
 
 @torch.library.custom_op("tritonrec::linear_weight_grad", mutates_args=("grid",))

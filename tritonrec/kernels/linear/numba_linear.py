@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Batch-invariant products on the CPU, over the one inner loop of `kernels.numba_matmul`."""
 
 import numpy as np
@@ -11,7 +12,7 @@ U = np.uintp
 
 @njit(cache=True, nogil=True)
 def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
-    """``out[start:stop] = x[start:stop] @ weight + bias``; weight (inner, columns), bias (columns,) or (0,)."""
+    """``out[start:stop] = x[start:stop] @ weight + bias``, weight (inner, columns), bias (columns,) or empty."""
     for r in range(start, stop):
         first = r * columns
         if bias.shape[0]:
@@ -33,15 +34,20 @@ def add_weight_gradients(
     """Rows [start, stop) of the grid: per sample the float32 product, rounded once, added.
 
     Four output rows of one sample fit the first-level cache together, so a product never reaches memory.
-    Returns (sample, row, column) of the first value that cannot be added, or (-1, -1, -1), and the value.
+    Returns (sample, row, column) of the first value that cannot be added, or (-1, -1, -1), and the value;
+    the first by sample, then row, whatever the order of the loops.
     """
     tile = np.empty(4 * inner, np.float32)
+    first_bad = (np.int64(-1), np.int64(-1), np.int64(-1), np.float32(0.0))
+    samples = offsets.shape[0] - 1
     o = start
     while o < stop:
         rows = min(U(4), stop - o)
-        for s in range(offsets.shape[0] - 1):
+        s = 0
+        while s < samples:
             first = U(offsets[s])
             terms = U(offsets[s + 1]) - first
+            s += 1
             if terms == 0:
                 continue
             tile[:] = 0
@@ -52,6 +58,8 @@ def add_weight_gradients(
             for r in range(rows):
                 column = add_rounded(grid, (o + r) * grid_stride, tile, r * inner, inner, scale, limit)
                 if column >= 0:
-                    return s, np.int64(o + r), column, tile[r * inner + U(column)]
+                    first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
+                    samples = s - 1  # what fails in this sample further down comes after
+                    break
         o += U(4)
-    return -1, -1, -1, np.float32(0.0)
+    return first_bad

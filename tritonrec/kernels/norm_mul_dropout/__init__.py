@@ -105,8 +105,8 @@ def norm_forward(
 
         rows, dim = x.shape
         arguments = (
-            *_flat(x), *_flat(u), *_vectors(weight, bias), np.float32(eps), *_draws(p, seed, sample_ids, positions),
-            y.view(-1).numpy(), means.numpy(), rstds.numpy(),
+            *_flat(x), *_flat(u), *_vectors(weight, bias), np.float32(eps),
+            *_draws(p, seed, sample_ids, positions), y.view(-1).numpy(), means.numpy(), rstds.numpy(),
         )  # fmt: skip
 
         def run(start: int, stop: int) -> None:
@@ -143,15 +143,17 @@ def norm_backward(
         from tritonrec.kernels.norm_mul_dropout import triton_norm
 
         triton_norm.backward(
-            dy, x, u, weight, bias, p, seed, DROPOUT, sample_ids, positions, means, rstds, dx, du, dweight, dbias
+            dy, x, u, weight, bias, p, seed, DROPOUT, sample_ids, positions, means, rstds,
+            dx, du, dweight, dbias,
         )  # fmt: skip
     else:
         from tritonrec.kernels.norm_mul_dropout import numba_norm
 
         rows, dim = x.shape
         arguments = (
-            *_flat(dy), *_flat(x), *_flat(u), *_vectors(weight, bias), *_draws(p, seed, sample_ids, positions),
-            means.numpy(), rstds.numpy(), *(out.view(-1).numpy() for out in (dx, du, dweight, dbias)),
+            *_flat(dy), *_flat(x), *_flat(u), *_vectors(weight, bias),
+            *_draws(p, seed, sample_ids, positions), means.numpy(), rstds.numpy(),
+            *(out.view(-1).numpy() for out in (dx, du, dweight, dbias)),
         )  # fmt: skip
 
         def run(start: int, stop: int) -> None:
@@ -180,7 +182,9 @@ def _vectors(weight: torch.Tensor, bias: torch.Tensor) -> tuple[np.ndarray, np.n
     return weight.detach().contiguous().numpy(), bias.detach().contiguous().numpy()
 
 
-def _draws(p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None) -> tuple:
+def _draws(
+    p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None
+) -> tuple[tuple[np.uint32, np.uint32, np.int64, np.uint64, np.float32], np.ndarray, np.ndarray]:
     k0, k1 = halves(seed)
     drawing = (
         np.uint32(k0), np.uint32(k1), np.int64(DROPOUT), np.uint64(threshold_of(p)), np.float32(1 / (1 - p))

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Norm, gate and dropout on the CPU: one row at a time, sums along a row in a fixed order."""
 
 import numpy as np
@@ -26,7 +27,8 @@ def draw_kept(kept, k0, k1, tag, sample, position, threshold, factor):
 
 @njit(cache=True, nogil=True)
 def forward(
-    x, x_stride, u, u_stride, weight, bias, eps, dropout, samples, positions, y, means, rstds, start, stop, dim
+    x, x_stride, u, u_stride, weight, bias, eps, dropout, samples, positions, y, means, rstds,
+    start, stop, dim,
 ):  # fmt: skip
     """Rows [start, stop) of y (contiguous), means and rstds; `u` of length 0 means a gate of ones."""
     k0, k1, tag, threshold, factor = dropout

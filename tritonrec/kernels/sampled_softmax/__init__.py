@@ -78,23 +78,23 @@ def softmax_forward(
     chosen = implementation(impl, hidden)  # type: ignore[arg-type]
     if chosen == "reference":
         return reference.forward(hidden, positive, negatives, valid, scale)
-    tensors = [tensor.contiguous() for tensor in (hidden, positive, negatives, valid)]
+    hidden, positive, negatives, valid = (t.contiguous() for t in (hidden, positive, negatives, valid))
     losses = hidden.new_empty(len(hidden))
     if losses.numel() == 0:
         return losses
     if chosen == "triton":
         from tritonrec.kernels.sampled_softmax import triton_softmax
 
-        triton_softmax.forward(*tensors, scale, losses)
+        triton_softmax.forward(hidden, positive, negatives, valid, scale, losses)
         return losses
     from tritonrec.kernels.sampled_softmax import numba_softmax
 
-    arrays = [tensor.view(-1).numpy() for tensor in tensors]
+    h, p, n, v = (tensor.view(-1).numpy() for tensor in (hidden, positive, negatives, valid))
     dim, count = map(np.uintp, (negatives.shape[2], negatives.shape[1]))
 
     def run(start: int, stop: int) -> None:
         numba_softmax.forward(
-            *arrays, np.float32(scale), losses.numpy(), np.uintp(start), np.uintp(stop), dim, count
+            h, p, n, v, np.float32(scale), losses.numpy(), np.uintp(start), np.uintp(stop), dim, count
         )
 
     over_ranges(run, len(hidden), 4.0 * negatives.numel())
@@ -114,28 +114,32 @@ def softmax_backward(
     chosen = implementation(impl, hidden)  # type: ignore[arg-type]
     if chosen == "reference":
         return reference.backward(dloss, hidden, positive, negatives, valid, scale)
-    tensors = [tensor.contiguous() for tensor in (dloss, hidden, positive, negatives, valid)]
-    outputs = [torch.empty(tensor.shape, device=hidden.device) for tensor in (hidden, positive, negatives)]
+    hidden, positive, negatives, valid = (t.contiguous() for t in (hidden, positive, negatives, valid))
+    dloss = dloss.contiguous()
+    dhidden, dpositive, dnegatives = map(torch.empty_like, (hidden, positive, negatives))
     if hidden.numel() == 0:
-        return outputs[0], outputs[1], outputs[2]
+        return dhidden, dpositive, dnegatives
     if chosen == "triton":
         from tritonrec.kernels.sampled_softmax import triton_softmax
 
-        triton_softmax.backward(*tensors, scale, *outputs)
-        return outputs[0], outputs[1], outputs[2]
+        triton_softmax.backward(
+            dloss, hidden, positive, negatives, valid, scale, dhidden, dpositive, dnegatives
+        )
+        return dhidden, dpositive, dnegatives
     from tritonrec.kernels.sampled_softmax import numba_softmax
 
-    arrays = [tensor.view(-1).numpy() for tensor in tensors]
-    results = [tensor.view(-1).numpy() for tensor in outputs]
+    h, p, n, v = (tensor.view(-1).numpy() for tensor in (hidden, positive, negatives, valid))
+    dh, dp, dn = (tensor.view(-1).numpy() for tensor in (dhidden, dpositive, dnegatives))
     dim, count = map(np.uintp, (negatives.shape[2], negatives.shape[1]))
 
     def run(start: int, stop: int) -> None:
         numba_softmax.backward(
-            *arrays, np.float32(scale), *results, np.uintp(start), np.uintp(stop), dim, count
-        )
+            dloss.numpy(), h, p, n, v, np.float32(scale), dh, dp, dn,
+            np.uintp(start), np.uintp(stop), dim, count,
+        )  # fmt: skip
 
     over_ranges(run, len(hidden), 8.0 * negatives.numel())
-    return outputs[0], outputs[1], outputs[2]
+    return dhidden, dpositive, dnegatives
 
 
 @torch.library.custom_op("tritonrec::sampled_softmax", mutates_args=())

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Sampled softmax on the CPU: one token at a time, its scores never in memory for longer than that."""
 
 import math

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """SiLU on the CPU in one pass; every element takes the same path (`kernels.numba_float`)."""
 
 import numpy as np

@@ -1,0 +1,134 @@
+# mypy: ignore-errors
+"""Batch-invariant products in Triton: tiles of one fixed shape, no split of a sum, no atomics.
+
+    L tokens, B samples, I inputs, O outputs
+
+A tile of the output is one program, which adds its products in ascending blocks of the inner dimension into
+one float32 accumulator. More rows mean more programs, never another tile, so a row's bits do not depend on
+how many there are. (A BLAS chooses a tile, or splits the inner sum, by the number of rows.)
+
+The weight gradient has one program per tile of the weight. It walks the samples: a float32 product of each,
+rounded once, and an int64 sum that stays in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
+
+BLOCK = 32  # edge of every tile; sums run over blocks of as many terms
+MOST_PROGRAMS = 65535
+
+
+@triton.jit
+def rows_times_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + lane
+    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + lane
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for start in range(0, inner, BLOCK):
+            term = start + lane
+            x = tl.load(
+                x_ptr + row[:, None] * x_row + term[None, :] * x_column,
+                mask=(row < tokens)[:, None] & (term < inner)[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                weight_ptr + term[:, None] * weight_row + column[None, :] * weight_column,
+                mask=(term < inner)[:, None] & (column < columns)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(x, weight, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out_ptr + row[:, None] * columns + column[None, :],
+            total.to(out_ptr.dtype.element_ty),
+            mask=(row < tokens)[:, None] & (column < columns)[None, :],
+        )
+
+
+@triton.jit
+def add_weight_gradients_kernel(
+    grid_ptr, dy_ptr, x_ptr, offsets_ptr, bad_ptr, value_ptr, grid_row, grid_column, dy_row, dy_column,
+    x_row, x_column, samples, outputs, inputs, scale, limit, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + lane
+    column = tl.program_id(1).to(tl.int64) * BLOCK + lane
+    inside = (row < outputs)[:, None] & (column < inputs)[None, :]
+    place = row[:, None] * inputs + column[None, :]
+    to = grid_ptr + row[:, None] * grid_row + column[None, :] * grid_column
+    total = tl.load(to, mask=inside, other=0)
+    bad = tl.full((BLOCK, BLOCK), NONE, tl.int64)
+    culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for sample in range(tl.full((), 0, tl.int64), samples):
+        start = tl.load(offsets_ptr + sample).to(tl.int64)
+        stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+        product = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for block in range(start, stop, BLOCK):
+            token = block + lane
+            dy = tl.load(
+                dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
+                mask=(token < stop)[None, :] & (row < outputs)[:, None],
+                other=0.0,
+            )
+            x = tl.load(
+                x_ptr + token[:, None] * x_row + column[None, :] * x_column,
+                mask=(token < stop)[:, None] & (column < inputs)[None, :],
+                other=0.0,
+            )
+            product = tl.dot(dy, x, product, input_precision="ieee")
+        term, fits = round_to_grid(product, scale, limit)
+        after = total + term
+        fits = fits & (((total ^ after) & (term ^ after)) >= 0)
+        # only an element's first failure counts: after a wrap its sum means nothing
+        failed = inside & (fits == 0) & (bad == NONE)
+        bad = tl.where(failed, sample * outputs * inputs + place, bad)
+        culprit = tl.where(failed, product, culprit)
+        total = after
+    tl.store(to, total, mask=inside)
+    worst = tl.min(tl.min(bad, axis=1), axis=0)
+    value = tl.sum(tl.sum(tl.where(bad == worst, culprit, 0.0), axis=1), axis=0)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(bad_ptr + program, worst)
+    tl.store(value_ptr + program, value)
+
+
+def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``out = x @ weight + bias``: x (L, I), weight (I, O) with any strides, bias (O,), out contiguous."""
+    (tokens, inner), columns = x.shape, weight.shape[1]
+    grid = (min(triton.cdiv(tokens, BLOCK), MOST_PROGRAMS), triton.cdiv(columns, BLOCK))
+    rows_times_kernel[grid](
+        x, weight, x if bias is None else bias.contiguous(), out, *x.stride(), *weight.stride(),
+        tokens, inner, columns, HAS_BIAS=bias is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def add_weight_gradients(
+    grid: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int
+) -> tuple[int, int, int, float] | None:
+    """(sample, row, column, value) of the first value that cannot be added to `grid`, or None."""
+    outputs, inputs = grid.shape
+    programs = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
+    bad = torch.empty(programs, dtype=torch.int64, device=grid.device)
+    values = torch.empty(programs, dtype=torch.float32, device=grid.device)
+    add_weight_gradients_kernel[programs](
+        grid, dy, x, seq_offsets.contiguous(), bad, values, *grid.stride(), *dy.stride(), *x.stride(),
+        len(seq_offsets) - 1, outputs, inputs, 2.0**bits, 2.0 ** (62 - bits),
+        BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    first = int(bad.min())
+    if first == NONE.value:
+        return None
+    value = float(values.view(-1)[int(bad.argmin())])
+    sample, place = divmod(first, outputs * inputs)
+    return sample, *divmod(place, inputs), value

@@ -1,0 +1,140 @@
+# mypy: ignore-errors
+"""Norm, gate and dropout in Triton: one program holds one row at a time, padded to a power of two.
+
+The block depends on D alone, so sums along a row have one order in any batch. The mask comes from the words
+that the CPU draws, four neighbouring columns from one Philox block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
+
+MOST_PROGRAMS = 65535
+
+
+@triton.jit
+def draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D: tl.constexpr):
+    """(BLOCK_D,): `factor` where a column survives, else 0."""
+    block = tl.arange(0, BLOCK_D // 4).to(tl.int64)
+    zero = block * 0
+    w0, w1, w2, w3 = philox4x32(
+        low_word(sample + zero),
+        high_word(sample + zero),
+        low_word(tag + block),
+        low_word(position + zero),
+        low_word(seed + zero),
+        high_word(seed + zero),
+    )
+    # join puts its arguments innermost: (w0, w2) with (w1, w3) flattens to w0, w1, w2, w3
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK_D,))
+    return tl.where(words.to(tl.int64) >= threshold, factor, 0.0)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, y_ptr, means_ptr, rstds_ptr,
+    x_row, x_column, u_row, u_column, eps, seed, tag, threshold, factor, rows, dim,
+    GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_D).to(tl.int64)
+    inside = column < dim
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    count = tl.full((), 0.0, tl.float32) + dim
+    for row in range(start, rows, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0)
+        mean = tl.div_rn(tl.sum(x, axis=0), count)
+        centred = tl.where(inside, x - mean, 0.0)
+        variance = tl.div_rn(tl.sum(centred * centred, axis=0), count)
+        rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+        tl.store(means_ptr + row, mean)
+        tl.store(rstds_ptr + row, rstd)
+        y = centred * rstd * weight + bias
+        if GATED:
+            y = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0) * y
+        if DROPS:
+            sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
+            y = y * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
+        tl.store(y_ptr + row * dim + column, y, mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
+    dx_ptr, du_ptr, dweight_ptr, dbias_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
+    seed, tag, threshold, factor, rows, dim,
+    GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_D).to(tl.int64)
+    inside = column < dim
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    start = tl.program_id(0).to(tl.int64)
+    count = tl.full((), 0.0, tl.float32) + dim
+    for row in range(start, rows, tl.num_programs(0)):
+        to = row * dim + column
+        g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0)
+        if DROPS:
+            sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
+            g = g * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0)
+        rstd = tl.load(rstds_ptr + row)
+        normed = tl.where(inside, (x - tl.load(means_ptr + row)) * rstd, 0.0)
+        if GATED:
+            tl.store(du_ptr + to, g * (normed * weight + bias), mask=inside)
+            g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
+        tl.store(dbias_ptr + to, g, mask=inside)
+        tl.store(dweight_ptr + to, g * normed, mask=inside)
+        slope = g * weight
+        level = tl.div_rn(tl.sum(slope, axis=0), count)
+        along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
+        tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
+
+
+def _arguments(dim: int, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
+    """Constants of a launch; a Philox block needs four columns."""
+    return {"GATED": u is not None, "DROPS": p > 0, "BLOCK_D": max(4, triton.next_power_of_2(dim))}
+
+
+def _or(tensor: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
+    """A pointer that nobody follows needs a tensor all the same."""
+    return filler if tensor is None else tensor
+
+
+def forward(
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
+    seed: int, tag: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    y: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill y, means and rstds (contiguous); x and u with any strides."""
+    rows, dim = x.shape
+    gate = _or(u, x)
+    sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
+    forward_kernel[(min(rows, MOST_PROGRAMS),)](
+        x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, y, means, rstds,
+        *x.stride(), *gate.stride(), eps, seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
+        **_arguments(dim, u, p), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor,
+    p: float, seed: int, tag: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    means: torch.Tensor, rstds: torch.Tensor,
+    dx: torch.Tensor, du: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill dx, du, dweight and dbias (contiguous); dy, x and u with any strides."""
+    rows, dim = x.shape
+    gate = _or(u, x)
+    sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
+    backward_kernel[(min(rows, MOST_PROGRAMS),)](
+        dy, x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, means, rstds,
+        dx, du, dweight, dbias, *dy.stride(), *x.stride(), *gate.stride(),
+        seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
+        **_arguments(dim, u, p), enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+# mypy: ignore-errors
+"""Sampled softmax in Triton: one program walks one token's negatives in tiles of a fixed shape.
+
+    L tokens, K negatives, D features; a tile holds ITEMS negatives and all D features
+
+The maximum and the sum of exponentials are carried from tile to tile (an online softmax), backward walks the
+tiles once more for the slopes. Nothing a program computes depends on another token, and there are no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.triton_float import exp
+
+TILE = 4096  # elements of a tile of negatives
+MOST_PROGRAMS = 65535
+
+
+@triton.jit
+def item_scores(
+    hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows (ITEMS, D) of negatives from `first` on and their scores, -inf where one is not valid."""
+    item = first + tl.arange(0, ITEMS)
+    column = tl.arange(0, BLOCK_D)
+    at = (token * count + item)[:, None] * dim + column[None, :]
+    inside = (item < count)[:, None] & (column < dim)[None, :]
+    rows = tl.load(negatives_ptr + at, mask=inside, other=0.0)
+    valid = tl.load(valid_ptr + token * count + item, mask=item < count, other=0) != 0
+    score = tl.sum(rows * hidden[None, :], axis=1) * scale
+    return rows, tl.where(valid, score, float("-inf")), at, inside
+
+
+@triton.jit
+def normaliser(
+    hidden, positive, negatives_ptr, valid_ptr, token, scale, count, dim,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Score of the label, the greatest score, and the sum of exponentials below it."""
+    score_0 = tl.sum(hidden * positive, axis=0) * scale
+    most = score_0
+    total = tl.full((), 1.0, tl.float32)
+    for first in range(0, count, ITEMS):
+        _, score, _, _ = item_scores(
+            hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D
+        )
+        higher = tl.maximum(most, tl.max(score, axis=0))
+        terms = tl.where(score == float("-inf"), 0.0, exp(score - higher))
+        total = total * exp(most - higher) + tl.sum(terms, axis=0)
+        most = higher
+    return score_0, most, total
+
+
+@triton.jit
+def forward_kernel(
+    hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, losses_ptr, scale, tokens, count, dim,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_D)
+    start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for token in range(start, tokens, tl.num_programs(0)):
+        at = token * dim + column
+        hidden = tl.load(hidden_ptr + at, mask=column < dim, other=0.0)
+        positive = tl.load(positive_ptr + at, mask=column < dim, other=0.0)
+        score_0, most, total = normaliser(
+            hidden, positive, negatives_ptr, valid_ptr, token, scale, count, dim, ITEMS, BLOCK_D
+        )
+        tl.store(losses_ptr + token, tl.log(total) - (score_0 - most))
+
+
+@triton.jit
+def backward_kernel(
+    dloss_ptr, hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, dhidden_ptr, dpositive_ptr, dnegatives_ptr,
+    scale, tokens, count, dim, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_D)
+    start = tl.program_id(0).to(tl.int64)
+    for token in range(start, tokens, tl.num_programs(0)):
+        at = token * dim + column
+        hidden = tl.load(hidden_ptr + at, mask=column < dim, other=0.0)
+        positive = tl.load(positive_ptr + at, mask=column < dim, other=0.0)
+        score_0, most, total = normaliser(
+            hidden, positive, negatives_ptr, valid_ptr, token, scale, count, dim, ITEMS, BLOCK_D
+        )
+        factor = tl.load(dloss_ptr + token) * scale
+        slope_0 = (tl.div_rn(exp(score_0 - most), total) - 1.0) * factor
+        dhidden = slope_0 * positive
+        tl.store(dpositive_ptr + at, slope_0 * hidden, mask=column < dim)
+        for first in range(0, count, ITEMS):
+            rows, score, place, inside = item_scores(
+                hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D
+            )
+            weight = tl.div_rn(exp(score - most), tl.full((ITEMS,), 0.0, tl.float32) + total)
+            slope = tl.where(score == float("-inf"), 0.0, weight) * factor
+            dhidden += tl.sum(slope[:, None] * rows, axis=0)
+            tl.store(dnegatives_ptr + place, slope[:, None] * hidden[None, :], mask=inside)
+        tl.store(dhidden_ptr + at, dhidden, mask=column < dim)
+
+
+def _tile(negatives: torch.Tensor) -> dict[str, int]:
+    """Tile of negatives, by K and D alone."""
+    _, count, dim = negatives.shape
+    block = triton.next_power_of_2(dim)
+    return {"BLOCK_D": block, "ITEMS": min(triton.next_power_of_2(max(count, 1)), max(1, TILE // block))}
+
+
+def forward(
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
+    losses: torch.Tensor,
+) -> None:  # fmt: skip
+    tokens, count, dim = negatives.shape
+    forward_kernel[(min(tokens, MOST_PROGRAMS),)](
+        hidden, positive, negatives, valid, losses, scale, tokens, count, dim,
+        **_tile(negatives), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def backward(
+    dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
+    valid: torch.Tensor, scale: float,
+    dhidden: torch.Tensor, dpositive: torch.Tensor, dnegatives: torch.Tensor,
+) -> None:  # fmt: skip
+    tokens, count, dim = negatives.shape
+    backward_kernel[(min(tokens, MOST_PROGRAMS),)](
+        dloss, hidden, positive, negatives, valid, dhidden, dpositive, dnegatives, scale, tokens, count, dim,
+        **_tile(negatives), enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+# mypy: ignore-errors
+"""SiLU in Triton, elementwise: the same operations as on the CPU, each rounded once, so the same bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.triton_float import exp
+
+BLOCK = 1024
+MOST_PROGRAMS = 65535
+
+
+@triton.jit
+def sigmoid(x):
+    one = tl.full(x.shape, 1.0, tl.float32)
+    return tl.div_rn(one, one + exp(-x))
+
+
+@triton.jit
+def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + place, mask=place < length, other=0.0)
+        tl.store(y_ptr + place, tl.div_rn(x, 1.0 + exp(-x)), mask=place < length)
+
+
+@triton.jit
+def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + place, mask=place < length, other=0.0)
+        dy = tl.load(dy_ptr + place, mask=place < length, other=0.0)
+        s = sigmoid(x)
+        tl.store(dx_ptr + place, dy * (s * (1.0 + x * (1.0 - s))), mask=place < length)
+
+
+def _programs(length: int) -> tuple[int]:
+    return (min(triton.cdiv(length, BLOCK), MOST_PROGRAMS),)
+
+
+def forward(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Fill `y`; both contiguous."""
+    if x.numel():
+        forward_kernel[_programs(x.numel())](x, y, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
+
+
+def backward(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor) -> None:
+    """Fill `dx`; all contiguous."""
+    if x.numel():
+        backward_kernel[_programs(x.numel())](dy, x, dx, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)

@@ -1,0 +1,25 @@
+# mypy: ignore-errors
+"""`kernels.numba_float.exp` in Triton: the same single IEEE operations, so the same bits.
+
+`tl.exp` is the device's own approximation. This one is as good on every backend and in the interpreter,
+provided that the kernel is launched with `enable_fp_fusion=False`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    """e**x within 2 ulp for x in [-87, 88]; x outside is taken as the end of the range, NaN as 88."""
+    x = tl.where(x < 88.0, x, 88.0)
+    x = tl.where(x > -87.0, x, -87.0)
+    n = tl.floor(x * 1.44269504088896341 + 0.5)
+    r = (x - n * 0.693359375) - n * -2.12194440e-4
+    y = r * 1.9875691500e-4 + 1.3981999507e-3
+    y = y * r + 8.3334519073e-3
+    y = y * r + 4.1665795894e-2
+    y = y * r + 1.6666665459e-1
+    y = y * r + 5.0000001201e-1
+    y = (y * (r * r) + r) + 1.0
+    return y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
