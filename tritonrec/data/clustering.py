@@ -16,8 +16,8 @@ case. Weights are integers and ties go to the earlier sample, so every machine f
 
 A batch of 128 sequences of up to 50 tokens takes about one millisecond with 4 negatives per token, on the
 CPU, in the data stage. Negatives drawn at random are shared by chance only: the more of them there are, the
-less clustering can win (MovieLens-100K, N = 8: inflation 3.15 becomes 2.57 without negatives, and 6.75 becomes
-6.46 with 4 per token).
+less clustering can win (MovieLens-100K, N = 8: inflation 3.15 becomes 2.57 without negatives, and 6.75
+becomes 6.46 with 4 per token).
 """
 
 from __future__ import annotations
