@@ -51,6 +51,8 @@ def test_another_job_cannot_resume(job, tmp_path):
         train(Communicators.local(), replace(run, job=replace(job, lr=0.5), steps=3, resume=True), True)
     with pytest.raises(ValueError, match="made with another optimizer"):
         train(Communicators.local(), replace(run, optimizer="sgd", steps=3, resume=True), True)
+    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+        train(Communicators.local(), run, True)
     with pytest.raises(ValueError, match="ask for more steps"):
         train(Communicators.local(), replace(run, resume=True), True)
 

@@ -25,7 +25,14 @@ GRACE = 3.0
 
 
 class RankDiedError(RuntimeError):
-    """A rank ended, failed, or stayed silent beyond its timeout."""
+    """A rank ended, failed, or stayed silent beyond its timeout.
+
+    The message has one line per rank that has something to say; `details` holds their tracebacks.
+    """
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
 
 
 @contextmanager
@@ -70,12 +77,12 @@ def _serve(
             try:
                 connection.send(("ok", function(groups[size], *args)))
             except Exception as error:
-                connection.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+                connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
     except (EOFError, KeyboardInterrupt):
         pass
-    except Exception:
+    except Exception as error:
         with suppress(OSError):
-            connection.send(("error", traceback.format_exc()))
+            connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
     finally:
         if dist.is_initialized():
             with suppress(Exception):
@@ -141,6 +148,7 @@ class RankPool:
         waiting = {self._connections[rank]: rank for rank in ranks}
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
+        details: dict[int, str] = {}
         deadline = None
         while waiting:
             # The first rank may work as long as it likes; the others must then follow within the timeout.
@@ -163,7 +171,8 @@ class RankPool:
                 if status == "ok":
                     results[rank] = value
                 else:
-                    errors[rank] = f"rank {rank}: {value}"
+                    line, details[rank] = value
+                    errors[rank] = f"rank {rank}: {line}"
             for connection, rank in list(waiting.items()):
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]
@@ -175,7 +184,10 @@ class RankPool:
         if errors:
             # A rank that died explains the others' broken connections, so it is named first.
             first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
-            raise RankDiedError("\n".join(errors[rank] for rank in first))
+            raise RankDiedError(
+                "\n".join(errors[rank] for rank in first),
+                "\n".join(f"rank {rank}:\n{details[rank]}" for rank in first if rank in details),
+            )
         return [results[rank] for rank in ranks]
 
     def _obituary(self, rank: int) -> str:

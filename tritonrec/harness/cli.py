@@ -214,7 +214,10 @@ def _checked(function):
     except (ValueError, OSError, RankDiedError, StageFailedError, RuntimeError) as error:
         if os.environ.get("TRITONREC_DEBUG"):
             raise
-        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        # Messages quote file names and compilers' output, which may look like markup.
+        console = Console(stderr=True)
+        console.print("[red]error:[/] ", end="")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 

@@ -48,8 +48,8 @@ def _contract(report: Report) -> Table:
         table.add_row(
             case.mode, case.consistency, str(case.world_size), str(case.micro_batches),
             _mark(case.clustering), _mark(case.delay_seed is not None),
-            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}",
-            "[red]failed[/]" if result.error else outcome,
+            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
+            f"{result.seconds:.1f}", "[red]failed[/]" if result.error else outcome,
         )  # fmt: skip
     return table
 

@@ -57,6 +57,10 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     The summary has ``step``, ``loss`` (mean per token of the last step), ``metrics`` and ``popularity``
     (HR@K, NDCG@K), ``seconds_per_step``, and ``digest``, the SHA-256 of all parameters, rows and states.
     """
+    if run.checkpoint and not run.resume and checkpoint.steps(run.checkpoint):
+        raise ValueError(
+            f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
+        )
     console = Console(quiet=quiet or communicators.rank != 0)
     model, table, rule, dense = run.job.build(run.optimizer)
     loader = run.job.loader(communicators.rank, communicators.world_size)

@@ -55,6 +55,8 @@ def scatter_rows(
             f"values must be {(rows.shape[0], destination.shape[1])} {destination.dtype}, "
             f"got {tuple(values.shape)} {values.dtype}"
         )
+    if values.device != destination.device:
+        raise ValueError(f"destination is on {destination.device}, values on {values.device}")
     torch.ops.tritonrec.scatter_rows(destination, rows, values, impl)
 
 

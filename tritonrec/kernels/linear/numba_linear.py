@@ -12,7 +12,7 @@ U = np.uintp
 
 @njit(cache=True, nogil=True)
 def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
-    """``out[start:stop] = x[start:stop] @ weight + bias``, weight (inner, columns), bias (columns,) or empty."""
+    """Rows [start, stop) of ``x @ weight + bias``: weight (inner, columns), bias (columns,) or empty."""
     for r in range(start, stop):
         first = r * columns
         if bias.shape[0]:
