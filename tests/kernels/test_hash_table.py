@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.hash_table import HashTableFullError, hash_find, hash_grow, hash_insert
 from tritonrec.kernels.hash_table.reference import probe
@@ -80,6 +81,42 @@ def test_collisions_fill_a_table_to_its_last_slot(impl):
     assert rows.tolist() == list(range(64))
     assert contents(*table) == dict(zip(keys, range(64), strict=True))
     assert hash_find(*table, keys_of([*keys, 10**9], impl), impl).tolist() == [*range(64), -1]
+
+
+@pytest.mark.parametrize("home", [0, 7])
+@pytest.mark.parametrize("step", [1, 3, 7])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_probes_walk_their_step_and_wrap_around_the_end(impl, step, home):
+    """Twenty keys with one home among eight groups and one step fill it and the next two groups, in order."""
+    keys = [key_with_hash(i << 40 | step << 32 | home) for i in range(20)]
+    table = empty(64, impl)
+    hash_insert(*table, keys_of(keys, impl), 0, impl)
+    groups = table[1].view(8, 8).tolist()
+    walk = [home, (home + step) % 8, (home + 2 * step) % 8]
+    assert [sorted(groups[group]) for group in walk] == [
+        list(range(8)),
+        list(range(8, 16)),
+        [-1, -1, -1, -1, 16, 17, 18, 19],
+    ]
+    assert int((table[1] >= 0).sum()) == 20
+    absent = key_with_hash(99 << 40 | step << 32 | home)
+    assert hash_find(*table, keys_of([*keys[::-1], absent], impl), impl).tolist() == [*range(19, -1, -1), -1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_three_quarters_full_and_grown(impl):
+    """The load at which tables grow, reached exactly: every key found, absent keys absent, rows kept."""
+    keys = torch.randint(-(2**62), 2**62, (384,), generator=torch.Generator().manual_seed(9)).unique()[:192]
+    table = empty(256, impl, leftover=int(keys[0]))
+    half = keys_of(keys[:90].tolist(), impl)
+    hash_insert(*table, half, 0, impl)
+    rows, inserted = hash_insert(*table, keys_of(keys.flip(0).tolist(), impl), 90, impl)
+    assert int((table[1] >= 0).sum()) == 192
+    assert rows.tolist() == [*range(90, 192), *range(89, -1, -1)]
+    assert inserted.tolist() == [True] * 102 + [False] * 90
+    for one in (table, hash_grow(*table, impl)):
+        assert torch.equal(hash_find(*one, keys_of(keys.flip(0).tolist(), impl), impl), rows)
+        assert hash_find(*one, keys_of((keys + 1).tolist(), impl), impl).tolist() == [-1] * 192
 
 
 @pytest.mark.parametrize("impl", IMPLS)
