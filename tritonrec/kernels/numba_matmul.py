@@ -1,87 +1,154 @@
 # mypy: ignore-errors
-"""The inner loop that the CPU's matrix products share: every element is one sum in ascending order.
+"""The inner loop that the CPU's matrix products share: every element is summed in one fixed order.
 
-    out[r, c] = ((out[r, c] + a[r, 0] * b[0, c]) + a[r, 1] * b[1, c]) + ...
+    out[r, c] = ((out[r, c] + s_0) + s_1) + ...    s_i = terms 64 i to 64 i + 63 of a[r, k] * b[k, c], ascending
+
+A single chain of a thousand terms would round each of them against the whole sum; short chains keep the error
+of a long sum within that of a BLAS.
 
 A BLAS chooses its kernel, its blocking and its use of fused multiply-add by shape, alignment, thread count
-and CPU, so a row's bits can depend on its neighbours. Here no blocking can show: four rows and four terms at
-a time go through registers, but each element adds its terms one after another, multiplied and added with a
-rounding each. The loop over columns is what vectorises.
+and CPU, so a row's bits can depend on its neighbours. Here no blocking can show: each element adds its terms
+in the order above, multiplied and added with a rounding each. A tile of four rows by 64 columns stays in
+vector registers while it walks the terms. It is written as LLVM IR because a compiler will not keep a loop's
+outputs in registers when it cannot prove that the arrays are apart.
 """
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 U = np.uintp
-ONE, TWO, THREE, FOUR = U(1), U(2), U(3), U(4)
+ONE, FOUR, EIGHT, SIXTEEN = U(1), U(4), U(8), U(16)
+CHAIN = U(64)
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
+
+
+def _tile(rows, vectors, lanes):
+    """A kernel that adds the products of `rows` by `vectors * lanes` elements."""
+
+    @intrinsic
+    def tile(typingctx, out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, terms):
+        vector = ir.VectorType(ir.FloatType(), lanes)
+
+        def codegen(context, builder, signature, arguments):
+            out_data, a_data, b_data = (
+                context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 3, 7)
+            )
+            _, out_first, out_row, _, a_first, a_row, a_term, _, b_first, b_term, terms = arguments
+
+            def step(first, stride, count):
+                return builder.add(first, builder.mul(stride, count))
+
+            def lanes_at(data, first, block):
+                place = builder.gep(data, [builder.add(first, INT64(lanes * block))])
+                return builder.bitcast(place, vector.as_pointer())
+
+            def splat(scalar):
+                undefined = ir.Constant(vector, ir.Undefined)
+                single = builder.insert_element(undefined, scalar, INT32(0))
+                return builder.shuffle_vector(
+                    single, undefined, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+                )
+
+            places = [
+                lanes_at(out_data, step(out_first, out_row, INT64(r)), c)
+                for r in range(rows) for c in range(vectors)
+            ]  # fmt: skip
+            zeros = ir.Constant(vector, [0.0] * lanes)
+            sums = [cgutils.alloca_once_value(builder, zeros) for _ in places]
+            with cgutils.for_range(builder, terms) as loop:
+                b_row = step(b_first, b_term, loop.index)
+                right = [builder.load(lanes_at(b_data, b_row, c), align=4) for c in range(vectors)]
+                column = step(a_first, a_term, loop.index)
+                for r in range(rows):
+                    place = builder.gep(a_data, [step(column, a_row, INT64(r))])
+                    left = splat(builder.load(place))
+                    for c in range(vectors):
+                        total = sums[r * vectors + c]
+                        term = builder.fmul(left, right[c])
+                        builder.store(builder.fadd(builder.load(total), term), total)
+            for place, total in zip(places, sums, strict=True):
+                joined = builder.fadd(builder.load(place, align=4), builder.load(total))
+                builder.store(joined, place, align=4)
+            return context.get_dummy_value()
+
+        size = types.uintp
+        return types.void(out, size, size, a, size, size, size, b, size, size, size), codegen
+
+    return tile
+
+
+_four_by_64, _four_by_16 = _tile(4, 4, 16), _tile(4, 1, 16)
+_four_by_8, _four_by_4 = _tile(4, 1, 8), _tile(4, 1, 4)
+_four_by_32, _one_by_16, _one_by_4 = _tile(4, 2, 16), _tile(1, 1, 16), _tile(1, 1, 4)
+
+
+@njit(cache=True, nogil=True)
+def _add_chains(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
+    """`add_products` with one chain for all terms."""
+    c = U(0)
+    while c + FOUR <= columns:
+        left = columns - c
+        width = FOUR
+        if left >= U(64):
+            width = U(64)
+        elif left >= U(32):
+            width = U(32)
+        elif left >= SIXTEEN:
+            width = SIXTEEN
+        elif left >= EIGHT:
+            width = EIGHT
+        f = b_first + c
+        r = U(0)
+        while r + FOUR <= rows:
+            o, p = out_first + r * out_row + c, a_first + r * a_row
+            if width == U(64):
+                _four_by_64(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            elif width == U(32):
+                _four_by_32(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            elif width == SIXTEEN:
+                _four_by_16(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            elif width == EIGHT:
+                _four_by_8(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            else:
+                _four_by_4(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            r += FOUR
+        while r < rows:
+            o, p = out_first + r * out_row + c, a_first + r * a_row
+            if width >= SIXTEEN:
+                for d in range(U(0), width, SIXTEEN):
+                    _one_by_16(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms)
+            else:
+                for d in range(U(0), width, FOUR):
+                    _one_by_4(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms)
+            r += ONE
+        c += width
+    while c < columns:
+        for r in range(rows):
+            total = np.float32(0.0)
+            for k in range(terms):
+                total += a[a_first + r * a_row + k * a_term] * b[b_first + k * b_term + c]
+            out[out_first + r * out_row + c] += total
+        c += ONE
 
 
 @njit(cache=True, nogil=True)
 def add_products(
     out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns
 ):
-    """``out[r, c] += sum over k of a[r, k] * b[k, c]``, k ascending.
+    """``out[r, c] += sum over k of a[r, k] * b[k, c]``, in chains of 64 terms.
 
     All arrays are flat float32, all numbers uintp: out[r, c] is ``out[out_first + r * out_row + c]``, a[r, k]
-    is ``a[a_first + r * a_row + k * a_term]``, b[k, c] is ``b[b_first + k * b_term + c]``.
+    is ``a[a_first + r * a_row + k * a_term]``, b[k, c] is ``b[b_first + k * b_term + c]``. `out` overlaps
+    neither `a` nor `b`.
     """
-    r = U(0)
-    while r + FOUR <= rows:
-        o0 = out_first + r * out_row
-        o1 = o0 + out_row
-        o2 = o1 + out_row
-        o3 = o2 + out_row
-        k = U(0)
-        while k + FOUR <= terms:
-            p0 = a_first + r * a_row + k * a_term
-            p1 = p0 + a_row
-            p2 = p1 + a_row
-            p3 = p2 + a_row
-            a00, a01, a02, a03 = a[p0], a[p0 + a_term], a[p0 + TWO * a_term], a[p0 + THREE * a_term]
-            a10, a11, a12, a13 = a[p1], a[p1 + a_term], a[p1 + TWO * a_term], a[p1 + THREE * a_term]
-            a20, a21, a22, a23 = a[p2], a[p2 + a_term], a[p2 + TWO * a_term], a[p2 + THREE * a_term]
-            a30, a31, a32, a33 = a[p3], a[p3 + a_term], a[p3 + TWO * a_term], a[p3 + THREE * a_term]
-            b0 = b_first + k * b_term
-            b1 = b0 + b_term
-            b2 = b1 + b_term
-            b3 = b2 + b_term
-            for c in range(columns):
-                x0, x1, x2, x3 = b[b0 + c], b[b1 + c], b[b2 + c], b[b3 + c]
-                out[o0 + c] = (((out[o0 + c] + a00 * x0) + a01 * x1) + a02 * x2) + a03 * x3
-                out[o1 + c] = (((out[o1 + c] + a10 * x0) + a11 * x1) + a12 * x2) + a13 * x3
-                out[o2 + c] = (((out[o2 + c] + a20 * x0) + a21 * x1) + a22 * x2) + a23 * x3
-                out[o3 + c] = (((out[o3 + c] + a30 * x0) + a31 * x1) + a32 * x2) + a33 * x3
-            k += FOUR
-        while k < terms:
-            p0 = a_first + r * a_row + k * a_term
-            a00, a10, a20, a30 = a[p0], a[p0 + a_row], a[p0 + TWO * a_row], a[p0 + THREE * a_row]
-            b0 = b_first + k * b_term
-            for c in range(columns):
-                x0 = b[b0 + c]
-                out[o0 + c] += a00 * x0
-                out[o1 + c] += a10 * x0
-                out[o2 + c] += a20 * x0
-                out[o3 + c] += a30 * x0
-            k += ONE
-        r += FOUR
-    while r < rows:
-        o0 = out_first + r * out_row
-        k = U(0)
-        while k + FOUR <= terms:
-            p0 = a_first + r * a_row + k * a_term
-            a00, a01, a02, a03 = a[p0], a[p0 + a_term], a[p0 + TWO * a_term], a[p0 + THREE * a_term]
-            b0 = b_first + k * b_term
-            b1 = b0 + b_term
-            b2 = b1 + b_term
-            b3 = b2 + b_term
-            for c in range(columns):
-                x0, x1, x2, x3 = b[b0 + c], b[b1 + c], b[b2 + c], b[b3 + c]
-                out[o0 + c] = (((out[o0 + c] + a00 * x0) + a01 * x1) + a02 * x2) + a03 * x3
-            k += FOUR
-        while k < terms:
-            a00 = a[a_first + r * a_row + k * a_term]
-            b0 = b_first + k * b_term
-            for c in range(columns):
-                out[o0 + c] += a00 * b[b0 + c]
-            k += ONE
-        r += ONE
+    k = U(0)
+    while k < terms:
+        chain = min(CHAIN, terms - k)
+        _add_chains(
+            out, out_first, out_row, a, a_first + k * a_term, a_row, a_term, b, b_first + k * b_term, b_term,
+            rows, chain, columns,
+        )  # fmt: skip
+        k += CHAIN

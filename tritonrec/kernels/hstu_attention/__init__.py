@@ -73,6 +73,8 @@ def hstu_attention(
         raise ValueError(f"scaling_seqlen must be at least 1, got {scaling_seqlen}")
     if num_targets is not None and num_targets.shape != (seq_offsets.shape[0] - 1,):
         raise ValueError(f"num_targets must be ({seq_offsets.shape[0] - 1},), got {tuple(num_targets.shape)}")
+    if num_targets is not None and num_targets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"num_targets must be int32 or int64, got {num_targets.dtype}")
     return _hstu_attention(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl)
 
 
@@ -114,16 +116,18 @@ def attention_forward(
         return reference.forward(
             q, k, v, seq_offsets, alpha, scaling_seqlen, _targets(num_targets, seq_offsets)
         )
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=v.dtype, device=v.device)
-    if q.numel() == 0 or out.numel() == 0:
-        return out
+    shape = (*q.shape[:2], v.shape[2])
+    if q.numel() == 0 or v.numel() == 0:
+        return v.new_zeros(shape)
     if chosen == "triton":
         from tritonrec.kernels.hstu_attention import triton_attention
 
+        out = v.new_empty(shape)
         triton_attention.forward(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, out)
         return out
     from tritonrec.kernels.hstu_attention import numba_attention
 
+    out = v.new_zeros(shape)
     offsets, targets, sizes, cost = _plan(q, v, seq_offsets, num_targets)
     arguments = (
         *_flat(q), *_flat(k), *_flat(v), offsets, targets, np.float32(alpha), np.float32(1 / scaling_seqlen),
@@ -154,15 +158,16 @@ def attention_backward(
     if chosen == "reference":
         targets = _targets(num_targets, seq_offsets)
         return reference.backward(do, q, k, v, seq_offsets, alpha, scaling_seqlen, targets)
-    dq, dk, dv = (torch.zeros(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
-    if q.numel() == 0 or v.numel() == 0:
-        return dq, dk, dv
-    if chosen == "triton":
+    if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
         from tritonrec.kernels.hstu_attention import triton_attention
 
+        dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
         triton_attention.backward(
             do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, dq, dk, dv
         )
+        return dq, dk, dv
+    dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
+    if q.numel() == 0 or v.numel() == 0:
         return dq, dk, dv
     from tritonrec.kernels.hstu_attention import numba_attention
 

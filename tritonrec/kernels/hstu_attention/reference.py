@@ -38,7 +38,7 @@ def backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor,
     alpha: float, scaling_seqlen: int, targets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     for b, (start, stop) in enumerate(zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)):
         mask = visible(stop - start, int(targets[b])).to(q.device) / scaling_seqlen
         for h in range(q.shape[1]):

@@ -256,7 +256,7 @@ def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype) -> dict[str, int]
     elif widest <= 64:
         own, step, warps = 64, 64, 4
     else:
-        own, step, warps = 64, 32 if widest <= 128 else 16, 8
+        own, step, warps = (64 if widest <= 128 else 32), 32, 8
     return {
         "OWN": own, "STEP": step, "BLOCK_QK": block_qk, "BLOCK_V": block_v,
         "num_warps": warps, "num_stages": 2, "enable_fp_fusion": False,

@@ -21,7 +21,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
-from tritonrec.kernels.row_layout import check_matrix, flat_rows
+from tritonrec.kernels.row_layout import check_matrix, contiguous_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
 __all__ = ["accumulate_weight_grad", "linear", "linear_weight_grad", "rows_times"]
@@ -131,7 +131,7 @@ def linear_weight_grad(
 
     Args:
         grid: (out, in) int64, changed in place; contiguous rows.
-        dy: (L, out) float32. x: (L, in) float32.
+        dy: (L, out) float32. x: (L, in) float32. Any strides.
         seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1].
         bits: the grid is 2**-bits. name: what an error calls the weight.
     Returns:
@@ -141,7 +141,7 @@ def linear_weight_grad(
             holds a part of the sum and has to be discarded.
         ValueError: shapes, dtypes or offsets that do not fit.
     """
-    check_matrix("grid", grid, torch.int64)
+    check_matrix("grid", grid, torch.int64, in_place=True)
     check_matrix("dy", dy, torch.float32)
     check_matrix("x", x, torch.float32)
     if grid.shape != (dy.shape[1], x.shape[1]) or dy.shape[0] != x.shape[0]:
@@ -187,6 +187,7 @@ def _accumulate_cpu(
 ) -> tuple[int, int, int, float] | None:
     from tritonrec.kernels.linear import numba_linear
 
+    dy, x = contiguous_rows(dy), contiguous_rows(x)
     arguments = (*flat_rows(grid), *flat_rows(dy), *flat_rows(x), seq_offsets.contiguous().numpy())
     inner, scale, limit = np.uintp(x.shape[1]), 2.0**bits, np.float32(2.0 ** (62 - bits))
 

@@ -13,6 +13,8 @@ rounded once, and an int64 sum that stays in registers.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +23,25 @@ from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
 
 BLOCK = 32  # edge of every tile; sums run over blocks of as many terms
 MOST_PROGRAMS = 65535
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def multiply_add(a, b, total, INTERPRETED: tl.constexpr):
+    """``total + a @ b`` with float32 sums whose bits do not depend on the place in the tile.
+
+    The interpreter's `tl.dot` is the host's BLAS, in which they do (and it takes bfloat16 for integers).
+    """
+    if INTERPRETED:
+        return total + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
 def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
@@ -46,7 +61,7 @@ def rows_times_kernel(
                 mask=(term < inner)[:, None] & (column < columns)[None, :],
                 other=0.0,
             )
-            total = tl.dot(x, weight, total, input_precision="ieee")
+            total = multiply_add(x, weight, total, INTERPRETED)
         if HAS_BIAS:
             total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         tl.store(
@@ -59,7 +74,8 @@ def rows_times_kernel(
 @triton.jit
 def add_weight_gradients_kernel(
     grid_ptr, dy_ptr, x_ptr, offsets_ptr, bad_ptr, value_ptr, grid_row, grid_column, dy_row, dy_column,
-    x_row, x_column, samples, outputs, inputs, scale, limit, BLOCK: tl.constexpr,
+    x_row, x_column, samples, outputs, inputs, scale, limit,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + lane
@@ -86,7 +102,7 @@ def add_weight_gradients_kernel(
                 mask=(token < stop)[:, None] & (column < inputs)[None, :],
                 other=0.0,
             )
-            product = tl.dot(dy, x, product, input_precision="ieee")
+            product = multiply_add(dy, x, product, INTERPRETED)
         term, fits = round_to_grid(product, scale, limit)
         after = total + term
         fits = fits & (((total ^ after) & (term ^ after)) >= 0)
@@ -109,7 +125,8 @@ def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     grid = (min(triton.cdiv(tokens, BLOCK), MOST_PROGRAMS), triton.cdiv(columns, BLOCK))
     rows_times_kernel[grid](
         x, weight, x if bias is None else bias.contiguous(), out, *x.stride(), *weight.stride(),
-        tokens, inner, columns, HAS_BIAS=bias is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+        tokens, inner, columns,
+        HAS_BIAS=bias is not None, BLOCK=BLOCK, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -124,7 +141,7 @@ def add_weight_gradients(
     add_weight_gradients_kernel[programs](
         grid, dy, x, seq_offsets.contiguous(), bad, values, *grid.stride(), *dy.stride(), *x.stride(),
         len(seq_offsets) - 1, outputs, inputs, 2.0**bits, 2.0 ** (62 - bits),
-        BLOCK=BLOCK, enable_fp_fusion=False,
+        BLOCK=BLOCK, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
     first = int(bad.min())
     if first == NONE.value:

@@ -153,7 +153,7 @@ def norm_backward(
         arguments = (
             *_flat(dy), *_flat(x), *_flat(u), *_vectors(weight, bias),
             *_draws(p, seed, sample_ids, positions), means.numpy(), rstds.numpy(),
-            *(out.view(-1).numpy() for out in (dx, du, dweight, dbias)),
+            dx.view(-1).numpy(), du.view(-1).numpy(), dweight.view(-1).numpy(), dbias.view(-1).numpy(),
         )  # fmt: skip
 
         def run(start: int, stop: int) -> None:

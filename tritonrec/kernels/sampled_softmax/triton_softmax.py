@@ -104,7 +104,7 @@ def backward_kernel(
 def _tile(negatives: torch.Tensor) -> dict[str, int]:
     """Tile of negatives, by K and D alone."""
     _, count, dim = negatives.shape
-    block = triton.next_power_of_2(dim)
+    block = triton.next_power_of_2(max(dim, 1))
     return {"BLOCK_D": block, "ITEMS": min(triton.next_power_of_2(max(count, 1)), max(1, TILE // block))}
 
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Segment sums on the CPU: rows are added to their segment in order of occurrence.
 
 Flat arrays and row strides (`kernels.row_layout.flat_rows`), so that the inner loop over columns vectorises;

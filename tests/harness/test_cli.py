@@ -1,0 +1,98 @@
+"""Promise: the commands do what their help says, and bad input is one clear line and exit status 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tritonrec.harness.cli import app
+
+SMALL = "zipf:users=60,items=80,seed=3"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", [[], ["verify"], ["train"], ["trace"], ["doctor"]])
+def test_every_command_has_help(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_verify_writes_its_report(tmp_path):
+    file = tmp_path / "report.json"
+    result = invoke(
+        "verify", "--data", SMALL, "--quick", "--modes", "nestpipe", "--world-size", 1,
+        "--micro-batches", 2, "--steps", 2, "--json", file,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    cases = json.loads(file.read_text())["cases"]
+    assert cases and all(case["identical"] and case["mode"] == "nestpipe" for case in cases)
+
+
+@pytest.mark.multi_rank
+def test_a_planted_bug_makes_verify_exit_with_1(monkeypatch):
+    from tritonrec.harness import run_case
+
+    clean = run_case.plant
+    monkeypatch.setattr(run_case, "Plant", lambda: clean("gradient-added-twice"))
+    from tritonrec.distributed import Communicators
+    from tritonrec.harness.contract import CaseResult, Verifier
+
+    def run(self, case, mutation=None):
+        self.record([case])
+        report = run_case.run_case(Communicators.local(), self.job, case, self._references.name)
+        return CaseResult(case, report.first_difference is None, report.first_difference)
+
+    monkeypatch.setattr(Verifier, "run", run)
+    result = invoke(
+        "verify", "--data", SMALL, "--quick", "--modes", "dbp", "--world-size", 1, "--micro-batches", 2,
+        "--steps", 2,
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "Smallest case that fails" in result.stdout and "table" in result.stdout
+
+
+def test_train_reports_and_saves(tmp_path):
+    summary, trace = tmp_path / "summary.json", tmp_path / "run.pftrace"
+    arguments = [
+        "train", "--data", SMALL, "--batch-size", 16, "--max-seq-len", 10, "--negatives", 4, "--dim", 8,
+        "--checkpoint", tmp_path / "checkpoint", "--json", summary,
+    ]  # fmt: skip
+    result = invoke(*arguments, "--steps", 3, "--trace", trace)
+    assert result.exit_code == 0, result.output
+    assert "popularity" in result.stdout
+    assert json.loads(summary.read_text())["step"] == 3
+    assert invoke("trace", trace).exit_code in (0, 1)
+    resumed = invoke(*arguments, "--steps", 5, "--resume", "--mode", "sync")
+    assert resumed.exit_code == 0, resumed.output
+    assert json.loads(summary.read_text())["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--data", "csv:/nowhere.csv"], "/nowhere.csv"),
+        (["train", "--data", "movies"], "unknown data 'movies'"),
+        (["train", "--data", SMALL, "--steps", "2", "--resume"], "directory of a checkpoint"),
+        (["train", "--data", SMALL, "--lr", "-1"], "learning rate must be positive"),
+        (["train", "--data", SMALL, "--mode", "sync", "--consistency", "window"], "reference of 'batch'"),
+        (["verify", "--world-size", "none"], "whole numbers from 1"),
+        (["verify", "--modes", "fast"], "takes some of dbp, fwp, nestpipe"),
+        (["verify", "--quick", "--full"], "exclude each other"),
+        (["trace", "/nowhere.pftrace"], "/nowhere.pftrace"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_error(arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "tritonrec", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    text = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert message in text
+    assert "Traceback" not in text
