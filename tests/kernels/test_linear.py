@@ -1,0 +1,320 @@
+"""Rows of a linear layer keep their bits in any batch; exact weight gradients in any split and order."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.grid import ExactSumError
+from tritonrec.kernels.linear import linear, linear_weight_grad, rows_times
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+
+# name: tokens, inputs, outputs
+SHAPES = {
+    "empty": (0, 5, 3),
+    "no_inputs": (4, 0, 3),
+    "no_outputs": (4, 3, 0),
+    "one_row": (1, 7, 5),
+    "one_of_each": (1, 1, 1),
+    "odd_dim": (40, 37, 35),
+    "block_minus_one": (31, 31, 31),
+    "block": (32, 32, 32),
+    "block_plus_one": (33, 33, 33),
+    "wide": (9, 130, 70),
+}
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def case(name, seed=0):
+    """x, weight, bias and a cotangent, none of them symmetric."""
+    tokens, inputs, outputs = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, inputs), (outputs, inputs), (outputs,), (tokens, outputs)]
+    return [torch.randn(shape, generator=generator) * 3 + 0.5 for shape in shapes]
+
+
+def gradients(call, x, weight, bias, dy):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
+    y = call(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_error_is_that_of_plain_float32(impl, name):
+    tensors = case(name)
+    got = gradients(lambda *t: linear(*t, impl=impl), *(on(impl, tensor) for tensor in tensors))
+    plain = gradients(torch.nn.functional.linear, *tensors)
+    exact = gradients(torch.nn.functional.linear, *(tensor.double() for tensor in tensors))
+    for what, *values in zip(("y", "dx", "dweight", "dbias"), got, plain, exact, strict=True):
+        assert_error_at_most_twice(*values, what)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_bias_is_a_bias_of_zero(impl):
+    x, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
+    assert torch.equal(linear(x, weight, impl=impl), linear(x, weight, bias * 0, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_every_element_is_written(impl, monkeypatch):
+    x, weight, bias, _ = (on(impl, tensor) for tensor in case("block_plus_one"))
+    expected = linear(x, weight, bias, impl=impl)
+    guarded = torch.full((35, 33), float("nan"), device=x.device)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: guarded[1:34])
+    rows_times(x, weight.t(), bias, impl)
+    assert torch.equal(guarded[1:34], expected)
+    assert guarded[0].isnan().all() and guarded[34].isnan().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_keeps_its_bits_in_any_batch(impl):
+    x, weight, bias, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+    y, dx, *_ = gradients(lambda *t: linear(*t, impl=impl), x, weight, bias, dy)
+    generator = torch.Generator().manual_seed(1)
+    for count in (1, 1, 2, 3, 4, 5, 31, 32, 33, 39, 40):
+        rows = on(impl, torch.randperm(40, generator=generator)[:count])
+        some = gradients(lambda *t: linear(*t, impl=impl), x[rows], weight, bias, dy[rows])
+        assert torch.equal(some[0], y[rows]) and torch.equal(some[1], dx[rows]), count
+
+
+def test_threads_change_no_bit(threads_one_and_two):
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((401, 96), (350, 96), (350,)))
+    dy = torch.randn(401, 350, generator=generator)
+    offsets = torch.tensor([0, 7, 7, 200, 401])
+
+    def run():
+        grid = torch.zeros(350, 96, dtype=torch.int64)
+        return linear(x, weight, bias), linear_weight_grad(grid, dy, x, offsets)
+
+    for one, two in zip(*threads_one_and_two(run), strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(linear(x[400:], weight, bias), linear(x, weight, bias)[400:])
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_strided_inputs(impl):
+    x, weight, bias, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+    expected = linear(x, weight, bias, impl=impl)
+    wide = torch.full((40, 50), float("nan"), device=x.device)
+    wide[:, 3:40] = x
+    for strided in (wide[:, 3:40], x.t().contiguous().t(), x.repeat_interleave(2, 0)[::2]):
+        assert torch.equal(linear(strided, weight, bias, impl=impl), expected)
+    assert torch.equal(linear(x, weight.t().contiguous().t(), bias.repeat(2)[:35], impl=impl), expected)
+
+    buffer = torch.full((35, 40), 7, dtype=torch.int64, device=x.device)
+    offsets = on(impl, torch.tensor([0, 11, 40]))
+    plain = linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
+    linear_weight_grad(buffer[:, 2:39], dy.t().contiguous().t(), wide[:, 3:40], offsets.int(), impl=impl)
+    assert torch.equal(buffer[:, 2:39], plain + 7)
+    assert (buffer[:, :2] == 7).all() and (buffer[:, 39:] == 7).all()
+
+
+# The interpreter cuts a float32 to bfloat16 instead of rounding it.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.float16])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_half_precision_rounds_once(impl, dtype):
+    x, weight, bias, _ = (on(impl, tensor.to(dtype)) for tensor in case("odd_dim"))
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).cpu()
+    assert_error_at_most_twice(linear(x, weight, bias, impl=impl).float(), exact.to(dtype).float(), exact)
+
+
+OFFSETS = {
+    "one_sample": [0, 40],
+    "empty_samples": [0, 0, 3, 3, 40, 40],
+    "single_tokens": list(range(41)),
+    "block_edges": [0, 31, 31, 32, 40],
+}
+
+
+def eighths(shape, generator):
+    """Multiples of 1/8 below 2: their float32 products and sums are exact, in whatever order."""
+    return torch.randint(-15, 16, shape, generator=generator) / 8
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weight_gradient_of_exact_products_is_exact(impl, name):
+    generator = torch.Generator().manual_seed(3)
+    dy, x = eighths((40, 35), generator), eighths((40, 33), generator)
+    grid = torch.randint(-(2**40), 2**40, (35, 33), generator=generator)
+    expected = grid + (dy.double().t() @ x.double() * 2**36).long()
+    got = linear_weight_grad(
+        on(impl, grid), on(impl, dy), on(impl, x), on(impl, torch.tensor(OFFSETS[name])), impl=impl
+    )
+    assert got.data_ptr() == grid.data_ptr() or impl == "triton"
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_cpu_weight_gradient_has_the_bits_of_the_reference(name):
+    x, weight, _, dy = case("odd_dim")
+    offsets = torch.tensor(OFFSETS[name])
+    one, other = (
+        linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
+        for impl in ("cpu", "reference")
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weight_gradient_error_is_that_of_plain_float32(impl):
+    x, weight, _, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+    offsets = on(impl, torch.tensor(OFFSETS["empty_samples"]))
+    grid = linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
+    exact = (dy.double().t() @ x.double()).cpu()
+    assert_error_at_most_twice(grid * 2.0**-36, dy.t() @ x, exact, "dweight")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weight_gradient_does_not_depend_on_split_or_order(impl):
+    x, weight, _, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+    ends = [0, 1, 1, 8, 22, 40]
+    samples = [slice(*pair) for pair in pairwise(ends)]
+
+    def total(micro_batches):
+        grid = torch.zeros_like(weight, dtype=torch.int64)
+        for members in micro_batches:
+            rows = torch.cat([torch.arange(40)[samples[s]] for s in members])
+            lengths = torch.tensor([0, *(samples[s].stop - samples[s].start for s in members)])
+            some = on(impl, rows)
+            linear_weight_grad(grid, dy[some], x[some], on(impl, lengths.cumsum(0)), impl=impl)
+        return grid
+
+    whole = total([[0, 1, 2, 3, 4]])
+    assert whole.any()
+    for split in ([[4, 3, 2, 1, 0]], [[0], [1], [2], [3], [4]], [[3, 1], [0, 4, 2]], [[2], [4, 0], [1, 3]]):
+        assert torch.equal(total(split), whole), split
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), r"gradient of item_tower by sample\[2, 33, 0\] = nan is not finite"),
+        (float("inf"), r"gradient of item_tower by sample\[2, 33, 0\] = (inf|nan) is not finite"),
+        (2.0**27, r"gradient of item_tower by sample\[2, 33, 0\] = .* the end of the grid"),
+    ],
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_has_no_exact_sum_is_named(impl, value, message):
+    dy, x = torch.ones(9, 35), torch.ones(9, 34)
+    dy[7, 2] = value  # of sample 3: an earlier row, a later sample
+    dy[4, 33] = value
+    grid = on(impl, torch.zeros(35, 34, dtype=torch.int64))
+    offsets = on(impl, torch.tensor([0, 2, 2, 5, 9]))
+    with pytest.raises(ExactSumError, match=message) as caught:
+        linear_weight_grad(grid, on(impl, dy), on(impl, x), offsets, name="item_tower", impl=impl)
+    assert caught.value.index == (2, 33, 0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_never_wraps(impl, sign):
+    edge = 2**63 - 1 if sign > 0 else -(2**63)
+    one = torch.ones(3, 1)
+    for room, fits in ((2**36 * 3, True), (2**36 * 3 - 1, False)):
+        grid = on(impl, torch.zeros(34, 33, dtype=torch.int64))
+        grid[33, 32] = edge - sign * room
+        arguments = (
+            on(impl, sign * one.expand(3, 34)),
+            on(impl, one.expand(3, 33)),
+            on(impl, torch.arange(4)),
+        )
+        if fits:
+            assert linear_weight_grad(grid, *arguments, impl=impl)[33, 32] == edge
+            continue
+        with pytest.raises(
+            ExactSumError, match=r"weight by sample\[2, 33, 32\].*element \[33, 32\] of the sum"
+        ):
+            linear_weight_grad(grid, *arguments, impl=impl)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_cut_of_any_batch_adds_up_the_same(data):
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+    inputs, outputs = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(int(ends[-1]), inputs, generator=generator)
+    dy = torch.randn(int(ends[-1]), outputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    whole, grid = (torch.zeros(outputs, inputs, dtype=torch.int64) for _ in range(2))
+    linear_weight_grad(whole, dy, x, ends)
+    cut = data.draw(st.integers(0, len(lengths)))
+    for part in (ends[cut:], ends[: cut + 1]):
+        rows = slice(int(part[0]), int(part[-1]))
+        linear_weight_grad(grid, dy[rows], x[rows], part - part[0])
+        assert torch.equal(linear(x[rows], weight), linear(x, weight)[rows])
+    assert torch.equal(grid, whole)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear(zeros(3), zeros(2, 3)), r"x must be \(L, in\).*\(3,\)"),
+        (lambda: linear(zeros(4, 3), zeros(2, 4)), r"got x \(4, 3\) and weight \(2, 4\)"),
+        (lambda: linear(zeros(4, 3), zeros(2, 3), zeros(3)), r"bias must be \(2,\), got \(3,\)"),
+        (lambda: linear(zeros(4, 3), zeros(2, 3).double()), "share a dtype"),
+        (lambda: linear(zeros(4, 3).half(), zeros(2, 3).half(), impl="cpu"), "float32"),
+        (lambda: weight_grad(grid=zeros(2, 3)), "grid must be 2-D torch.int64"),
+        (lambda: weight_grad(grid=zeros(3, 2, dtype=torch.int64)), r"grid must be \(out, in\)"),
+        (lambda: weight_grad(grid=zeros(3, 2, dtype=torch.int64).t()), "contiguous rows"),
+        (lambda: weight_grad(dy=zeros(3, 2)), r"dy \(3, 2\), x \(4, 3\)"),
+        (lambda: weight_grad(x=zeros(4, 3).double()), "x must be 2-D torch.float32"),
+        (lambda: weight_grad(seq_offsets=torch.tensor([0, 3])), "seq_offsets must end at the 4 tokens"),
+        (lambda: weight_grad(seq_offsets=torch.tensor([0, 3, 2, 4])), r"seq_offsets\[2\] = 2 comes after 3"),
+        (lambda: weight_grad(bits=63), "bits"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def weight_grad(**change):
+    arguments = {
+        "grid": zeros(2, 3, dtype=torch.int64),
+        "dy": zeros(4, 2),
+        "x": zeros(4, 3),
+        "seq_offsets": torch.tensor([0, 4]),
+    }
+    return linear_weight_grad(**(arguments | change))
+
+
+def test_compiles_without_a_graph_break():
+    tensors = case("odd_dim")
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(gradients(compiled, *tensors), gradients(linear, *tensors), strict=True):
+        assert torch.equal(got, expected)
+    x, weight, _, dy = tensors
+    grid, offsets = torch.zeros_like(weight, dtype=torch.int64), torch.tensor([0, 9, 40])
+    exact = torch.compile(linear_weight_grad, fullgraph=True, backend="aot_eager")
+    assert torch.equal(exact(grid.clone(), dy, x, offsets), linear_weight_grad(grid, dy, x, offsets))
+
+
+def test_registration():
+    x, weight, bias, dy = case("odd_dim")
+    for tensor in (x, weight, bias):
+        tensor.requires_grad_()
+    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, bias, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, None, "cpu"))
+    grid = torch.zeros(35, 37, dtype=torch.int64)
+    torch.library.opcheck(
+        torch.ops.tritonrec.linear_weight_grad.default,
+        (grid, dy, x.detach(), torch.tensor([0, 9, 40]), 36, "weight", "cpu"),
+    )

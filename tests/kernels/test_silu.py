@@ -1,0 +1,113 @@
+"""SiLU: the value at an element depends on that element alone, in any place, and is the same in Triton."""
+
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.silu import silu
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+SHAPES = [(), (0,), (3, 0), (1,), (7, 13), (1023,), (1024,), (1025,), (2, 3, 5)]
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def numbers(shape, seed=0):
+    """Values from far below to far above 0, and a cotangent."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * 8 + 0.3, torch.randn(shape, generator=generator) + 0.2
+
+
+def both(call, x, dy):
+    leaf = x.detach().clone().requires_grad_()
+    y = call(leaf)
+    return y.detach(), *torch.autograd.grad(y, leaf, dy)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_error_is_that_of_plain_float32(impl, shape):
+    x, dy = numbers(shape)
+    got = both(lambda t: silu(t, impl), on(impl, x), on(impl, dy))
+    plain = both(torch.nn.functional.silu, x, dy)
+    exact = both(torch.nn.functional.silu, x.double(), dy.double())
+    for what, *values in zip(("y", "dx"), got, plain, exact, strict=True):
+        assert_error_at_most_twice(*values, what)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_relative_error_stays_small_down_to_the_end_of_exp(impl):
+    x = torch.linspace(-85, 85, 3001)
+    exact = x.double() / (1 + torch.exp(-x.double()))
+    relative = (silu(on(impl, x), impl).cpu().double() - exact).abs() / exact.abs().clamp_min(1e-38)
+    assert relative.max() < 4 * 2.0**-23, f"x = {x[relative.argmax()]}: {relative.max()}"
+
+
+@pytest.mark.parametrize("impl", [TRITON])
+def test_triton_has_the_bits_of_the_cpu(impl):
+    x, dy = numbers((41, 101), 1)
+    x.view(-1)[:6] = torch.tensor([0.0, -0.0, 88.5, -88.5, 3e38, -3e38])
+    got = both(lambda t: silu(t, impl), on(impl, x), on(impl, dy))
+    for one, other in zip(got, both(lambda t: silu(t, "cpu"), x, dy), strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_value_keeps_its_bits_in_any_place(impl):
+    x, dy = (on(impl, tensor) for tensor in numbers((37, 41), 2))
+    y, dx = both(lambda t: silu(t, impl), x, dy)
+    generator = torch.Generator().manual_seed(3)
+    for count in (1, 2, 3, 17, 36):
+        rows = on(impl, torch.randperm(37, generator=generator)[:count])
+        some = both(lambda t: silu(t, impl), x[rows, 3:], dy[rows, 3:])
+        assert torch.equal(some[0], y[rows, 3:]) and torch.equal(some[1], dx[rows, 3:]), count
+
+
+def test_threads_change_no_bit(threads_one_and_two):
+    x, dy = numbers((2_100_001,), 4)
+    one, two = threads_one_and_two(lambda: both(silu, x, dy))
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_non_contiguous_and_not_a_number(impl):
+    x, _ = numbers((12, 34), 5)
+    for strided in (x.t(), x[::2, 1::3], x[:1].expand(5, 34)):
+        assert torch.equal(silu(on(impl, strided), impl), silu(on(impl, strided.contiguous()), impl))
+    assert silu(on(impl, torch.tensor([float("nan"), 1.0])), impl).isnan().tolist() == [True, False]
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=70), at=st.integers(0, 69))
+def test_an_element_alone(values, at):
+    x = torch.tensor(values, requires_grad=True)
+    y = silu(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    alone = x.detach()[at % len(values)].reshape(1).requires_grad_()
+    one = silu(alone)
+    assert torch.equal(one, y[at % len(values)].reshape(1))
+    assert torch.equal(torch.autograd.grad(one.sum(), alone)[0], dx[at % len(values)].reshape(1))
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"x must be float32, got torch.float64"):
+        silu(torch.zeros(3).double())
+
+
+def test_compiles_without_a_graph_break():
+    x, dy = numbers((7, 13))
+    compiled = torch.compile(silu, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(both(compiled, x, dy), both(silu, x, dy), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_registration():
+    x, dy = numbers((7, 13))
+    torch.library.opcheck(torch.ops.tritonrec.silu.default, (x.clone().requires_grad_(), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.silu_backward.default, (dy, x, "cpu"))
