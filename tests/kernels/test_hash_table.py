@@ -64,6 +64,16 @@ def test_every_key_is_legal(impl, leftover):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_leftover_of_the_key_itself_does_not_attract_it(impl):
+    """A key takes the first empty slot, so that a search may end at one."""
+    table = on(impl, torch.arange(8)), on(impl, torch.full((8,), -1, dtype=torch.int32))
+    rows, inserted = hash_insert(*table, keys_of([5, 2], impl), 0, impl)
+    assert rows.tolist() == [0, 1] and inserted.all()
+    assert sorted(table[1].tolist()[:2]) == [0, 1]
+    assert hash_find(*table, keys_of([2, 5, 0, 7], impl), "reference").tolist() == [1, 0, -1, -1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_old_keys_keep_their_rows_and_new_ones_follow_in_order(impl):
     table = empty(64, impl)
     hash_insert(*table, keys_of([5, -9, 7], impl), 0, impl)

@@ -98,6 +98,16 @@ def test_any_stride_and_the_inputs_untouched(impl):
     assert torch.equal(wide.cpu(), torch.arange(120).view(40, 3))
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_lies_beyond_a_buffer_is_not_in_it(impl):
+    """Lanes past the end of a block read as key 0; they must neither claim a slot nor match."""
+    buffer = torch.zeros(600, dtype=torch.int64)
+    buffer[:5] = torch.tensor([4, -1, 8, 9, 3])
+    right = on(impl, buffer)[:5]
+    left = on(impl, torch.tensor([0, 8]))
+    assert [part.tolist() for part in intersect(left, right, impl)] == [[1], [2]]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     left=st.lists(st.one_of(st.integers(-9, 9), st.integers(SMALLEST, LARGEST)), unique=True, max_size=30),
