@@ -27,6 +27,7 @@ lint: .venv/installed-dev
 bench: .venv/installed
 	mkdir -p out
 	$(BIN)/python -m pytest -q ci/bench_*.py --benchmark-json out/bench.json
+	$(BIN)/python ci/ratios.py out/bench.json
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

@@ -86,7 +86,7 @@ def describe(workload):
         "dim": dim,
         "zipf": WORKLOADS[name][3],
         "least_bytes": 4 * occurrences * dim + 8 * occurrences,
-        "torch": torch.__version__,
+        "versions": {"torch": torch.__version__, "numpy": np.__version__, "pandas": pd.__version__},
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -110,7 +110,7 @@ def test_window(benchmark, one_thread, workload, contender):
     if contender is torch_index_add_all_threads:
         torch.set_num_threads(os.cpu_count() or 1)
     benchmark.group = f"window {name}"
-    benchmark.extra_info.update(describe(workload), threads=torch.get_num_threads())
+    benchmark.extra_info.update(describe(workload), threads=torch.get_num_threads(), ours=contender is window)
     torch.testing.assert_close(contender(values, segments, count).double(), exact, rtol=1e-4, atol=1e-2)
     benchmark(contender, values, segments, count)
 
@@ -121,7 +121,7 @@ def test_batch(benchmark, one_thread, workload, contender):
     terms = (values.double() * SCALE).round().long()
     exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
     benchmark.group = f"batch {name}"
-    benchmark.extra_info.update(describe(workload), threads=1)
+    benchmark.extra_info.update(describe(workload), threads=1, ours=contender is batch)
     assert torch.equal(contender(values, segments, count), exact)
     benchmark(contender, values, segments, count)
 
