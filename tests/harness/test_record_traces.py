@@ -16,7 +16,7 @@ def directory(job, tmp_path_factory):
     console = Console(record=True, width=100)
     assert record_traces(job, str(directory), console)
     text = console.export_text()
-    assert text.count("yes") == len(MODES) and "NO" not in text
+    assert text.count("honoured") == len(MODES) + 1 and "VIOLATED" not in text
     return directory
 
 

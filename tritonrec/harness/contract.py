@@ -184,7 +184,7 @@ class Verifier:
             try:
                 check(mutation.plant.schedule(SCHEDULES[mutation.case.mode]), mutation.case.micro_batches)
             except ScheduleError as error:
-                by.append("schedule check")
+                by.append("check")
                 evidence.append(str(error))
         clean = self.run(mutation.case)
         if not clean.identical:

@@ -56,11 +56,12 @@ def _contract(report: Report) -> Table:
 
 def _planted(report: Report) -> Table:
     table = Table(title="Planted bugs: does the harness notice?", padding=(0, 0, 0, 1))
-    for name in ("bug", "caught", "by", "where it showed first"):
-        table.add_column(name, overflow="fold")
+    table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
+    for name in ("bug", "caught", "by", "bits part first at"):
+        table.add_column(name, no_wrap=name == "bug", overflow="fold")
     for result in report.mutations:
         caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
-        table.add_row(result.mutation.name, caught, " and ".join(result.by), result.where)
+        table.add_row(result.mutation.name, caught, ", ".join(result.by), result.where)
     return table
 
 

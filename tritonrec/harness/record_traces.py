@@ -38,14 +38,12 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     job = replace(job, batch_size=128, num_negatives=32)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    table = Table(title=f"Traces in {directory}: {WORLD_SIZE} ranks, {MICRO_BATCHES} micro-batches")
-    for name in (
-        "mode",
-        "ms per step",
-        "exposed / physical communication",
-        "lookup hidden",
-        "edges honoured",
-    ):
+    table = Table(
+        title=f"Traces in {directory}: {WORLD_SIZE} ranks, {MICRO_BATCHES} micro-batches",
+        caption="exposed: share of the communication during which a rank does not compute. hidden: share of the "
+        "lookup that runs beside other work. edges: every dependency of the schedule seen honoured.",
+    )
+    for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     sound = True
     with RankPool((WORLD_SIZE,)) as pool, tempfile.TemporaryDirectory(prefix="tritonrec-") as scratch:
@@ -62,9 +60,9 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
             table.add_row(
                 mode,
                 f"{summary.step_ns / 1e6:.1f}",
-                f"{summary.exposed_ratio or 0:.2f}",
+                f"{summary.exposed_ratio or 0:.0%}",
                 f"{summary.hidden_lookup_ratio or 0:.0%}",
-                "yes" if report.honoured else "[red]NO[/]",
+                "honoured" if report.honoured else "[red]VIOLATED[/]",
             )
     console.print(table)
     return sound
