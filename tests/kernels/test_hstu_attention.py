@@ -1,0 +1,332 @@
+"""HSTU attention: SiLU weights under a ragged mask, and a sequence keeps its bits in any batch."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.hstu_attention import hstu_attention
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+GRADIENTS = ("out", "dq", "dk", "dv")
+N = 11  # the normaliser: no power of two, and no length of a case
+
+# name: lengths, targets, heads, Dqk, Dv. Triton's blocks have 64 rows and walk 16, the CPU takes 4 rows.
+CASES = {
+    "empty": ([], None, 2, 4, 3),
+    "all_empty": ([0, 0, 0], None, 2, 4, 3),
+    "one_row": ([1], None, 1, 1, 1),
+    "skewed": ([71, 1, 0, 3, 2, 0, 1], None, 2, 8, 8),
+    "step_minus_one": ([15, 3], None, 1, 8, 4),
+    "step_plus_one": ([17, 5], None, 1, 8, 4),
+    "block_minus_one": ([63, 31], None, 1, 8, 8),
+    "block": ([64, 32], None, 1, 8, 8),
+    "block_plus_one": ([65, 33], None, 1, 8, 8),
+    "two_blocks_plus_one": ([129], None, 1, 4, 4),
+    "odd_dim": ([21, 6], None, 3, 13, 13),
+    "wider_values": ([20, 9], None, 2, 5, 37),
+    "wider_keys": ([20, 9], None, 2, 37, 5),
+    "targets": ([70, 5, 0, 9, 1, 4], [3, 5, 0, 0, 1, 1], 2, 8, 6),
+    "blocks_of_targets": ([140], [75], 1, 4, 4),
+    "targets_only": ([67], [67], 1, 4, 4),
+    "non_contiguous": ([21, 40], [2, 0], 3, 6, 5),
+}
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
+
+
+@lru_cache
+def case(name, dtype=torch.float32):
+    """do, q, k, v, then seq_offsets, max_seq_len, alpha, N, num_targets; max |alpha q k| is 8."""
+    lengths, targets, heads, dim_qk, dim_v = CASES[name]
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    generator = torch.Generator().manual_seed(7)
+    sizes = [heads * dim for dim in (dim_v, dim_v, dim_qk, dim_qk)]
+    uvqk = torch.randn(sum(lengths), sum(sizes), generator=generator) * 1.5 + 0.2
+    u, v, q, k = (part.unflatten(1, (heads, -1)) for part in uvqk.to(dtype).split(sizes, 1))
+    if name != "non_contiguous":
+        u, v, q, k = (part.contiguous() for part in (u, v, q, k))
+    scores = [
+        torch.einsum("ihd,jhd->hij", a.double(), b.double()).abs().max()
+        for a, b in zip(q.split(lengths), k.split(lengths), strict=True)
+        if len(a)
+    ]
+    alpha = float(8 / max(scores)) if scores else 1.0
+    num_targets = None if targets is None else torch.tensor(targets)
+    return (u, q, k, v), (offsets, max(lengths, default=0), alpha, N, num_targets)
+
+
+@lru_cache
+def exact(name, dtype=torch.float32):
+    """out, dq, dk, dv in float64, pair by pair."""
+    tensors, (offsets, _, alpha, normaliser, targets) = case(name, dtype)
+    do, q, k, v = (tensor.double().numpy() for tensor in tensors)
+    out, dq, dk, dv = np.zeros_like(v), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b in range(len(offsets) - 1):
+        start, stop = int(offsets[b]), int(offsets[b + 1])
+        history = stop - (0 if targets is None else int(targets[b]))
+        for h in range(q.shape[1]):
+            for i in range(start, stop):
+                for j in [*range(start, min(i, history)), i]:
+                    s = alpha * (q[i, h] @ k[j, h])
+                    sigmoid = 1 / (1 + np.exp(-s))
+                    p = s * sigmoid / normaliser
+                    ds = alpha * (do[i, h] @ v[j, h]) * (sigmoid + s * sigmoid * (1 - sigmoid)) / normaliser
+                    out[i, h] += p * v[j, h]
+                    dv[j, h] += p * do[i, h]
+                    dq[i, h] += ds * k[j, h]
+                    dk[j, h] += ds * q[i, h]
+    return tuple(map(torch.from_numpy, (out, dq, dk, dv)))
+
+
+def plain(q, k, v, offsets, max_seq_len, alpha, normaliser, targets):
+    """The same in q's dtype, one padded sequence after another, as torch computes it."""
+    row, column = torch.arange(max_seq_len)[:, None], torch.arange(max_seq_len)
+    outs = [v[:0]]
+    for b, length in enumerate(offsets.diff().tolist()):
+        history = length - (0 if targets is None else int(targets[b]))
+        mask = (row == column) | ((column < row) & (column < history))
+        padding = (0, 0, 0, 0, 0, max_seq_len - length)
+        a, c, e = (
+            torch.nn.functional.pad(t[offsets[b] : offsets[b + 1]], padding).transpose(0, 1)
+            for t in (q, k, v)
+        )
+        p = torch.nn.functional.silu(alpha * (a @ c.mT)) * mask / normaliser
+        outs.append((p @ e).transpose(0, 1)[:length])
+    return torch.cat(outs)
+
+
+def attend(impl, *arguments):
+    q, k, v, offsets, max_seq_len, alpha, normaliser, targets = arguments
+    return hstu_attention(
+        q, k, v, on(impl, offsets), max_seq_len, alpha=alpha, scaling_seqlen=normaliser,
+        num_targets=on(impl, targets), impl=impl,
+    )  # fmt: skip
+
+
+def gradients(call, tensors, *rest, impl="cpu"):
+    do, *leaves = (on(impl, tensor.detach()) for tensor in tensors)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = call(*leaves, *rest)
+    grads = torch.autograd.grad(out, leaves, do, materialize_grads=True)
+    return [tensor.detach().cpu() for tensor in (out, *grads)]
+
+
+def run(impl, tensors, rest):
+    return gradients(lambda *arguments: attend(impl, *arguments), tensors, *rest, impl=impl)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_error_is_that_of_plain_float32(impl, name):
+    tensors, rest = case(name)
+    got, other = run(impl, tensors, rest), gradients(plain, tensors, *rest)
+    for what, one, two, three in zip(GRADIENTS, got, other, exact(name), strict=True):
+        assert_error_at_most_twice(one, two, three, what)
+
+
+@pytest.mark.parametrize("name", ["odd_dim", "targets", "non_contiguous"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_error_is_that_of_plain_half_precision(impl, dtype, name):
+    tensors, rest = case(name, dtype)
+    got, other = run(impl, tensors, rest), gradients(plain, tensors, *rest)
+    for what, one, two, three in zip(GRADIENTS, got, other, exact(name, dtype), strict=True):
+        assert one.dtype == dtype
+        if dtype == torch.bfloat16 and not GPU:  # where a GPU rounds to bfloat16, the interpreter truncates
+            two = three + 2 * (two.double() - three)
+        assert_error_at_most_twice(one, two, three, what)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_term_is_written_out(impl):
+    """silu(2 * 3 * 0.5) * 7 / 4 for a sequence of one token; its neighbours are empty."""
+    q, k, v = (torch.full((1, 1, 1), value) for value in (2.0, 3.0, 7.0))
+    out = attend(impl, *(on(impl, t) for t in (q, k, v)), torch.tensor([0, 0, 1, 1]), 1, 0.5, 4, None)
+    assert out.item() == pytest.approx(3 / (1 + np.exp(-3)) * 7 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_sequence_keeps_its_bits_in_any_batch(impl, threads_one_and_two):
+    lengths, heads, dim = ([301, 1, 0, 210, 66, 130], 2, 64) if impl == "cpu" else ([70, 1, 0, 33], 2, 8)
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(sum(lengths), heads, dim, generator=generator) for _ in range(4)]
+    targets = torch.tensor([min(length, 5) for length in lengths])
+
+    def batch(order, room=0):
+        """The chosen sequences end to end, in this order; results cut into sequences again."""
+        pieces = [[tensor.split(lengths)[b] for b in order] for tensor in tensors]
+        chosen = [lengths[b] for b in order]
+        rest = (torch.tensor([0, *np.cumsum(chosen)]), max(chosen) + room, dim**-0.5 * 3, N, targets[order])
+        parts = run(impl, [torch.cat(piece) for piece in pieces], rest)
+        return dict(zip(order, zip(*(part.split(chosen) for part in parts), strict=True), strict=True))
+
+    order = list(range(len(lengths)))
+    for result in threads_one_and_two(
+        lambda: (batch(order), batch(order[::-1]), batch(order, 100), *(batch([b]) for b in order))
+    ):
+        whole, *others = result
+        for other in others:
+            for b, pieces in other.items():
+                for what, one, same in zip(GRADIENTS, whole[b], pieces, strict=True):
+                    assert torch.equal(one, same), f"{what} of sequence {b}"
+
+
+def test_threads_do_not_change_a_bit(threads_one_and_two):
+    generator = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(800, 2, 64, generator=generator) for _ in range(4)]
+    rest = (torch.tensor([0, 300, 310, 610, 800]), 300, 0.4, N, None)
+    for what, one, two in zip(
+        GRADIENTS, *threads_one_and_two(lambda: run("cpu", tensors, rest)), strict=True
+    ):
+        assert torch.equal(one, two), what
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_any_strides(impl):
+    tensors, rest = case("non_contiguous")
+    expected = run(impl, [tensor.contiguous() for tensor in tensors], rest)
+    turned = [tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0) for tensor in tensors]
+    for other in (tensors, turned):
+        assert all(map(torch.equal, run(impl, other, rest), expected))
+    do = torch.tensor(1.5).expand(tensors[0].shape)
+    whole, expanded = (run(impl, [t, *tensors[1:]], rest) for t in (do.contiguous(), do))
+    assert all(map(torch.equal, whole, expanded))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_int32_offsets_and_targets(impl):
+    tensors, (offsets, longest, alpha, normaliser, targets) = case("targets")
+    narrow = (offsets.int(), longest, alpha, normaliser, targets.int())
+    wide = (offsets, longest, alpha, normaliser, targets)
+    assert all(map(torch.equal, run(impl, tensors, narrow), run(impl, tensors, wide)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_targets_are_targets_of_zero(impl):
+    tensors, rest = case("skewed")
+    zero = (*rest[:4], torch.zeros(len(rest[0]) - 1, dtype=torch.int64))
+    assert all(map(torch.equal, run(impl, tensors, rest), run(impl, tensors, zero)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nan_stays_in_its_sequence(impl):
+    tensors, rest = case("targets")
+    expected = run(impl, tensors, rest)
+    poisoned = [tensor.clone() for tensor in tensors]
+    for tensor in poisoned:
+        tensor[70:75] = float("nan")
+    for got, other in zip(run(impl, poisoned, rest), expected, strict=True):
+        assert got[70:75].isnan().all()
+        assert torch.equal(got[:70], other[:70]) and torch.equal(got[75:], other[75:])
+
+
+@pytest.mark.parametrize("name", ["skewed", "blocks_of_targets", "wider_values"])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_every_element_is_written_and_nothing_else(impl, name):
+    from tritonrec.kernels.hstu_attention import triton_attention
+
+    tensors, (offsets, longest, alpha, normaliser, targets) = case(name)
+    expected = run(impl, tensors, (offsets, longest, alpha, normaliser, targets))
+    do, q, k, v = (on(impl, tensor) for tensor in tensors)
+    rest = (on(impl, offsets), longest, alpha, normaliser, on(impl, targets))
+    guarded = []
+    for tensor in (v, q, k, v):
+        tokens, heads, dim = tensor.shape
+        guarded.append(torch.full((tokens + 2, heads + 2, dim + 2), float("nan"), device=q.device))
+    out, dq, dk, dv = inner = [buffer[1:-1, 1:-1, 1:-1] for buffer in guarded]
+    triton_attention.forward(q, k, v, *rest, out)
+    triton_attention.backward(do, q, k, v, *rest, dq, dk, dv)
+    for what, got, value, buffer in zip(GRADIENTS, inner, expected, guarded, strict=True):
+        assert torch.equal(got.cpu(), value), what
+        assert buffer.isnan().sum() == buffer.numel() - got.numel(), f"guard band of {what}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_offsets": torch.tensor([1, 3, 5])}, r"seq_offsets\[0\] must be 0"),
+        ({"seq_offsets": torch.tensor([0, 6, 5])}, r"seq_offsets\[2\] = 5 comes after 6"),
+        ({"seq_offsets": torch.tensor([0, 3, 4])}, "end at the 5 tokens"),
+        ({"seq_offsets": torch.tensor([0.0, 3.0, 5.0])}, "int32 or int64"),
+        ({"max_seq_len": 2}, "sequence 0 has 3 tokens"),
+        ({"num_targets": torch.tensor([0, 3])}, r"num_targets\[1\] = 3"),
+        ({"num_targets": torch.tensor([-1, 0])}, r"num_targets\[0\] = -1"),
+        ({"num_targets": torch.tensor([1])}, r"must be \(2,\)"),
+        ({"num_targets": torch.tensor([1.0, 0.0])}, "int32 or int64"),
+        ({"scaling_seqlen": 0}, "scaling_seqlen"),
+        ({"k": torch.ones(5, 2, 3)}, r"\(5, 2, 3\)"),
+        ({"v": torch.ones(4, 2, 3)}, r"\(4, 2, 3\)"),
+        ({"v": torch.ones(5, 2, 3, dtype=torch.float64)}, "float64"),
+    ],
+)
+@pytest.mark.parametrize("impl", IMPLS[:2])
+def test_what_does_not_fit_is_refused(impl, change, message):
+    fits = {
+        "q": torch.ones(5, 2, 4), "k": torch.ones(5, 2, 4), "v": torch.ones(5, 2, 3), "max_seq_len": 3,
+        "seq_offsets": torch.tensor([0, 3, 5]), "alpha": 1.0, "scaling_seqlen": 4, "impl": impl,
+    }  # fmt: skip
+    hstu_attention(**fits)
+    with pytest.raises(ValueError, match=message):
+        hstu_attention(**{**fits, **change})
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [("cpu", torch.bfloat16), pytest.param(*TRITON.values, torch.float64)]
+)
+def test_a_dtype_an_implementation_lacks_is_refused(impl, dtype):
+    tensors, rest = case("odd_dim", dtype)
+    with pytest.raises(ValueError, match=str(dtype)):
+        run(impl, tensors, rest)
+
+
+@pytest.mark.parametrize("impl", ["cpu"])
+def test_compiles_as_one_graph(impl):
+    tensors, rest = case("targets")
+    compiled = torch.compile(
+        lambda *arguments: attend(impl, *arguments) * 2, fullgraph=True, backend="aot_eager"
+    )
+    expected = gradients(lambda *arguments: attend(impl, *arguments) * 2, tensors, *rest)
+    assert all(map(torch.equal, gradients(compiled, tensors, *rest), expected))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_registration(impl):
+    (do, *leaves), rest = case("non_contiguous")
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention.default, (*leaves, *rest, impl))
+    leaves = [leaf.detach() for leaf in leaves]
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention_backward.default, (do, *leaves, *rest, impl))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 23), st.integers(0, 23)), min_size=1, max_size=5),
+    st.integers(1, 3), st.integers(1, 19), st.integers(1, 19), st.integers(0, 2**32 - 1), st.data(),
+)  # fmt: skip
+def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim_qk, dim_v, seed, data):
+    """Bit for bit, and as the reference says in float64."""
+    lengths = [length for length, _ in sequences]
+    targets = torch.tensor([min(sequence) for sequence in sequences])
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    generator = torch.Generator().manual_seed(seed)
+    dims = (dim_v, dim_qk, dim_qk, dim_v)
+    tensors = [torch.randn(sum(lengths), heads, dim, generator=generator) for dim in dims]
+    cut = data.draw(st.integers(0, len(lengths)))
+    at = int(offsets[cut])
+    whole = run("cpu", tensors, (offsets, 23, 0.5, N, targets))
+    left = run("cpu", [t[:at] for t in tensors], (offsets[: cut + 1], 23, 0.5, N, targets[:cut]))
+    right = run("cpu", [t[at:] for t in tensors], (offsets[cut:] - at, 23, 0.5, N, targets[cut:]))
+    meant = run("reference", [tensor.double() for tensor in tensors], (offsets, 23, 0.5, N, targets))
+    for what, *parts, value in zip(GRADIENTS, whole, left, right, meant, strict=True):
+        assert torch.equal(parts[0], torch.cat(parts[1:])), what
+        limit = 1e-5 * (1 + value.abs().amax()) if value.numel() else 0
+        torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
