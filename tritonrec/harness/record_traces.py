@@ -40,8 +40,8 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     target.mkdir(parents=True, exist_ok=True)
     table = Table(
         title=f"Traces in {directory}: {WORLD_SIZE} ranks, {MICRO_BATCHES} micro-batches",
-        caption="exposed: share of the communication during which a rank does not compute. hidden: share of the "
-        "lookup that runs beside other work. edges: every dependency of the schedule seen honoured.",
+        caption="exposed: share of the communication during which a rank does not compute. hidden: share of "
+        "the lookup that runs beside other work. edges: every dependency of the schedule seen honoured.",
     )
     for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
