@@ -14,6 +14,7 @@ from tritonrec.kernels.numba_intrinsics import equal_mask8, lowest_bit, negative
 BLOCK = 64
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_LAST_LANE = np.uint64(128)
 _GROUP_SHIFT = np.uint64(3)
 _STEP_SHIFT = np.uint64(32)
 
@@ -59,7 +60,16 @@ def hash_find(slot_keys, slot_rows, keys, rows):
         size = min(BLOCK, len(keys) - start)
         _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes)
         for i in range(size):
-            rows[start + i] = _search(slot_keys, slot_rows, keys[start + i], hashes[i], last_group)[0]
+            key = keys[start + i]
+            slot = (hashes[i] & last_group) << _GROUP_SHIFT
+            empty = negative_mask8(slot_rows, slot)
+            match = equal_mask8(slot_keys, slot, key) & ~empty
+            if match | empty == _ZERO:
+                rows[start + i] = _search(slot_keys, slot_rows, key, hashes[i], last_group)[0]
+            else:
+                # present or absent is a coin toss no branch predictor wins, so read a row either way
+                row = np.int64(slot_rows[slot + lowest_bit(match | _LAST_LANE)])
+                rows[start + i] = row if match != _ZERO else np.int64(-1)
 
 
 @njit(cache=True, nogil=True)
