@@ -1,0 +1,304 @@
+"""Norm, gate and dropout: a row keeps its bits in any batch, and the mask is a function of what it is for."""
+
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.norm_mul_dropout import norm_backward, norm_forward, norm_mul_dropout
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+
+# name: tokens, columns
+SHAPES = {
+    "empty": (0, 5),
+    "no_columns": (3, 0),
+    "one_row": (1, 9),
+    "one_column": (6, 1),
+    "odd_dim": (29, 37),
+    "block_minus_one": (19, 63),
+    "block": (19, 64),
+    "block_plus_one": (19, 65),
+}
+P, SEED = 0.3, -0x1234_5678_9ABC_DEF0
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def case(name, seed=0):
+    """x, u, weight, bias, and a cotangent."""
+    tokens, dim = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, dim), (tokens, dim), (dim,), (dim,), (tokens, dim)]
+    x, u, weight, bias, dy = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x * 3 + 1, u + 0.2, weight + 1, bias, dy + 0.1
+
+
+def places(tokens, seed=0):
+    """Sample ids over all of int64, and positions, of which the low 32 bits count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-(2**63), 2**63 - 1, (tokens,), generator=generator)
+    ids[: tokens // 2] = torch.arange(tokens // 2) // 4
+    return ids, torch.arange(tokens) % 4
+
+
+def gradients(impl, tensors, ids=None, positions=None, gated=True, p=P, eps=1e-6):
+    x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in ((x, u) if gated else (x,))]
+    leaves += [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    some = (on(impl, ids), on(impl, positions)) if ids is not None else (None, None)
+    gate = leaves[1] if gated else None
+    y = norm_mul_dropout(
+        leaves[0], gate, *leaves[-2:], eps, p if ids is not None else 0.0, SEED, *some, impl=impl
+    )
+    return [value.cpu() for value in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
+
+
+def plain(tensors, mask, gated, eps=1e-6):
+    x, u, weight, bias = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors[:4]]
+    y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+    y = (u * y if gated else y) * mask
+    wanted = leaves if gated else [x, weight, bias]
+    return [y.detach(), *torch.autograd.grad(y, wanted, tensors[4])]
+
+
+def mask_of(impl, ids, positions, dim, p=P, seed=SEED):
+    """Which columns survive, seen through the op: weight 0 and bias 1 leave u * kept / (1 - p)."""
+    x = on(impl, torch.randn(len(ids), dim, generator=torch.Generator().manual_seed(9)))
+    ones, zero = torch.ones_like(x), torch.zeros(dim, device=x.device)
+    y = norm_mul_dropout(
+        x, ones, zero, zero + 1, 1e-6, p, seed, on(impl, ids), on(impl, positions), impl=impl
+    ).cpu()
+    assert ((y == 0) | (y == torch.tensor(1 / (1 - p)))).all()
+    return y != 0
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "no_columns"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_error_is_that_of_plain_float32(impl, name, gated, dropping):
+    tensors = case(name)
+    ids, positions = places(len(tensors[0])) if dropping else (None, None)
+    mask = torch.ones(1)
+    if dropping:
+        mask = mask_of("reference", ids, positions, tensors[0].shape[1]) / (1 - P)
+    got = gradients(impl, tensors, ids, positions, gated)
+    same = plain(tensors, mask, gated)
+    exact = plain([tensor.double() for tensor in tensors], mask.double(), gated)
+    names = ("y", "dx", "du", "dweight", "dbias") if gated else ("y", "dx", "dweight", "dbias")
+    # x reaches 10, and what is left of it after the mean is taken off keeps its rounding
+    for what, *values in zip(names, got, same, exact, strict=True):
+        assert_error_at_most_twice(*values, what, largest=10.0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_columns(impl):
+    x, u, weight, bias, _ = (on(impl, tensor) for tensor in case("no_columns"))
+    assert norm_mul_dropout(x, u, weight, bias, impl=impl).shape == (3, 0)
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_all_implementations_keep_the_same_columns(impl, p):
+    for dim in (1, 2, 3, 4, 5, 37):
+        ids, positions = places(12)
+        positions[-1] = -1  # stands for its low 32 bits
+        assert torch.equal(
+            mask_of(impl, ids, positions, dim, p), mask_of("reference", ids, positions, dim, p)
+        )
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_the_rate_is_that_asked_for(p):
+    ids, positions = torch.arange(400) // 20, torch.arange(400) % 20
+    kept = mask_of("cpu", ids, positions, 500, p)
+    deviation = (p * (1 - p)) ** 0.5
+    assert abs(kept.double().mean() - (1 - p)) < 5 * deviation / kept.numel() ** 0.5
+    for axis in (0, 1):  # and along every row and column
+        count = kept.shape[axis]
+        assert (kept.double().mean(axis) - (1 - p)).abs().max() < 6 * deviation / count**0.5
+    for other in (kept[1:] == kept[:-1], kept[:, 1:] == kept[:, :-1], kept[20:] == kept[:-20]):
+        expected = p * p + (1 - p) * (1 - p)
+        assert abs(other.double().mean() - expected) < 5 * 0.5 / other.numel() ** 0.5
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_the_mask_depends_on_seed_sample_and_position_alone(impl):
+    ids, positions = places(24)
+    mask = mask_of(impl, ids, positions, 37)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(mask_of(impl, ids[order], positions[order], 37), mask[order])
+    assert torch.equal(mask_of(impl, ids[7:8], positions[7:8], 37), mask[7:8])
+    assert torch.equal(mask_of(impl, ids, positions, 11), mask[:, :11])
+    for change in (
+        mask_of(impl, ids ^ (1 << 40), positions, 37),
+        mask_of(impl, ids, positions + 1, 37),
+        mask_of(impl, ids, positions, 37, seed=SEED + 1),
+        mask_of(impl, ids, positions, 37, seed=SEED ^ (1 << 40)),
+    ):
+        assert ((change != mask).any(1)).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_backward_uses_the_mask_of_forward(impl):
+    tensors = case("odd_dim")
+    ids, positions = places(29)
+    kept = mask_of(impl, ids, positions, 37)
+    x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
+    sites = on(impl, ids), on(impl, positions)
+    y, means, rstds = norm_forward(x, u, weight, bias, 1e-6, P, SEED, *sites, impl)
+    _, du, dweight, dbias = norm_backward(dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
+    for value in (y, du, dweight, dbias):
+        assert torch.equal(value.cpu() != 0, kept)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_row_keeps_its_bits_in_any_batch(impl, gated):
+    tensors = case("odd_dim")
+    ids, positions = places(29)
+    sites = on(impl, ids), on(impl, positions)
+
+    def run(rows):
+        x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
+        some, gate = x[rows], u[rows] if gated else None
+        at = [site[rows] for site in sites]
+        y, means, rstds = norm_forward(some, gate, weight, bias, 1e-6, P, SEED, *at, impl)
+        terms = norm_backward(dy[rows], some, gate, weight, bias, P, SEED, *at, means, rstds, impl)
+        return y, means, rstds, *(term for term in terms if len(term) == len(rows))
+
+    whole = run(on(impl, torch.arange(29)))
+    generator = torch.Generator().manual_seed(2)
+    for count in (1, 1, 2, 3, 5, 28):
+        rows = on(impl, torch.randperm(29, generator=generator)[:count])
+        some = run(rows)
+        assert len(some) == len(whole) == (7 if gated else 6)
+        for one, every in zip(some, whole, strict=True):
+            assert torch.equal(one, every[rows]), count
+
+
+def test_threads_change_no_bit(threads_one_and_two):
+    generator = torch.Generator().manual_seed(3)
+    x, u, dy = torch.randn(3, 4001, 130, generator=generator)
+    weight, bias = torch.randn(2, 130, generator=generator)
+    one, two = threads_one_and_two(lambda: gradients("cpu", (x, u, weight, bias, dy), *places(4001)))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_strided_inputs(impl):
+    tensors = case("odd_dim")
+    ids, positions = places(29)
+    expected = gradients(impl, tensors, ids, positions)[0]
+    x, u, weight, bias, _ = (on(impl, tensor) for tensor in tensors)
+    sites = [on(impl, site.repeat_interleave(2))[::2] for site in (ids, positions)]
+    wide = torch.full((29, 90), float("nan"), device=x.device)
+    wide[:, 1:38], wide[:, 50:87] = x, u
+    for one, gate in ((wide[:, 1:38], wide[:, 50:87]), (x.t().contiguous().t(), u.t().contiguous().t())):
+        y = norm_mul_dropout(one, gate, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
+        assert torch.equal(y.cpu(), expected)
+    dy = tensors[4][:, :1].expand(29, 37)
+    one = gradients(impl, (*tensors[:4], dy), ids, positions)
+    other = gradients(impl, (*tensors[:4], dy.contiguous()), ids, positions)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_dropout_outside_training(impl):
+    x, u, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
+    ids, positions = (on(impl, site) for site in places(29))
+    calm = norm_mul_dropout(x, u, weight, bias, impl=impl)
+    assert torch.equal(
+        calm, norm_mul_dropout(x, u, weight, bias, 1e-6, P, SEED, ids, positions, training=False, impl=impl)
+    )
+    assert not torch.equal(
+        calm, norm_mul_dropout(x, u, weight, bias, 1e-6, P, SEED, ids, positions, impl=impl)
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_constant_row_has_no_infinite_gradient(impl):
+    tensors = case("odd_dim")
+    tensors[0][3] = 5.0
+    for value in gradients(impl, tensors):
+        assert torch.isfinite(value).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    dim=st.integers(1, 70),
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
+    position=st.integers(-(2**31), 2**31),
+    p=st.sampled_from([0.0, 0.2, 0.9]),
+    at=st.integers(0, 5),
+)
+def test_a_row_alone(dim, ids, position, p, at):
+    rows = len(ids)
+    x, u, dy = torch.randn(3, rows, dim, generator=torch.Generator().manual_seed(dim))
+    weight, bias = torch.randn(2, dim, generator=torch.Generator().manual_seed(rows))
+    sites = torch.tensor(ids), torch.arange(rows) + position
+    row = slice(at % rows, at % rows + 1)
+    whole = gradients("cpu", (x, u, weight, bias, dy), *sites, p=p)
+    alone = gradients("cpu", (x[row], u[row], weight, bias, dy[row]), *(s[row] for s in sites), p=p)
+    for one, every in zip(alone[:3], whole[:3], strict=True):
+        assert torch.equal(one, every[row])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3)}, r"x must be \(L, D\) float32, got \(3,\)"),
+        ({"x": torch.zeros(4, 3).double()}, "float64"),
+        ({"u": torch.zeros(4, 2)}, r"u must be \(4, 3\).*got \(4, 2\)"),
+        ({"weight": torch.zeros(4)}, r"weight and bias must be \(3,\), got \(4,\) and \(3,\)"),
+        ({"bias": torch.zeros(1)}, r"got \(3,\) and \(1,\)"),
+        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
+        ({"dropout": 0.5}, r"with dropout, sample_ids must be \(4,\) int64, got None"),
+        ({"dropout": 0.5, "sample_ids": torch.arange(4)}, "positions must be"),
+        ({"dropout": 0.5, "sample_ids": torch.arange(3)}, r"got \(\(3,\), torch.int64\)"),
+        ({"dropout": 0.5, "sample_ids": torch.arange(4).int()}, "int32"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {
+        "x": torch.zeros(4, 3),
+        "u": torch.zeros(4, 3),
+        "weight": torch.zeros(3),
+        "bias": torch.zeros(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        norm_mul_dropout(**(arguments | change))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiles_without_a_graph_break(gated):
+    x, u, weight, bias, dy = case("odd_dim")
+    sites = places(29)
+
+    def run(call):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, u, weight, bias)]
+        y = call(leaves[0], leaves[1] if gated else None, *leaves[2:], 1e-6, P, 5, *sites)
+        return y.detach(), *torch.autograd.grad(y, leaves if gated else [leaves[0], *leaves[2:]], dy)
+
+    compiled = torch.compile(norm_mul_dropout, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(run(compiled), run(norm_mul_dropout), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_registration(gated):
+    x, u, weight, bias, dy = case("odd_dim")
+    gate, sites = u if gated else None, places(29)
+    _, means, rstds = norm_forward(x, gate, weight, bias, 1e-6, P, 5, *sites, "cpu")
+    torch.library.opcheck(
+        torch.ops.tritonrec.norm_mul_dropout_backward.default,
+        (dy, x, gate, weight, bias, P, 5, *sites, means, rstds, "cpu"),
+    )
+    leaves = [None if t is None else t.requires_grad_() for t in (x, gate, weight, bias)]
+    torch.library.opcheck(torch.ops.tritonrec.norm_mul_dropout.default, (*leaves, 1e-6, P, 5, *sites, "cpu"))

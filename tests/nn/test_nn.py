@@ -1,0 +1,277 @@
+"""HSTU and its modules: a sample's bits depend on that sample alone, exact gradients on no split."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.data import JaggedBatch
+from tritonrec.nn import (
+    HSTU,
+    GatedNorm,
+    HSTUConfig,
+    LayerNorm,
+    Linear,
+    PositionalEmbedding,
+    attach_grids,
+    detach_grids,
+    has_grid,
+    sum_by_sample,
+)
+
+CONFIG = HSTUConfig(dim=12, layers=2, heads=2, qk_dim=5, v_dim=7, max_seq_len=9, dropout=0.3)
+LENGTHS = [5, 0, 1, 9, 3, 0, 7]
+NEGATIVES = 4
+SEED = 77
+
+
+def make_model(config=CONFIG):
+    torch.manual_seed(0)
+    model = HSTU(config)
+    for parameter in model.parameters():  # no bias at zero, no weight at one
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def make_batch(lengths=LENGTHS, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    ids, labels = torch.randint(0, 50, (2, tokens), generator=generator)
+    return JaggedBatch(
+        step=0,
+        sample_ids=torch.arange(len(lengths)) * 1000 - 5,
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        ids=ids,
+        timestamps=torch.zeros(tokens, dtype=torch.int64),
+        labels=labels,
+        negatives=torch.randint(0, 50, (tokens, NEGATIVES), generator=generator),
+    ).validate()
+
+
+TABLE = torch.randn(50, CONFIG.dim, generator=torch.Generator().manual_seed(2))
+
+
+def run(model, batch):
+    """Losses, hidden states and gradient of the rows, each cut into samples."""
+    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    losses = model(batch, rows, SEED)
+    losses.sum().backward()
+    hidden = model.encode(batch, TABLE[batch.ids], SEED).detach()
+    tokens = batch.num_tokens
+    items, labels, sampled = rows.grad.split([tokens, tokens, tokens * NEGATIVES])
+    samples = []
+    for b, (start, stop) in enumerate(pairwise(batch.offsets.tolist())):
+        every = slice(start * NEGATIVES, stop * NEGATIVES)
+        samples.append(
+            (losses[b].detach(), hidden[start:stop], items[start:stop], labels[start:stop], sampled[every])
+        )
+    return samples
+
+
+SUBSETS = [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6], [0, 1, 2, 3, 5, 6]]
+
+
+@pytest.mark.parametrize("grids", [False, True])
+def test_a_sample_keeps_its_bits_in_any_batch(grids):
+    model, batch = make_model(), make_batch()
+    if grids:
+        attach_grids(model)
+    whole = run(model, batch)
+    assert all(one[0] != 0 for one, length in zip(whole, LENGTHS, strict=True) if length)
+    for subset in SUBSETS:
+        for place, got in zip(subset, run(model, batch.select(torch.tensor(subset))), strict=True):
+            for one, other in zip(got, whole[place], strict=True):
+                assert torch.equal(one, other), (subset, place)
+
+
+def grids_of(model, batch, micro_batches):
+    grids = attach_grids(model)
+    for members in micro_batches:
+        part = batch.select(torch.tensor(members, dtype=torch.int64))
+        model(part, TABLE[part.occurrence_keys()].requires_grad_(), SEED).sum().backward()
+    return grids
+
+
+@pytest.mark.parametrize(
+    "micro_batches",
+    [
+        [[6, 5, 4, 3, 2, 1, 0]],
+        [[0], [1], [2], [3], [4], [5], [6]],
+        [[3, 1], [], [0, 6], [5, 2, 4]],
+    ],
+)
+def test_grids_do_not_depend_on_the_split(micro_batches):
+    model, batch = make_model(), make_batch()
+    whole = grids_of(model, batch, [range(7)])
+    parts = grids_of(model, batch, micro_batches)
+    assert whole.keys() == dict(model.named_parameters()).keys()
+    for name, grid in whole.items():
+        assert grid.any(), name
+        assert torch.equal(parts[name], grid), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_exact_gradients_are_those_of_autograd():
+    model, batch = make_model(), make_batch()
+    grids = {name: grid.clone() for name, grid in grids_of(model, batch, [range(7)]).items()}
+    detach_grids(model)
+    model(batch, TABLE[batch.occurrence_keys()], SEED).sum().backward()
+    for name, parameter in model.named_parameters():
+        exact = ops.from_grid(grids[name])
+        torch.testing.assert_close(
+            parameter.grad, exact, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_autograd_agrees_with_finite_differences():
+    """The whole model's gradient along a random direction, against a central difference of its losses."""
+    model, batch = make_model(), make_batch()
+    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    model(batch, rows, SEED).sum().backward()
+    generator = torch.Generator().manual_seed(3)
+    leaves = [rows, *model.parameters()]
+    directions = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+    slope = sum((leaf.grad * way).sum().double() for leaf, way in zip(leaves, directions, strict=True))
+
+    def loss_at(step):
+        with torch.no_grad():
+            for leaf, way in zip(leaves, directions, strict=True):
+                leaf += step * way
+            total = model(batch, rows, SEED).double().sum()
+            for leaf, way in zip(leaves, directions, strict=True):
+                leaf -= step * way
+        return total
+
+    difference = (loss_at(2e-4) - loss_at(-2e-4)) / 4e-4
+    assert abs(difference - slope) < 0.01 * abs(slope) + 0.1, (difference, slope)
+
+
+def test_attaching_again_starts_from_zero_and_detaching_leaves_nothing():
+    model, batch = make_model(), make_batch()
+    first = grids_of(model, batch, [range(7)])
+    second = attach_grids(model, bits=30)
+    assert all(has_grid(parameter) for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grid is second[name] and not parameter.grid.any() and first[name].any()
+        assert parameter.grid.dtype == torch.int64 and parameter.grid.shape == parameter.shape
+        parameter.grad = torch.ones_like(parameter)
+    assert all(parameter.grad is None for parameter in model.parameters() if attach_grids(model))
+    detach_grids(model)
+    detach_grids(model)
+    for parameter in model.parameters():
+        assert not has_grid(parameter) and not {"grid_bits", "grid_name"} & vars(parameter).keys()
+
+
+def test_fewer_bits_mean_a_coarser_grid():
+    layer = Linear(3, 2)
+    x, offsets = torch.randn(4, 3), torch.tensor([0, 4])
+    values = []
+    for bits in (36, 20):
+        grids = attach_grids(layer, bits)
+        layer(x, offsets).square().sum().backward()
+        values.append([ops.from_grid(grid, bits=bits) for grid in grids.values()])
+    for fine, coarse in zip(*values, strict=True):
+        torch.testing.assert_close(fine, coarse, rtol=0, atol=4 * 2.0**-20)
+        assert not torch.equal(fine, coarse)
+
+
+def test_what_has_no_exact_sum_names_its_parameter():
+    model, batch = make_model(), make_batch()
+    attach_grids(model)
+    with pytest.raises(ops.ExactSumError, match=r"norm\.weight"):
+        (model(batch, TABLE[batch.occurrence_keys()], SEED) * 1e30).sum().backward()
+
+
+def test_eval_mode_has_no_dropout():
+    model, batch = make_model(), make_batch()
+    rows = TABLE[batch.ids]
+    train = [model.encode(batch, rows, seed) for seed in (1, 1, 2)]
+    assert torch.equal(train[0], train[1]) and not torch.equal(train[0], train[2])
+    model.eval()
+    calm = [model.encode(batch, rows, seed) for seed in (1, 2)]
+    assert torch.equal(*calm) and not torch.equal(calm[0], train[0])
+
+
+def test_layers_draw_masks_of_their_own(monkeypatch):
+    seeds = []
+    forward = GatedNorm.forward
+    monkeypatch.setattr(
+        GatedNorm,
+        "forward",
+        lambda self, x, u, seed, *rest: seeds.append(seed) or forward(self, x, u, seed, *rest),
+    )
+    make_model().encode(make_batch(), TABLE[make_batch().ids], SEED)
+    assert len(seeds) == CONFIG.layers == len(set(seeds))
+
+
+def test_a_token_sees_no_later_token():
+    model, batch = make_model(), make_batch([6])
+    rows = TABLE[batch.ids]
+    changed = rows.clone()
+    changed[4:] += 1
+    before, after = (model.encode(batch, some, SEED) for some in (rows, changed))
+    assert torch.equal(before[:4], after[:4]) and not torch.equal(before[4:], after[4:])
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_empty_batches_and_samples(lengths, grids):
+    model, batch = make_model(), make_batch(lengths)
+    attached = attach_grids(model) if grids else {}
+    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    losses = model(batch, rows, SEED)
+    losses.sum().backward()
+    assert losses.tolist() == [0.0] * len(lengths) and rows.grad.shape == (0, CONFIG.dim)
+    assert not any(grid.any() for grid in attached.values())
+
+
+def test_a_sample_that_is_too_long_is_refused():
+    model, batch = make_model(), make_batch([3, 10])
+    with pytest.raises(ValueError, match="a sample has 10 tokens, the model takes 9"):
+        model(batch, TABLE[batch.occurrence_keys()], SEED)
+
+
+def test_an_exact_linear_needs_offsets():
+    layer = Linear(3, 2)
+    assert layer(torch.ones(4, 3)).shape == (4, 2)
+    attach_grids(layer)
+    with pytest.raises(ValueError, match="needs seq_offsets"):
+        layer(torch.ones(4, 3))
+
+
+def test_modules_are_their_formulas():
+    torch.manual_seed(4)
+    x, u = torch.randn(2, 5, 6)
+    linear, plain, norm, gate, table = (
+        Linear(6, 3), Linear(6, 3, bias=False), LayerNorm(6), GatedNorm(6, 0.5), PositionalEmbedding(7, 6),
+    )  # fmt: skip
+    close = torch.testing.assert_close
+    normed = torch.nn.functional.layer_norm(x, (6,), eps=1e-6)
+    close(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+    close(plain(x), x @ plain.weight.t())
+    close(norm(x), normed)
+    sites = torch.arange(5), torch.arange(5)
+    close(gate.eval()(x, u, 0, *sites), u * normed)
+    dropped = gate.train()(x, u, 0, *sites)
+    close(dropped, torch.where(dropped == 0, 0.0, 2 * u * normed))
+    assert (dropped == 0).any() and (dropped != 0).any()
+    positions = torch.tensor([3, 0, 3])
+    assert torch.equal(table(positions), table.weight[positions])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_repeated_positions_add_up(exact):
+    table = PositionalEmbedding(4, 2)
+    grids = attach_grids(table) if exact else {}
+    (table(torch.tensor([3, 0, 3])) * torch.tensor([[1.0], [2.0], [4.0]])).sum().backward()
+    gradient = ops.from_grid(grids["weight"]) if exact else table.weight.grad
+    assert gradient.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
+
+
+def test_sums_by_sample():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
+    sums = sum_by_sample(values, torch.tensor([0, 0, 3, 3, 4]))
+    assert sums.tolist() == [0.0, 7.0, 0.0, 8.0]
+    sums.backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert values.grad.tolist() == [2.0, 2.0, 2.0, 4.0]
