@@ -2,8 +2,8 @@
 
 One thread, identical inputs, each output checked before it is timed. `torch.nn.functional.linear` calls a
 BLAS, which promises nothing about a row's bits and chooses its kernel by shape. The exact weight gradient
-(each sample's product rounded once, added as int64) is compared with one product of the whole batch in float32,
-which depends on the batch and its order.
+(each sample's product rounded once, added as int64) is compared with one product of the whole batch in
+float32, which depends on the batch and its order.
 """
 
 import statistics
@@ -110,6 +110,8 @@ def test_cost_of_invariance(benchmark, one_thread, workload, direction):
     """Median ratio, ours over torch, of alternating calls."""
     name, x, weight, bias, dy, offsets = workload
     ours, other = CONTENDERS[direction]
+    for call in (ours, other):
+        check(direction, call(x, weight, bias, dy, offsets), x, weight, bias, dy)
     ratios = []
     for _ in range(21):
         times = []
