@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonrec.data.interactions import Interactions, load
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.sources import load
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

@@ -41,7 +41,8 @@ def test_a_planted_bug_makes_verify_exit_with_1(monkeypatch):
     clean = run_case.plant
     monkeypatch.setattr(run_case, "Plant", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
-    from tritonrec.harness.contract import CaseResult, Verifier
+    from tritonrec.harness.contract import Verifier
+    from tritonrec.harness.report import CaseResult
 
     def run(self, case, mutation=None):
         self.record([case])

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from tritonrec.harness.cases import Case
-from tritonrec.harness.contract import CaseResult, Report, print_report
 from tritonrec.harness.mutations import MUTATIONS
+from tritonrec.harness.report import CaseResult, Report, print_report
 
 pytestmark = pytest.mark.multi_rank
 

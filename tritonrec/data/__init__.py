@@ -2,9 +2,10 @@
 
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.clustering import payload_inflation, split
-from tritonrec.data.interactions import Interactions, load
+from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.ranking import evaluate, popularity_scores
+from tritonrec.data.sources import load
 
 __all__ = [
     "EvaluationBatch",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -70,30 +69,3 @@ class Interactions:
         user_ids, starts = np.unique(self.user[order], return_index=True)
         offsets = np.append(starts, len(order)).astype(np.int64)
         return Sequences(user_ids, offsets, self.item[order], self.timestamp[order])
-
-
-def load(spec: str) -> Interactions:
-    """The log that `spec` names.
-
-    ========================================  ============================================================
-    ``ml-100k``                               MovieLens-100K, fetched once (`tritonrec.data.movielens`)
-    ``zipf``, ``zipf:users=1000,seed=1``      synthetic; options are the fields of `zipf.ZipfOptions`
-    ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
-    ========================================  ============================================================
-
-    Raises ValueError for any other spec, and what the named source raises.
-    """
-    source, _, detail = spec.partition(":")
-    if source == "ml-100k" and not detail:
-        from tritonrec.data import movielens
-
-        return movielens.load()
-    if source == "zipf":
-        from tritonrec.data import zipf
-
-        return zipf.generate(zipf.ZipfOptions.parse(detail))
-    if source == "csv" and detail:
-        from tritonrec.data import csv_log
-
-        return csv_log.read(Path(detail).expanduser())
-    raise ValueError(f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]' or 'csv:PATH'")

@@ -2,110 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import __version__
 from ..distributed import TIMEOUT, RankDiedError, RankPool
 from ..pipeline import SCHEDULES, ScheduleError, check
 from .cases import Case
 from .mutations import MUTATIONS, Mutation
-from .print_report import print_report
+from .report import CaseResult, MutationResult, Report, print_report
 from .run_case import RankReport, record_reference, run_case
 from .setup import Job
-from .state import Difference, as_json, earliest
+from .state import earliest
 
 MAX_SHRINKS = 12
 """Simpler cases tried after a difference; each is one short run."""
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """A case's outcome over all its ranks. `error` is set when it could not be run to its end."""
-
-    case: Case
-    identical: bool
-    first_difference: Difference | None = None
-    tensors_compared: int = 0
-    bytes_compared: int = 0
-    seconds: float = 0.0
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class MutationResult:
-    """Whether a planted bug was noticed, by what, and the place where bits first parted."""
-
-    mutation: Mutation
-    caught: bool
-    by: list[str]
-    evidence: str
-    where: str = ""
-
-
-@dataclass
-class Report:
-    """What `tritonrec verify` found."""
-
-    job: Job
-    cases: list[CaseResult] = field(default_factory=list)
-    mutations: list[MutationResult] = field(default_factory=list)
-    smallest: CaseResult | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Every case identical and every mutation caught, and at least one of them run."""
-        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.mutations]
-        return bool(outcomes) and all(outcomes)
-
-    def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` writes."""
-        return {
-            "environment": {
-                "tritonrec": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "platform": platform.platform(),
-                "processors": os.cpu_count(),
-                "job": self.job.as_json(),
-            },
-            "cases": [
-                {
-                    **result.case.as_json(),
-                    "data": self.job.data,
-                    "identical": result.identical,
-                    "tensors_compared": result.tensors_compared,
-                    "bytes_compared": result.bytes_compared,
-                    "first_difference": as_json(result.first_difference),
-                    "error": result.error,
-                    "seconds": round(result.seconds, 3),
-                }
-                for result in self.cases
-            ],
-            "mutations": [
-                {"name": r.mutation.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
-                for r in self.mutations
-            ],
-        }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document whole or not at all."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new = target.with_name(target.name + ".new")
-        new.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        new.replace(target)
 
 
 class Verifier:

@@ -1,0 +1,156 @@
+"""What `tritonrec verify` found: as a document, and as tables for a terminal of eighty columns."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from .cases import Case
+from .mutations import Mutation
+from .setup import Job
+from .state import Difference, as_json
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case's outcome over all its ranks. `error` is set when it could not be run to its end."""
+
+    case: Case
+    identical: bool
+    first_difference: Difference | None = None
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class MutationResult:
+    """Whether a planted bug was noticed, by what, and the place where bits first parted."""
+
+    mutation: Mutation
+    caught: bool
+    by: list[str]
+    evidence: str
+    where: str = ""
+
+
+@dataclass
+class Report:
+    """What `tritonrec verify` found."""
+
+    job: Job
+    cases: list[CaseResult] = field(default_factory=list)
+    mutations: list[MutationResult] = field(default_factory=list)
+    smallest: CaseResult | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Every case identical and every mutation caught, and at least one of them run."""
+        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.mutations]
+        return bool(outcomes) and all(outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return {
+            "environment": {
+                "tritonrec": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processors": os.cpu_count(),
+                "job": self.job.as_json(),
+            },
+            "cases": [
+                {
+                    **result.case.as_json(),
+                    "data": self.job.data,
+                    "identical": result.identical,
+                    "tensors_compared": result.tensors_compared,
+                    "bytes_compared": result.bytes_compared,
+                    "first_difference": as_json(result.first_difference),
+                    "error": result.error,
+                    "seconds": round(result.seconds, 3),
+                }
+                for result in self.cases
+            ],
+            "mutations": [
+                {"name": r.mutation.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
+                for r in self.mutations
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(target.name + ".new")
+        new.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        new.replace(target)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The contract table, the planted bugs, and the first difference if there is one."""
+    if report.cases:
+        console.print(_contract(report))
+    if report.mutations:
+        console.print(_planted(report))
+    if report.smallest is not None:
+        smallest = report.smallest
+        console.print(f"[red]Smallest case that fails:[/] {smallest.case}")
+        console.print(f"  {smallest.error or smallest.first_difference}", markup=False)
+    line = []
+    if report.cases:
+        identical = sum(result.identical for result in report.cases)
+        line.append(f"{identical} of {len(report.cases)} cases identical")
+    if report.mutations:
+        caught = sum(result.caught for result in report.mutations)
+        line.append(f"{caught} of {len(report.mutations)} planted bugs caught")
+    console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
+
+
+def _contract(report: Report) -> Table:
+    table = Table(
+        title=f"Contract table on {report.job.data}: bit-identical to the reference?",
+        caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
+        "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
+        "C key-centric clustering, D random delays, MB and s of comparison.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("mode", "level", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
+        number = name in ("W", "N", "steps", "MB", "s")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for result in report.cases:
+        case = result.case
+        outcome = "[green]identical[/]" if result.identical else "[red]differs[/]"
+        table.add_row(
+            case.mode, case.consistency, str(case.world_size), str(case.micro_batches),
+            _mark(case.clustering), _mark(case.delay_seed is not None),
+            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
+            f"{result.seconds:.1f}", "[red]failed[/]" if result.error else outcome,
+        )  # fmt: skip
+    return table
+
+
+def _planted(report: Report) -> Table:
+    table = Table(title="Planted bugs: does the harness notice?", padding=(0, 0, 0, 1))
+    table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
+    for name in ("bug", "caught", "by", "bits part first at"):
+        table.add_column(name, no_wrap=name == "bug", overflow="fold")
+    for result in report.mutations:
+        caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
+        table.add_row(result.mutation.name, caught, ", ".join(result.by), result.where)
+    return table
+
+
+def _mark(value: bool) -> str:
+    return "x" if value else ""
