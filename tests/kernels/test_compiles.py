@@ -1,0 +1,56 @@
+"""Triton kernels compile for an accelerator that is not here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: there Triton compiles, where the other tests let it interpret.
+PROGRAM = r"""
+import re, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tritonrec.kernels.hstu_attention import triton_attention
+
+dtype, targets = getattr(torch, sys.argv[1]), sys.argv[2] == "targets"
+element = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+for dim_qk, dim_v in ((50, 64), (128, 128)):
+    config = triton_attention.configuration(dim_qk, dim_v, dtype)
+    constants = {"HAS_TARGETS": targets, "WIDEN": False, **{k: v for k, v in config.items() if k.isupper()}}
+    options = {k: v for k, v in config.items() if not k.isupper()}
+    for name in ("forward_kernel", "rows_kernel", "columns_kernel"):
+        kernel = getattr(triton_attention, name)
+        signature = {}
+        for argument in kernel.arg_names:
+            if argument in ("offsets_ptr", "targets_ptr"):
+                signature[argument] = "*i64"
+            elif argument.endswith("_ptr"):
+                signature[argument] = "*" + element
+            elif argument.endswith("_strides"):
+                signature[argument] = ("i32", "i32", "i32")
+            elif argument in ("alpha", "scale"):
+                signature[argument] = "fp32"
+            else:
+                signature[argument] = "constexpr" if argument in constants else "i32"
+        source = ASTSource(kernel, signature, constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert len(compiled.asm["cubin"]) > 0
+        assert compiled.metadata.shared <= 99 * 1024, (name, dim_qk, dim_v, compiled.metadata.shared)
+        assert "tf32" not in compiled.asm["ptx"], name
+        assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), name
+        assert ("wgmma" in compiled.asm["ptx"]) == (dtype != torch.float32), name
+        print(name, dim_qk, dim_v, compiled.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "targets"), [("float32", "none"), ("bfloat16", "targets")])
+def test_attention_compiles_for_sm_90(dtype, targets, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, dtype, targets], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 6
