@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tritonrec.data import interactions, movielens
+from tritonrec.data import movielens, sources
 
 HEADER = b"user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 MADE = HEADER + b"196\t242\t3\t881250949\n186\t302\t3\t891717742\n"
@@ -35,10 +35,10 @@ def made_wheel(tmp_path, monkeypatch):
 
 
 def test_the_log_is_fetched_once_and_cached(made_wheel, tmp_path):
-    log = interactions.load("ml-100k")
+    log = sources.load("ml-100k")
     assert (log.user.tolist(), log.item.tolist()) == ([196, 186], [242, 302])
     assert (log.timestamp.tolist(), log.rating.tolist()) == ([881250949, 891717742], [3.0, 3.0])
-    assert interactions.load("ml-100k").user.tolist() == [196, 186]
+    assert sources.load("ml-100k").user.tolist() == [196, 186]
     assert len(made_wheel) == 1
     assert made_wheel[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in made_wheel[0] and made_wheel[0][-1] == "recbole==1.2.1"

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The inner loop that the CPU's matrix products share: every element is summed in one fixed order.
 
-    out[r, c] = ((out[r, c] + s_0) + s_1) + ...    s_i = terms 64 i to 64 i + 63 of a[r, k] * b[k, c], ascending
+    out[r, c] = ((out[r, c] + s_0) + s_1) + ...    s_i = terms 64 i to 64 i + 63 of a[r, k] * b[k, c]
 
 A single chain of a thousand terms would round each of them against the whole sum; short chains keep the error
 of a long sum within that of a BLAS.
