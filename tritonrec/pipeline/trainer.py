@@ -118,7 +118,11 @@ class Trainer:
         return next(iter(self.run([batch])))
 
     def run(self, batches: Iterable[JaggedBatch]) -> Iterator[StepResult]:
-        """Train on this rank's `batches`, keeping the pipeline filled; yields results in order."""
+        """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
+
+        Batches are read ahead, and whatever was read is trained: to stop after a certain step, end `batches`
+        there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
+        """
         source = iter(batches)
         while True:
             try:
