@@ -1,10 +1,12 @@
 """Promise: the trained bits depend neither on mode, nor on world size, nor on a restart in between."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from tritonrec.distributed import Communicators, RankPool
+from tritonrec.harness import train as train_module
 from tritonrec.harness.train import Run, train
 from tritonrec.pipeline import WindowConfig
 
@@ -30,6 +32,27 @@ def test_nestpipe_at_two_ranks_gives_the_digits_of_sync(pool, job, reference):
     summaries = pool.run(train, 2, Run(job, "nestpipe", WindowConfig(3, clustering=True), steps=7), True)
     for summary in summaries:
         assert same(summary, reference)
+
+
+def train_with_a_slow_caller(communicators, run):
+    """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
+    mean_loss = train_module._mean_loss
+
+    def late(communicators, *args):
+        if communicators.rank == 1:
+            time.sleep(0.1)
+        return mean_loss(communicators, *args)
+
+    train_module._mean_loss = late
+    try:
+        return train(communicators, run, quiet=True)
+    finally:
+        train_module._mean_loss = mean_loss
+
+
+def test_the_callers_collectives_do_not_meet_those_of_the_lanes(pool, job, reference):
+    run = Run(job, "nestpipe", WindowConfig(2), steps=7)
+    assert same(pool.run(train_with_a_slow_caller, 2, run)[0], reference)
 
 
 def test_evaluating_in_between_changes_nothing(job, reference):

@@ -72,11 +72,16 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Communicators:
-    """One communicator for each lane that crosses ranks."""
+    """One communicator for each lane that crosses ranks, and `control` for the caller's own thread.
+
+    The caller runs beside the lanes: on a group of theirs its collectives would come before a lane's on one
+    rank and after it on another.
+    """
 
     routing: Communicator
     communication: Communicator
     reduce: Communicator
+    control: Communicator
 
     @property
     def rank(self) -> int:
@@ -89,12 +94,12 @@ class Communicators:
     @classmethod
     def local(cls) -> Communicators:
         """For a run of one rank."""
-        return cls(Communicator(), Communicator(), Communicator())
+        return cls(*(Communicator() for _ in range(4)))
 
     @classmethod
     def over(cls, ranks: list[int], timeout: timedelta = TIMEOUT) -> Communicators | None:
         """Groups over `ranks`; collective over the whole world. None on ranks outside."""
-        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(3)]
+        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(4)]
         if dist.get_rank() not in ranks:
             return None
         return cls(*(Communicator(group) for group in groups))

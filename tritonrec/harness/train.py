@@ -114,7 +114,7 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
 def _mean_loss(communicators: Communicators, losses: torch.Tensor, tokens: int) -> float:
     """Mean loss per token over all ranks; summed on the grid, so every mode and world size shows the same."""
     total = ops.to_grid(losses.reshape(-1), name="losses").sum().reshape(1)
-    total = communicators.reduce.all_reduce(total, "losses")
+    total = communicators.control.all_reduce(total, "losses")
     return float(ops.from_grid(total, float(max(tokens, 1)))[0])
 
 
@@ -128,7 +128,7 @@ def _gather(communicator: Communicator, values: torch.Tensor) -> torch.Tensor:
 
 def _whole_table(communicators: Communicators, table: DynamicTable) -> tuple[torch.Tensor, torch.Tensor]:
     keys, rows = table.export()
-    keys, rows = (_gather(communicators.communication, part) for part in (keys, rows))
+    keys, rows = (_gather(communicators.control, part) for part in (keys, rows))
     keys, order = torch.sort(keys)
     return keys, rows[order]
 
@@ -186,7 +186,7 @@ def _resume(communicators: Communicators, run: Run, table: DynamicTable, dense) 
 
 
 def _barrier(communicators: Communicators) -> None:
-    communicators.reduce.all_reduce(torch.zeros(1), "barrier")
+    communicators.control.all_reduce(torch.zeros(1), "barrier")
 
 
 def _save_trace(communicators: Communicators, recorder, path: str) -> None:
