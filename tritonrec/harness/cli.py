@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +29,7 @@ TimeoutOption = Annotated[
 ]
 
 
-class ModeName(str, Enum):
+class ModeName(StrEnum):
     """Modes of `tritonrec train`."""
 
     sync = "sync"
@@ -39,14 +39,14 @@ class ModeName(str, Enum):
     nestpipe = "nestpipe"
 
 
-class ConsistencyName(str, Enum):
+class ConsistencyName(StrEnum):
     """Levels of consistency."""
 
     window = "window"
     batch = "batch"
 
 
-class OptimizerChoice(str, Enum):
+class OptimizerChoice(StrEnum):
     """Optimizers."""
 
     sgd = "sgd"
