@@ -66,12 +66,17 @@ def test_no_bias_is_a_bias_of_zero(impl):
 
 
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_every_element_is_written(impl, monkeypatch):
+def test_every_element_is_written_and_nothing_else(impl, monkeypatch):
     x, weight, bias, _ = (on(impl, tensor) for tensor in case("block_plus_one"))
     expected = linear(x, weight, bias, impl=impl)
     guarded = torch.full((35, 33), float("nan"), device=x.device)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: guarded[1:34])
-    rows_times(x, weight.t(), bias, impl)
+    if impl == "triton":
+        from tritonrec.kernels.linear import triton_linear
+
+        triton_linear.rows_times(x, weight.t(), bias, guarded[1:34])
+    else:
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: guarded[1:34])
+        rows_times(x, weight.t(), bias, impl)
     assert torch.equal(guarded[1:34], expected)
     assert guarded[0].isnan().all() and guarded[34].isnan().all()
 
@@ -215,6 +220,20 @@ def test_what_has_no_exact_sum_is_named(impl, value, message):
     with pytest.raises(ExactSumError, match=message) as caught:
         linear_weight_grad(grid, on(impl, dy), on(impl, x), offsets, name="item_tower", impl=impl)
     assert caught.value.index == (2, 33, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [((4, 33), (7, 2)), ((4, 2), (7, 33)), ((3, 33), (4, 2)), ((4, 2), (4, 33))]
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_first_sample_is_named(impl, first, second):
+    dy, x = torch.ones(9, 35), torch.ones(9, 34)
+    dy[first], dy[second] = float("nan"), float("nan")
+    ends = torch.tensor([0, 2, 2, 4, 5, 9])
+    grid = on(impl, torch.zeros(35, 34, dtype=torch.int64))
+    with pytest.raises(ExactSumError) as caught:
+        linear_weight_grad(grid, on(impl, dy), on(impl, x), on(impl, ends), impl=impl)
+    assert caught.value.index == (2 if first[0] == 3 else 3, first[1], 0)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
