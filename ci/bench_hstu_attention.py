@@ -1,10 +1,10 @@
 """HSTU attention beside padded torch: ``pytest ci/bench_hstu_attention.py``, ratios from its JSON.
 
-One thread, identical inputs and cotangents; every output is checked against the float64 reference before it
-is timed. The peers are the same formula as it is written without a kernel: einsum, as in the HSTU paper's code,
-and bmm, both over sequences that are padded already (padding and unpadding are not timed, to their advantage),
-and a loop over the sequences as they lie. "forward" runs without autograd; "backward" is the gradient alone, of
-a graph that is kept (torch has saved its scores, ours computes them again).
+One thread, identical inputs and cotangents; every output is checked against the float64 reference before
+it is timed. The peers are the same formula as it is written without a kernel: einsum, as in the HSTU paper's
+code, and bmm, both over sequences that are padded already (padding and unpadding are not timed, to their
+advantage), and a loop over the sequences as they lie. "forward" runs without autograd; "backward" is the
+gradient alone, of a graph that is kept (torch has saved its scores, ours computes them again).
 """
 
 import numpy as np
@@ -90,8 +90,8 @@ PADDED = (torch_einsum, torch_bmm)
 def test_attention(benchmark, one_thread, workload, contender, direction):
     name, tensors, offsets, longest, heads, dim = workload
     alpha = dim**-0.5
-    double = [tensor.double().requires_grad_() for tensor in tensors[1:]]
-    out = hstu_attention(*double, offsets, longest, alpha=alpha, scaling_seqlen=longest, impl="reference")
+    q, k, v = double = [tensor.double().requires_grad_() for tensor in tensors[1:]]
+    out = hstu_attention(q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, impl="reference")
     exact = [out.detach(), *torch.autograd.grad(out, double, tensors[0].double())]
     if contender in PADDED:
         tensors = [padded(tensor, offsets, longest) for tensor in tensors]
