@@ -71,6 +71,41 @@ def test_step_run_and_progress_are_one_thing(mode):
 
 
 @pytest.mark.parametrize("mode", PIPELINED)
+def test_leaving_a_run_early_finishes_what_was_read(mode):
+    whole, left = parts(), parts()
+    read = []
+    with trainer(mode, parts_=left) as training:
+        for result in training.run(read.append(batch) or batch for batch in batches()):
+            if result.step == 0:
+                break
+    with trainer(mode, parts_=whole) as training:
+        for batch in read:
+            training.step(batch)
+    assert same(state(left), state(whole))
+
+
+def test_a_step_does_not_answer_for_an_earlier_batch():
+    with trainer("nestpipe") as training:
+        source = iter(batches())
+        training.progress(source)
+        with pytest.raises(RuntimeError, match=r"3 batches are under way.* list\(trainer.run"):
+            training.step(batches()[0])
+        assert [result.step for result in training.run([])] == [1, 2, 3]
+        assert training.step(batches()[0]).step == 0
+
+
+def test_a_closed_trainer_says_so():
+    training = trainer("nestpipe")
+    results = training.run(batches())
+    next(results)
+    training.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(results)
+    with pytest.raises(RuntimeError, match="was closed"):
+        training.step(batches()[0])
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
 @pytest.mark.parametrize(
     "lengths",
     [(), (0,), (0, 0, 0), (1,), (1, 0, 1), (9, 0, 1, 4)],

@@ -67,8 +67,10 @@ class Executor:
     def submit(self, batch: int, context: Any) -> None:
         """Queue all tasks of `batch` (numbered 0, 1, 2, ...); returns at once when there is room."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or len(self._left) < self.schedule.batches_in_flight)
-            self._raise_failure()
+            self._changed.wait_for(
+                lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
+            )
+            self._raise_if_stopped()
             tasks = list(self.schedule.tasks(batch, self.micro_batches))
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
@@ -77,15 +79,23 @@ class Executor:
             self._changed.notify_all()
 
     def wait(self, batch: int) -> None:
-        """Return when every task of `batch` has finished; raise `StageFailedError` if any stage failed."""
+        """Return when every task of `batch` has finished.
+
+        Raises `StageFailedError` if any stage failed, RuntimeError if the executor was closed.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or batch not in self._left)
-            self._raise_failure()
+            self._changed.wait_for(lambda: self._stopped() or batch not in self._left)
+            self._raise_if_stopped()
 
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
         with self._changed:
             return sorted(self._left)
+
+    def ensure_running(self) -> None:
+        """Raise `StageFailedError` if a stage has failed, RuntimeError if the executor was closed."""
+        with self._changed:
+            self._raise_if_stopped()
 
     def close(self) -> None:
         """Stop the lanes. Queued tasks that have not started are dropped; call `wait` first to finish."""
@@ -102,12 +112,14 @@ class Executor:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _raise_failure(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._failure:
             task, error = self._failure
             raise StageFailedError(
                 f"stage {task} of schedule {self.schedule.name} failed: {type(error).__name__}: {error}"
             ) from error
+        if self._closing:
+            raise RuntimeError(f"the executor of schedule {self.schedule.name} was closed")
 
     def _lane(self, lane: str) -> None:
         while (work := self._next(lane)) is not None:

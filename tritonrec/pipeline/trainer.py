@@ -14,7 +14,7 @@ from ..data import JaggedBatch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, DynamicTable, RowOptimizer
 from ..trace import NullRecorder, SupportsRecording
-from .executor import Delay, Executor
+from .executor import Delay, Executor, StageFailedError
 from .schedule import FWP, SCHEDULES, Schedule, Task
 from .synchronous import Synchronous, run_in_turn
 from .window import Window, WindowConfig, WindowProgram
@@ -55,7 +55,7 @@ class Trainer:
         schedule: another table than the mode's; checked like any.
         checked: False skips the check, for planted bugs only.
 
-    Use as a context manager, or call `close`.
+    Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
     """
 
     def __init__(
@@ -114,7 +114,15 @@ class Trainer:
         return self._program
 
     def step(self, batch: JaggedBatch) -> StepResult:
-        """Train on this rank's samples of one batch and finish it; empty on a rank without samples."""
+        """Train on this rank's samples of one batch and finish it; empty on a rank without samples.
+
+        Raises RuntimeError while batches of `run` or `progress` are under way: their results come first.
+        """
+        if self._pending:
+            raise RuntimeError(
+                f"{len(self._pending)} batches are under way, and their results come before that of step "
+                f"{batch.step}: take them first with list(trainer.run([]))"
+            )
         return next(iter(self.run([batch])))
 
     def run(self, batches: Iterable[JaggedBatch]) -> Iterator[StepResult]:
@@ -134,29 +142,43 @@ class Trainer:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if self._executor is None:
             return self._plain(next(iterator))
-        while len(self._pending) < self._executor.schedule.batches_in_flight:
+        try:
+            return self._piped(self._executor, iterator)
+        except StageFailedError:
+            self._pending.clear()  # nothing will come of them
+            raise
+
+    def _piped(self, executor: Executor, iterator: Iterator[JaggedBatch]) -> StepResult:
+        executor.ensure_running()
+        while len(self._pending) < executor.schedule.batches_in_flight:
             batch = next(iterator, None)
             if batch is None:
                 break
             window = self._window(batch)
-            self._executor.submit(window.number, window)
+            executor.submit(window.number, window)
             self._pending.append(window)
         if not self._pending:
             raise StopIteration
         window = self._pending.popleft()
-        self._executor.wait(window.number)
+        executor.wait(window.number)
         return self._result(window)
 
     def close(self) -> None:
-        """Stop the lanes; batches in flight are abandoned."""
+        """Stop the lanes; batches in flight are abandoned, and the state is that of no step."""
+        self._pending.clear()
         if self._executor is not None:
             self._executor.close()
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None and self._pending:
+                # Ranks that drop different batches would wait for exchanges that never come.
+                deque(self.run([]), maxlen=0)
+        finally:
+            self.close()
 
     def _window(self, batch: JaggedBatch) -> Window:
         window = Window(self._number, batch)
