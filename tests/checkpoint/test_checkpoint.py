@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -192,33 +193,36 @@ def test_missing_things(tmp_path):
     refused(tmp_path, f"{path} is missing")
 
 
-@pytest.fixture
+@contextmanager
 def full_disk():
-    """No file may grow beyond a kilobyte."""
+    """No file may grow beyond a kilobyte; not a fixture, for pytest's own report goes to a file as well."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, full_disk):
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path):
     small = {"w": torch.arange(5)}
     save(tmp_path, 1, small, {}, {})
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=r"step-000000000002\.json could not be written: .*untouched"):
+    refusal = r"step-000000000002\.json could not be written: .*untouched"
+    with full_disk(), pytest.raises(CheckpointError, match=refusal):
         save(tmp_path, 2, {"w": torch.arange(5000)}, {}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     check(tmp_path, 1, small, {}, {})
-    with pytest.raises(CheckpointError, match=r"step-000000000002\.json could not be written"):
+    with full_disk(), pytest.raises(CheckpointError, match=refusal):
         save(tmp_path, 2, small, {}, {"long": "x" * 2000})
     check(tmp_path, 1, small, {}, {})
     assert not list(tmp_path.glob(".partial-*"))
 
 
-def test_leftovers_make_room_before_a_save(tmp_path, full_disk):
+def test_leftovers_make_room_before_a_save(tmp_path):
     leftover = tmp_path / "step-000000000001-0123456789abcdef.safetensors"
     leftover.write_bytes(b"half of it")
-    with pytest.raises(CheckpointError):
+    with full_disk(), pytest.raises(CheckpointError):
         save(tmp_path, 2, {"w": torch.arange(5000)}, {}, {})
     assert not leftover.exists()
 
