@@ -1,5 +1,7 @@
 """Promise: a schedule that could compute something else than its stages one after another is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
@@ -52,8 +54,48 @@ def test_waiting_for_a_task_queued_behind_is_a_deadlock():
 
 
 def test_an_edge_to_no_stage_is_named():
-    with pytest.raises(ScheduleError, match=r"waits for nothing\(0\), which never runs"):
-        check(NESTPIPE.with_edges("compute", Edge("nothing")), 2)
+    with pytest.raises(ScheduleError, match=r"compute waits for nothing, which never runs"):
+        check(NESTPIPE.with_edges("compute", Edge("nothing", batch=7)), 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "edge"),
+    [
+        ("retrieve", Edge("compute", "same", 2)),
+        ("dense_reduce", Edge("compute")),
+        ("h2d", Edge("route", "all")),
+    ],
+)
+def test_an_edge_that_names_micro_batches_wrongly_is_refused(stage, edge):
+    with pytest.raises(ScheduleError, match=f"{stage} waits for .* of {edge.stage}, which runs once per"):
+        check(NESTPIPE.with_edges(stage, edge), 2)
+
+
+def test_a_schedule_that_starts_no_batch_is_refused():
+    with pytest.raises(ScheduleError, match="none starts"):
+        check(replace(NESTPIPE, batches_in_flight=0), 2)
+
+
+@pytest.mark.parametrize(
+    ("missing", "instead", "message"),
+    [
+        ("write_back", "sparse_update", r"the update of batch 4 never reaches the host table"),
+        ("exchange", "synchronise", r"compute\(0, 0\) reads embeddings\[0, 0\], which nobody has written"),
+    ],
+)
+def test_a_missing_stage_is_found(missing, instead, message):
+    schedule = NESTPIPE.without_stage(missing, instead)
+    if missing == "exchange":
+        edges = tuple(e for e in NESTPIPE["compute"].after if e.stage != "exchange")
+        schedule = schedule._with("compute", after=(*edges, Edge("synchronise")))
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule, 2)
+
+
+@pytest.mark.parametrize("lane", ["routing", "lane_of_its_own"])
+def test_collectives_of_one_group_are_issued_in_one_order(lane):
+    with pytest.raises(ScheduleError, match="communication_group"):
+        check(NESTPIPE._with("gradient_exchange", lane=lane), 2)
 
 
 def test_removing_an_edge_that_is_not_there_is_refused():

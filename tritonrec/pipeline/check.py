@@ -3,7 +3,8 @@
 The proof has two halves. First, no race: any two tasks that touch the same thing, one of them writing, must
 be ordered by edges and lanes. A schedule without races gives one result whatever the timing. Second, that
 result is the right one: the tasks are run symbolically, once in the schedule's order and once batch by
-batch, and every value read must agree.
+batch, every value read must agree and have been written by somebody, and the last update of a row must reach
+the host table. What a stage touches is taken from the table; the proof is as true as that.
 
 Embedding rows differ only in which batches use them, so the symbolic run takes one row for each subset of
 `BATCHES` consecutive batches. That covers rows kept from one batch to the next, rows that return after a
@@ -33,6 +34,7 @@ def check(schedule: Schedule, micro_batches: int, batches: int = BATCHES) -> Non
 
     Takes a few milliseconds at ``micro_batches=8``; the executor calls it before its first batch.
     """
+    _well_formed(schedule)
     # Two and three micro-batches already show every relation between first, middle and last one.
     micro_batches = min(micro_batches, 3)
     tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
@@ -40,6 +42,28 @@ def check(schedule: Schedule, micro_batches: int, batches: int = BATCHES) -> Non
     for used_by in product((False, True), repeat=batches):
         _no_race(schedule, tasks, before, used_by)
         _same_values(schedule, tasks, used_by)
+
+
+def _well_formed(schedule: Schedule) -> None:
+    """Edges lead to stages, and batches can start: what the batches followed below might not show."""
+    if schedule.batches_in_flight < 1:
+        raise ScheduleError(
+            f"{schedule.name}: with {schedule.batches_in_flight} batches in flight none starts"
+        )
+    stages = {stage.name: stage for stage in schedule.stages}
+    for stage in schedule.stages:
+        for edge in stage.after:
+            if edge.stage not in stages:
+                raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")
+            many = stages[edge.stage].per_micro_batch
+            if (edge.micro_batch != "none") != many or (
+                edge.micro_batch in ("same", "previous") and not stage.per_micro_batch
+            ):
+                often = "once per micro-batch" if many else "once per batch"
+                raise ScheduleError(
+                    f"{schedule.name}: {stage.name} waits for {edge.micro_batch!r} of {edge.stage}, "
+                    f"which runs {often}"
+                )
 
 
 def _happens_before(schedule: Schedule, tasks: list[Task], micro_batches: int) -> dict[Task, int]:
@@ -112,8 +136,8 @@ def _no_race(
 
 
 def _same_values(schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...]) -> None:
-    expected = _run(schedule, tasks, used_by, pipelined=False)
-    got = _run(schedule, tasks, used_by, pipelined=True)
+    expected, _ = _run(schedule, tasks, used_by, pipelined=False)
+    got, value = _run(schedule, tasks, used_by, pipelined=True)
     for task in tasks:
         if got[task] != expected[task]:
             what = "a stale row" if _STALE in got[task] else "another value"
@@ -121,12 +145,20 @@ def _same_values(schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...
                 f"{schedule.name}: {task} reads {what} than stages run one after another would give it"
                 f"{_row(used_by)}"
             )
+    last = max((batch for batch, used in enumerate(used_by) if used), default=None)
+    if last is not None and value.get("host") != value.get(("buffer", last % 2)):
+        raise ScheduleError(
+            f"{schedule.name}: the update of batch {last} never reaches the host table{_row(used_by)}"
+        )
 
 
 def _run(
     schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], pipelined: bool
-) -> dict[Task, tuple[Hashable, ...]]:
-    """What each task reads, every value being the hash of how it was made; moves pass values on."""
+) -> tuple[dict[Task, tuple[Hashable, ...]], dict[Hashable, Hashable]]:
+    """What each task reads, every value being the hash of how it was made, and all values at the end.
+
+    Moves pass values on. Host rows and dense parameters have initial values, everything else must be written.
+    """
     value: dict[Hashable, Hashable] = {}
     seen: dict[Task, tuple[Hashable, ...]] = {}
     for task in tasks:
@@ -135,6 +167,12 @@ def _run(
         moved: Hashable = None
         for access, location, stale in _accesses(schedule, task, used_by):
             if access.mode != "write":
+                made_here = access.per != "run" or access.place == "buffer"
+                if access.mode == "read" and made_here and location not in value:
+                    raise ScheduleError(
+                        f"{schedule.name}: {task} reads {_name(location)}, which nobody has written"
+                        f"{_row(used_by)}"
+                    )
                 held = _STALE if stale and pipelined else value.get(location, "initial")
                 reads.append(held)
                 if access.rows != "none":
@@ -146,7 +184,7 @@ def _run(
             value[location] = made
         # A move only hands values on; whoever computes with them is who must see the right ones.
         seen[task] = () if stage.moves else tuple(reads)
-    return seen
+    return seen, value
 
 
 def _name(location: Hashable) -> str:

@@ -35,8 +35,9 @@ class Access:
     """What a stage reads or writes.
 
     `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
-    ``batch`` or once per ``micro_batch``. `rows` narrows it to the rows of the batch's keys K(t), or to those
-    ``kept`` from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
+    ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order,
+    the same on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), or to those ``kept``
+    from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
 
     A ``stale`` read may race with a write to the kept rows, because somebody overwrites them before use; the
     check demands that somebody does.
@@ -175,7 +176,11 @@ def _nested() -> tuple[Stage, ...]:
             "route",
             "routing",
             (Edge("h2d"),),
-            (read("device_samples", per="batch"), write("routes", per="batch")),
+            (
+                read("device_samples", per="batch"),
+                update("routing_group"),
+                write("routes", per="batch"),
+            ),
         ),
         # The buffer was batch t-2's: its rows must be home, and batch t-1 must have taken the ones it kept.
         # Rows of t-2 that t-1 did not touch are then fresh in the host table; those that t-1 holds are not,
@@ -205,6 +210,7 @@ def _nested() -> tuple[Stage, ...]:
             (
                 read("routes", per="batch"),
                 read("buffer", rows="batch"),
+                update("communication_group"),
                 write("embeddings", per=one),
             ),
             per_micro_batch=True,
@@ -215,6 +221,7 @@ def _nested() -> tuple[Stage, ...]:
             (Edge("exchange", "same"), Edge("dense_update", batch=1)),
             (
                 read("device_samples", per="batch"),
+                read("routes", per="batch"),
                 read("embeddings", per=one),
                 read("dense"),
                 update("dense_gradient"),
@@ -226,15 +233,29 @@ def _nested() -> tuple[Stage, ...]:
             "gradient_exchange",
             "communication",
             (Edge("compute", "same"),),
-            (read("gradients", per=one), update("row_gradient", per="batch")),
+            (
+                read("routes", per="batch"),
+                read("gradients", per=one),
+                update("communication_group"),
+                update("row_gradient", per="batch"),
+            ),
             per_micro_batch=True,
         ),
-        Stage("dense_reduce", "reduce", (Edge("compute", "all"),), (update("dense_gradient"),)),
+        Stage(
+            "dense_reduce",
+            "reduce",
+            (Edge("compute", "all"),),
+            (read("routes", per="batch"), update("reduce_group"), update("dense_gradient")),
+        ),
         Stage(
             "sparse_update",
             "compute",
             (Edge("gradient_exchange", "all"),),
-            (read("row_gradient", per="batch"), update("buffer", rows="batch")),
+            (
+                read("routes", per="batch"),
+                read("row_gradient", per="batch"),
+                update("buffer", rows="batch"),
+            ),
         ),
         Stage(
             "dense_update",
