@@ -29,8 +29,8 @@ def test_a_run_equals_itself():
     compared = comparison(table)
     compared.compare(0, state, state, final=True)
     assert compared.first is None
-    assert compared.tensors_compared == 4  # losses, weight, bias, rows
-    assert compared.bytes_compared == 4 * (3 + 18 + 6 + 36)
+    assert compared.tensors_compared == 6  # losses, weight and bias (optimizer's, model's), rows
+    assert compared.bytes_compared == 4 * (3 + 18 + 6 + 6 + 2 + 36)
     assert compared.steps_seen == {(0, "loss"), (0, "dense"), (0, "table")}
 
 
@@ -39,6 +39,7 @@ def test_a_run_equals_itself():
     [
         ("loss/values", (1,), "loss", [20]),
         ("dense/weight", (1, 4), "weight", [1, 4]),
+        ("dense/weight in the model", (1, 2), "weight in the model", [1, 2]),
         ("table/rows", (0, 5), "table", [-(2**63), 5]),
         ("table/rows", (5, 0), "table", [2**63 - 1, 0]),
     ],

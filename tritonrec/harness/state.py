@@ -13,7 +13,8 @@ from ..embedding import DenseOptimizer, DynamicTable
 
 State = dict[str, torch.Tensor]
 """``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
-``table/keys`` (n,) ascending, ``table/rows`` (n, width)."""
+``dense/NAME in the model`` the parameter as the model holds it, ``table/keys`` (n,) ascending, ``table/rows``
+(n, width)."""
 
 
 def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
@@ -23,8 +24,11 @@ def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
 
 
 def dense_state(dense: DenseOptimizer) -> State:
-    """Dense parameters and their optimizer state, copied."""
-    return {f"dense/{name}": rows.clone() for name, rows in dense.rows.items()}
+    """Dense parameters, in the optimizer beside their state and in the model, copied."""
+    states = {f"dense/{name}": rows.clone() for name, rows in dense.rows.items()}
+    for name, parameter in dense.parameters.items():
+        states[f"dense/{name} in the model"] = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return states
 
 
 def table_state(table: DynamicTable) -> State:
