@@ -35,8 +35,8 @@ class Access:
     """What a stage reads or writes.
 
     `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
-    ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order,
-    the same on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), or to those ``kept``
+    ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order
+    on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), or to those ``kept``
     from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
 
     A ``stale`` read may race with a write to the kept rows, because somebody overwrites them before use; the
