@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from tritonrec.harness.cases import Case
+from tritonrec.harness.contract import Verifier
 from tritonrec.harness.mutations import MUTATIONS
 from tritonrec.harness.report import CaseResult, Report, print_report
 
@@ -54,6 +55,13 @@ def test_a_failure_is_shrunk_to_the_smallest_case(verifier):
         del verifier.run
     assert smallest.case.world_size == 1 and smallest.case.micro_batches == 1
     assert smallest.case.steps == 1 and smallest.first_difference is not None
+
+
+def test_shrinking_keeps_to_the_world_sizes_asked_for(job):
+    failed = CaseResult(Case("nestpipe", "batch", 3, 1, False, "sgd", 1), identical=False, error="a rank died")
+    with Verifier(job, (3,)) as verifier:
+        verifier.run = lambda case, mutation=None: pytest.fail(f"{case} cannot run here")
+        assert verifier.shrink(failed) is failed
 
 
 def test_the_report_has_the_documented_shape(verifier, job, tmp_path):

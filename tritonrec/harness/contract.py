@@ -81,6 +81,8 @@ class Verifier:
         while progress and tries < MAX_SHRINKS:
             progress = False
             for simpler in smallest.case.simpler():
+                if simpler.world_size not in self._world_sizes:
+                    continue
                 tries += 1
                 result = self.run(simpler)
                 if not result.identical:
