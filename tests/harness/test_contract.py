@@ -58,7 +58,9 @@ def test_a_failure_is_shrunk_to_the_smallest_case(verifier):
 
 
 def test_shrinking_keeps_to_the_world_sizes_asked_for(job):
-    failed = CaseResult(Case("nestpipe", "batch", 3, 1, False, "sgd", 1), identical=False, error="a rank died")
+    failed = CaseResult(
+        Case("nestpipe", "batch", 3, 1, False, "sgd", 1), identical=False, error="a rank died"
+    )
     with Verifier(job, (3,)) as verifier:
         verifier.run = lambda case, mutation=None: pytest.fail(f"{case} cannot run here")
         assert verifier.shrink(failed) is failed
