@@ -107,12 +107,12 @@ def test_attention(benchmark, one_thread, workload, contender, direction):
 
     lengths = offsets.diff()
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    benchmark.group = f"{direction} {name}"
+    benchmark.group = f"hstu_attention {direction} {name}"
     benchmark.extra_info.update(
         workload=name, direction=direction, sequences=len(lengths), tokens=int(offsets[-1]), longest=longest,
         heads=heads, dim=dim, visible_pairs=pairs, padded_pairs=len(lengths) * longest**2,
         flop=pairs * heads * dim * (4 if direction == "forward" else 10), threads=1, torch=torch.__version__,
-        cpu=torch.backends.cpu.get_cpu_capability(),
+        cpu=torch.backends.cpu.get_cpu_capability(), ours=contender is ours,
     )  # fmt: skip
     if direction == "backward":
         benchmark(torch.autograd.grad, out, leaves, do, retain_graph=True)

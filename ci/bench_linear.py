@@ -100,8 +100,8 @@ def test_linear(benchmark, one_thread, workload, direction, which):
     name, x, weight, bias, dy, offsets = workload
     contender = CONTENDERS[direction][which]
     check(direction, contender(x, weight, bias, dy, offsets), x, weight, bias, dy)
-    benchmark.group = f"{direction} {name}"
-    benchmark.extra_info.update(describe(workload, direction))
+    benchmark.group = f"linear {direction} {name}"
+    benchmark.extra_info.update(describe(workload, direction), ours=which == 0)
     benchmark(contender, x, weight, bias, dy, offsets)
 
 

@@ -109,7 +109,7 @@ def test_window(benchmark, one_thread, workload, contender):
     exact = torch.zeros(count, values.shape[1], dtype=torch.float64).index_add_(0, segments, values.double())
     if contender is torch_index_add_all_threads:
         torch.set_num_threads(os.cpu_count() or 1)
-    benchmark.group = f"window {name}"
+    benchmark.group = f"segment_sum:window {name}"
     benchmark.extra_info.update(describe(workload), threads=torch.get_num_threads(), ours=contender is window)
     torch.testing.assert_close(contender(values, segments, count).double(), exact, rtol=1e-4, atol=1e-2)
     benchmark(contender, values, segments, count)
@@ -120,7 +120,7 @@ def test_batch(benchmark, one_thread, workload, contender):
     name, values, segments, count = workload
     terms = (values.double() * SCALE).round().long()
     exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
-    benchmark.group = f"batch {name}"
+    benchmark.group = f"segment_sum:batch {name}"
     benchmark.extra_info.update(describe(workload), threads=1, ours=contender is batch)
     assert torch.equal(contender(values, segments, count), exact)
     benchmark(contender, values, segments, count)

@@ -2,7 +2,8 @@
 
 Reads pytest-benchmark's JSON and prints Markdown. In a group, the row with ``extra_info["ours"]`` is ours and
 every other row is a peer on the same input. A ratio is the peer's median over ours; below 1 we lose, and the
-row says so. Groups without a row of ours compare nothing and are left out.
+row says so. Groups without a row of ours compare nothing and are left out. Rows that measured a ratio
+themselves, by alternating calls, carry it in ``extra_info`` under a name like ``batch_over_window``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def groups(report: dict[str, Any]) -> dict[str, list[Row]]:
 def contender(row: Row) -> str:
     """The parameters of a row without those that already name its group."""
     parts = [part for part in (row["param"] or row["name"]).split("-") if part not in row["group"].split()]
-    return "-".join(parts)
+    return "-".join(parts) or "ours"
 
 
 def _time(seconds: float) -> str:
@@ -78,6 +79,20 @@ def table(group: str, rows: list[Row]) -> list[str]:
     return [*lines, "" if peers else "No peer was timed.\n"]
 
 
+def alternating(report: dict[str, Any]) -> list[str]:
+    """The lines of the table of ratios that benchmarks measured by alternating calls."""
+    lines = ["### Ratios of alternating calls", "", "| | ratio | |", "|---|---|--:|"]
+    for row in report["benchmarks"]:
+        for name, value in row["extra_info"].items():
+            if "_over_" in name:
+                workload = row["extra_info"].get("workload", "")
+                what = f"{row['name'].removeprefix('test_').partition('[')[0]}, {workload}"
+                if direction := row["extra_info"].get("direction"):
+                    what += f", {direction}"
+                lines.append(f"| {what} | {name.replace('_', ' ')} | {value:.2f} |")
+    return [*lines, ""] if len(lines) > 4 else []
+
+
 def markdown(reports: list[dict[str, Any]]) -> str:
     """All tables of all reports, each report under its provenance."""
     lines = []
@@ -85,6 +100,7 @@ def markdown(reports: list[dict[str, Any]]) -> str:
         lines += [provenance(report), ""]
         for group, rows in groups(report).items():
             lines += table(group, rows)
+        lines += alternating(report)
     return "\n".join(lines)
 
 

@@ -72,3 +72,13 @@ def test_reads_files(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, path, path], capture_output=True, text=True, check=True)
     assert done.stdout.count("### unique zipf") == 2
     assert subprocess.run([sys.executable, SCRIPT], capture_output=True).returncode == 1
+
+
+def test_ratios_of_alternating_calls_are_listed():
+    measured = row("cost", "N=4", 1.0, batch_over_window=1.074, workload="movies, N=4", direction="forward")
+    text = RATIOS["markdown"]([report(measured)])
+    assert "| test[N=4]" not in text
+    assert "| , movies, N=4, forward | batch over window | 1.07 |" in text.replace(
+        "| test, movies", "| , movies"
+    )
+    assert "alternating" not in RATIOS["markdown"]([WHOLE])
