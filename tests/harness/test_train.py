@@ -34,6 +34,15 @@ def test_nestpipe_at_two_ranks_gives_the_digits_of_sync(pool, job, reference):
         assert same(summary, reference)
 
 
+def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
+    # Its own reference shares its stages: a sum that both forget would show nowhere else.
+    job = replace(job, lr=0.05)
+    sync = train(Communicators.local(), Run(job, "sync", WindowConfig(1), "sgd", steps=7), quiet=True)
+    window = Run(job, "nestpipe", WindowConfig(3, "window"), "sgd", steps=7)
+    for summary in pool.run(train, 2, window, True):
+        assert summary["loss"] == pytest.approx(sync["loss"], rel=1e-6)
+
+
 def train_with_a_slow_caller(communicators, run):
     """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
     mean_loss = train_module._mean_loss
