@@ -26,7 +26,7 @@ def triples(cases):
 
 
 def test_full_is_the_whole_product():
-    full = contract_table("full")
+    full = [case for case in contract_table("full") if not case.data]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     product = 1
     for size in sizes:

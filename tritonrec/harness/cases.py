@@ -14,6 +14,9 @@ from ..pipeline import PIPELINED, Consistency, Mode
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
+HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
+"""A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
+samples, so that ranks and micro-batches stay empty."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 
 
@@ -23,7 +26,8 @@ class Case:
 
     That is `Synchronous` for ``"batch"``, the same cut run in turn for ``"window"``.
 
-    `delay_seed`, if given, seeds random waits before every task of every rank.
+    `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log than
+    the job's.
     """
 
     mode: Mode
@@ -34,11 +38,13 @@ class Case:
     optimizer: OptimizerName
     steps: int
     delay_seed: int | None = None
+    data: str = ""
 
     def __str__(self) -> str:
         return (
             f"{self.mode} {self.consistency} world_size={self.world_size} N={self.micro_batches} "
             f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
+            f"{' on ' + self.data if self.data else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def contract_table(
 
     ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and adds the
     longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
-    factor, and every mode at both levels. The choice is deterministic.
+    factor, and every mode at both levels. Each adds cases on `HOSTILE`. The choice is deterministic.
     """
     factors = (
         tuple(modes),
@@ -104,6 +110,14 @@ def contract_table(
         chosen.append(longest)
     else:
         raise ValueError(f"size must be quick, default or full, got {size!r}")
+    ranks, count = max(factors[2]), max(factors[3])
+    for mode in factors[0][-1:] if size == "quick" else factors[0]:
+        for consistency in CONSISTENCIES:
+            hostile = Case(mode, consistency, ranks, count, True, "adam", steps or 6, 7, HOSTILE)
+            chosen += [
+                hostile,
+                replace(hostile, world_size=min(factors[2]), clustering=False, delay_seed=None),
+            ]
     order = {mode: place for place, mode in enumerate(factors[0])}
     return sorted(
         chosen, key=lambda c: (order[c.mode], c.consistency, c.world_size, c.micro_batches, c.steps)

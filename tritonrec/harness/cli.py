@@ -85,7 +85,7 @@ def verify(
 
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
-    job = _checked(lambda: _load(Job(data=data)))
+    job = _checked(lambda: _load(Job(data=data, chunk_rows=512)))
     size = "quick" if quick else "full" if full else "default"
     chosen = _names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
     ranks, counts = _numbers(world_size, "--world-size"), _numbers(micro_batches, "--micro-batches")
@@ -93,7 +93,9 @@ def verify(
         ranks = [1, 2]
     cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     console = Console()
-    report = verify_contract(job, cases, mutations, console, timedelta(seconds=timeout))
+    if json_file:
+        _checked(lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
+    report = _checked(lambda: verify_contract(job, cases, mutations, console, timedelta(seconds=timeout)))
     if json_file:
         report.save(json_file)
         console.print(f"report written to {json_file}")

@@ -36,18 +36,19 @@ class Verifier:
         self.job, self._world_sizes, self._timeout = job, tuple(world_sizes), timeout
         self._pool = RankPool(self._world_sizes, timeout)
         self._references = tempfile.TemporaryDirectory(prefix="tritonrec-")
-        self._recorded: dict[str, int] = {}
+        self._recorded: dict[tuple[str, str], int] = {}
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
         wanted: dict[Any, int] = {}
         for case in cases:
             if case.consistency == "batch":
-                wanted[case.optimizer] = max(case.steps, wanted.get(case.optimizer, 0))
-        for optimizer, steps in wanted.items():
-            if self._recorded.get(optimizer, 0) < steps:
-                record_reference(self.job, optimizer, steps, self._references.name)
-                self._recorded[optimizer] = steps
+                which = case.optimizer, case.data
+                wanted[which] = max(case.steps, wanted.get(which, 0))
+        for (optimizer, data), steps in wanted.items():
+            if self._recorded.get((optimizer, data), 0) < steps:
+                record_reference(self.job, optimizer, steps, self._references.name, data)
+                self._recorded[optimizer, data] = steps
 
     def run(self, case: Case, mutation: str | None = None) -> CaseResult:
         """Run one case on all its ranks."""

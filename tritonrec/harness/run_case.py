@@ -38,12 +38,13 @@ class RankReport:
     seconds: float
 
 
-def reference_file(directory: str, optimizer: OptimizerName) -> str:
-    return os.path.join(directory, f"synchronous-{optimizer}.safetensors")
+def reference_file(directory: str, optimizer: OptimizerName, data: str = "") -> str:
+    return os.path.join(directory, f"synchronous-{optimizer}{'-hostile' if data else ''}.safetensors")
 
 
-def record_reference(job: Job, optimizer: OptimizerName, steps: int, directory: str) -> None:
+def record_reference(job: Job, optimizer: OptimizerName, steps: int, directory: str, data: str = "") -> None:
     """Run `Synchronous` and store its state after every step; the file is replaced whole."""
+    job = job.on(data)
     model, table, rule, dense = job.build(optimizer)
     loader = job.loader()
     states: dict[str, torch.Tensor] = {}
@@ -56,7 +57,7 @@ def record_reference(job: Job, optimizer: OptimizerName, steps: int, directory: 
                 **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(table)
             }  # fmt: skip
             states.update({f"{step}/{name}": tensor for name, tensor in state.items()})
-    path = Path(reference_file(directory, optimizer))
+    path = Path(reference_file(directory, optimizer, data))
     save_file(states, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
@@ -92,10 +93,11 @@ def run_case(
         mutation: name of a bug to plant.
     """
     started = time.perf_counter()
+    job = job.on(case.data)
     if case.consistency == "window":
         states = _in_turn(communicators, job, case)
         return _compared(communicators, job, case, states.__getitem__, started, mutation)
-    with safe_open(reference_file(references, case.optimizer), "pt") as file:
+    with safe_open(reference_file(references, case.optimizer, case.data), "pt") as file:
         return _compared(communicators, job, case, lambda step: _Recorded(file, step), started, mutation)
 
 

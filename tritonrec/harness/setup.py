@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ class Job:
         model: sizes and dropout of the dense model.
         lr, eps: of rows and dense parameters. seed: of everything drawn.
         slots: slots of the key structure at the start; small, so that growth is exercised.
+        chunk_rows: rows of a value chunk.
     """
 
     data: str = "ml-100k"
@@ -35,6 +36,7 @@ class Job:
     eps: float = 1e-8
     seed: int = 0
     slots: int = 64
+    chunk_rows: int = 65536
 
     def loader(self, rank: int = 0, world_size: int = 1) -> NextItemLoader:
         """Batches of one rank."""
@@ -52,8 +54,19 @@ class Job:
             model = HSTU(self.model)
         rule = RowOptimizer(optimizer, self.lr, self.eps)
         dim = self.model.dim
-        table = DynamicTable(dim, rule.row_width(dim), seed=self.seed, scale=dim**-0.5, slots=self.slots)
+        table = DynamicTable(
+            dim,
+            rule.row_width(dim),
+            seed=self.seed,
+            scale=dim**-0.5,
+            slots=self.slots,
+            chunk_rows=self.chunk_rows,
+        )
         return model, table, rule, DenseOptimizer(model.named_parameters(), rule)
+
+    def on(self, data: str) -> Job:
+        """The same job on another log; itself for an empty name."""
+        return replace(self, data=data) if data else self
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
