@@ -134,8 +134,8 @@ def _contract(report: Report) -> Table:
         case = result.case
         outcome = "[green]identical[/]" if result.identical else "[red]differs[/]"
         table.add_row(
-            case.mode + "*" * bool(case.data), case.consistency, str(case.world_size), str(case.micro_batches),
-            _mark(case.clustering), _mark(case.delay_seed is not None),
+            case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
+            str(case.micro_batches), _mark(case.clustering), _mark(case.delay_seed is not None),
             case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
             f"{result.seconds:.1f}", "[red]failed[/]" if result.error else outcome,
         )  # fmt: skip
