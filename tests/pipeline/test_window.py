@@ -204,3 +204,12 @@ def test_sync_is_one_rank_one_micro_batch_batch_level():
 def test_a_bad_window_is_refused(options):
     with pytest.raises(ValueError, match="got"):
         WindowConfig(**options)
+
+
+@pytest.mark.parametrize("mode", ["sync", "nestpipe"])
+def test_a_model_loaded_after_its_optimizer_was_made_is_refused(mode):
+    made = parts()
+    other = {name: tensor + 1 for name, tensor in made[0].state_dict().items()}
+    made[0].load_state_dict(other)
+    with pytest.raises(ValueError, match="was changed after its optimizer was made"):
+        trainer(mode, parts_=made)

@@ -88,6 +88,17 @@ class DenseOptimizer:
             with torch.no_grad():
                 _as_rows(parameter).copy_(rows[:, : gradient.shape[1]])
 
+    def check_current(self) -> None:
+        """Raise ValueError naming a parameter changed elsewhere since; `step` would undo the change."""
+        for name, parameter in self.parameters.items():
+            weight = _as_rows(parameter.detach())
+            held = self.rows[name][:, : weight.shape[1]]
+            if not torch.equal(weight.contiguous().view(torch.int32), held.contiguous().view(torch.int32)):
+                raise ValueError(
+                    f"parameter {name} was changed after its optimizer was made, which would undo that; "
+                    "load the model first, or use DenseOptimizer.load"
+                )
+
     def load(self, rows: dict[str, torch.Tensor]) -> None:
         """Take over weights and state from `rows`, as another instance's `rows` holds them."""
         if rows.keys() != self.rows.keys():

@@ -74,6 +74,7 @@ class Trainer:
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        dense.check_current()
         self.mode, self.config = mode, config or WindowConfig()
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
