@@ -43,7 +43,7 @@ def test_layout_of_the_docstring():
 def test_occurrence_keys_are_ids_then_labels_then_negatives():
     batch = make_batch([1, 2], negatives=2)
     expected = [0, 1000, 1001, 1, 1001, 1002, *range(10**6, 10**6 + 6)]
-    assert batch.occurrence_keys().tolist() == expected
+    assert batch.lookups()["item"].ids.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_occurrence_keys_are_ids_then_labels_then_negatives():
 )
 def test_small_batches_are_legal(lengths):
     batch = make_batch(lengths).validate()
-    assert batch.occurrence_keys().shape == (sum(lengths) * 4,)
+    assert batch.lookups()["item"].ids.shape == (sum(lengths) * 4,)
     assert batch.token_positions().tolist() == [0] * sum(lengths)
     everything = batch.select(torch.arange(len(lengths))).validate()
     assert torch.equal(everything.offsets, batch.offsets) and torch.equal(everything.ids, batch.ids)

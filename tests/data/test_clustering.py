@@ -70,7 +70,7 @@ def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clust
 def greedy(batch: JaggedBatch, num_micro_batches: int) -> list[list[int]]:
     """The scheme of the module's docstring, in sets and loops."""
     singles = [batch.select(torch.tensor([sample])) for sample in range(batch.num_samples)]
-    keys = [set(single.occurrence_keys().tolist()) for single in singles]
+    keys = [set(single.lookups()["item"].ids.tolist()) for single in singles]
     holders = {key: sum(key in other for other in keys) for key in set().union(*keys)}
     weight = {key: 2**20 // count if count > 1 else 0 for key, count in holders.items()}
     total = [sum(weight[key] for key in own) for own in keys]

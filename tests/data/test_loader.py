@@ -115,10 +115,10 @@ def test_no_negatives_are_legal():
 def test_the_held_out_item_never_trains():
     log = small_log([1, 2, 3, 99], [2, 3, 1, 98])
     loads = loader(log)
-    assert not {98, 99} & set(loads.batch(0).occurrence_keys().tolist())
+    assert not {98, 99} & set(loads.batch(0).lookups()["item"].ids.tolist())
     evaluated = next(loads.evaluation_batches())
     assert evaluated.targets.tolist() == [-1, -1]
-    assert not {98, 99} & set(evaluated.history.occurrence_keys().tolist())
+    assert not {98, 99} & set(evaluated.history.lookups()["item"].ids.tolist())
 
 
 def test_evaluation_tells_target_and_everything_seen():

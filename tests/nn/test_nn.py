@@ -54,7 +54,7 @@ TABLE = torch.randn(50, CONFIG.dim, generator=torch.Generator().manual_seed(2))
 
 def run(model, batch):
     """Losses, hidden states and gradient of the rows, each cut into samples."""
-    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
     losses = model(batch, rows, SEED)
     losses.sum().backward()
     hidden = model.encode(batch, TABLE[batch.ids], SEED).detach()
@@ -89,7 +89,7 @@ def grids_of(model, batch, micro_batches):
     grids = attach_grids(model)
     for members in micro_batches:
         part = batch.select(torch.tensor(members, dtype=torch.int64))
-        model(part, TABLE[part.occurrence_keys()].requires_grad_(), SEED).sum().backward()
+        model(part, TABLE[part.lookups()["item"].ids].requires_grad_(), SEED).sum().backward()
     return grids
 
 
@@ -116,7 +116,7 @@ def test_exact_gradients_are_those_of_autograd():
     model, batch = make_model(), make_batch()
     grids = {name: grid.clone() for name, grid in grids_of(model, batch, [range(7)]).items()}
     detach_grids(model)
-    model(batch, TABLE[batch.occurrence_keys()], SEED).sum().backward()
+    model(batch, TABLE[batch.lookups()["item"].ids], SEED).sum().backward()
     for name, parameter in model.named_parameters():
         exact = ops.from_grid(grids[name])
         torch.testing.assert_close(
@@ -127,7 +127,7 @@ def test_exact_gradients_are_those_of_autograd():
 def test_autograd_agrees_with_finite_differences():
     """The whole model's gradient along a random direction, against a central difference of its losses."""
     model, batch = make_model(), make_batch()
-    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
     model(batch, rows, SEED).sum().backward()
     generator = torch.Generator().manual_seed(3)
     leaves = [rows, *model.parameters()]
@@ -180,7 +180,7 @@ def test_what_has_no_exact_sum_names_its_parameter():
     model, batch = make_model(), make_batch()
     attach_grids(model)
     with pytest.raises(ops.ExactSumError, match=r"norm\.weight"):
-        (model(batch, TABLE[batch.occurrence_keys()], SEED) * 1e30).sum().backward()
+        (model(batch, TABLE[batch.lookups()["item"].ids], SEED) * 1e30).sum().backward()
 
 
 def test_eval_mode_has_no_dropout():
@@ -219,7 +219,7 @@ def test_a_token_sees_no_later_token():
 def test_empty_batches_and_samples(lengths, grids):
     model, batch = make_model(), make_batch(lengths)
     attached = attach_grids(model) if grids else {}
-    rows = TABLE[batch.occurrence_keys()].requires_grad_()
+    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
     losses = model(batch, rows, SEED)
     losses.sum().backward()
     assert losses.tolist() == [0.0] * len(lengths) and rows.grad.shape == (0, CONFIG.dim)
@@ -229,7 +229,7 @@ def test_empty_batches_and_samples(lengths, grids):
 def test_a_sample_that_is_too_long_is_refused():
     model, batch = make_model(), make_batch([3, 10])
     with pytest.raises(ValueError, match="a sample has 10 tokens, the model takes 9"):
-        model(batch, TABLE[batch.occurrence_keys()], SEED)
+        model(batch, TABLE[batch.lookups()["item"].ids], SEED)
 
 
 def test_an_exact_linear_needs_offsets():

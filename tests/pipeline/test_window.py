@@ -143,7 +143,7 @@ def test_wrong_offsets_name_the_field():
 @pytest.mark.parametrize("consistency", ["window", "batch"])
 def test_a_nan_in_a_gradient_names_the_tensor(consistency):
     made = parts()
-    rows = made[1].rows_of(batch_of(0, 3).occurrence_keys().unique())
+    rows = made[1].rows_of(batch_of(0, 3).lookups()["item"].ids.unique())
     values = made[1].read(rows)
     values[1, 2] = float("nan")
     made[1].write(rows, values)
@@ -157,7 +157,7 @@ def test_a_nan_in_a_gradient_names_the_tensor(consistency):
 
 def test_grid_overflow_names_the_tensor():
     made = parts("sgd")
-    rows = made[1].rows_of(batch_of(0, 3).occurrence_keys().unique())
+    rows = made[1].rows_of(batch_of(0, 3).lookups()["item"].ids.unique())
     made[1].write(rows, made[1].read(rows) * 1e12)
     with (
         trainer(parts_=made) as training,

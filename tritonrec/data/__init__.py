@@ -1,6 +1,6 @@
 """Interaction logs, jagged batches, sample clustering and ranking metrics."""
 
-from tritonrec.data.batch import JaggedBatch
+from tritonrec.data.batch import Batch, JaggedBatch, Lookup
 from tritonrec.data.clustering import payload_inflation, split
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
@@ -8,9 +8,11 @@ from tritonrec.data.ranking import evaluate, popularity_scores
 from tritonrec.data.sources import load
 
 __all__ = [
+    "Batch",
     "EvaluationBatch",
     "Interactions",
     "JaggedBatch",
+    "Lookup",
     "NextItemLoader",
     "evaluate",
     "load",

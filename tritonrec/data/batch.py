@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,45 @@ def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     torch.cumsum(lengths, 0, out=offsets[1:])
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
     return torch.arange(len(shift), dtype=torch.int64, device=lengths.device) + shift, offsets
+
+
+class Lookup(NamedTuple):
+    """What one feature looks up in a batch: ids (n,) int64, and where they are pooled the bags' offsets.
+
+    With ``offsets`` (m + 1,) int64, bag j is ``ids[offsets[j] : offsets[j + 1]]``; it may be empty.
+    """
+
+    ids: Tensor
+    offsets: Tensor | None = None
+
+
+class Batch(Protocol):
+    """What the scheduler asks of a batch; `JaggedBatch` and `ImpressionBatch` have it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def sample_ids(self) -> Tensor: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def loss_terms(self) -> int:
+        """Terms of the batch's loss; the sum of the losses is divided by their number over all ranks."""
+
+    def lookups(self) -> dict[str, Lookup]:
+        """What each feature looks up; the features are the same for every batch of a run."""
+
+    def sample_keys(self) -> tuple[Tensor, Tensor]:
+        """Offsets (B + 1,) and keys (n,) int64 that tell which samples share keys; repeats are allowed."""
+
+    def select(self, indices: Tensor) -> Any: ...
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Any: ...
+
+    def validate(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -80,9 +119,19 @@ class JaggedBatch:
         """(B,) int64: tokens of each sample."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    def occurrence_keys(self) -> Tensor:
-        """(L + L + L*K,) int64: every key the batch looks up, in order ids, labels, negatives row by row."""
-        return torch.cat([self.ids, self.labels, self.negatives.reshape(-1)])
+    @property
+    def loss_terms(self) -> int:
+        """One term for each token."""
+        return self.num_tokens
+
+    def lookups(self) -> dict[str, Lookup]:
+        """Feature ``item``, (L + L + L*K,) ids: the batch's ids, labels, and negatives row by row."""
+        return {"item": Lookup(torch.cat([self.ids, self.labels, self.negatives.reshape(-1)]))}
+
+    def sample_keys(self) -> tuple[Tensor, Tensor]:
+        """Offsets (B + 1,) and each sample's ids, labels and negatives, token by token."""
+        keys = torch.cat([self.ids[:, None], self.labels[:, None], self.negatives], 1)
+        return self.offsets * keys.shape[1], keys.flatten()
 
     def token_sample_ids(self) -> Tensor:
         """(L,) int64: the sample id of each token."""

@@ -10,7 +10,7 @@ together::
     clustered  [ 0      2 ] [  1      3 ]             a b     | c d e      5 of 5 distinct: inflation 1.0
 
 The scheme is one greedy pass. Each micro-batch starts from the sample with the most shared keys left, and
-then takes the sample whose keys it already holds to the greatest part, until it has its share of the tokens.
+then takes the sample whose keys it already holds to the greatest part, until it has its share of the keys.
 A key of h samples weighs 1 / h, and nothing if no other sample has it: popular keys are everywhere in any
 case. Weights are integers and ties go to the earlier sample, so every machine finds the same partition.
 
@@ -27,18 +27,18 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from tritonrec.data.batch import JaggedBatch
+from tritonrec.data.batch import Batch
 from tritonrec.ops import unique
 
 _UNIT = 1 << 20  # the weight of a key is _UNIT // holders: sums of them stay far from 2**53
 
 
-def split(batch: JaggedBatch, num_micro_batches: int, clustering: bool) -> list[Tensor]:
+def split(batch: Batch, num_micro_batches: int, clustering: bool) -> list[Tensor]:
     """Cut a batch on the CPU into micro-batches: N tensors of sample indices, int64, every sample in one.
 
-    Plain: runs of the batch as it stands, equal in samples up to one. Clustered: by shared keys (ids, labels
-    and negatives); a micro-batch holds at most ceil(L / N) tokens and one sample's more, and none is empty
-    as long as there are N samples. With fewer samples than N, empty micro-batches are legal in both.
+    Plain: runs of the batch as it stands, equal in samples up to one. Clustered: by shared keys; a
+    micro-batch holds at most its share of the batch's keys (`sample_keys`, repeats counted) and one sample's
+    more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are legal in both.
 
     Raises ValueError when N is less than 1.
     """
@@ -47,28 +47,28 @@ def split(batch: JaggedBatch, num_micro_batches: int, clustering: bool) -> list[
     samples = torch.arange(batch.num_samples)
     if not clustering or num_micro_batches == 1:
         return list(samples.tensor_split(num_micro_batches))
-    distinct, numbers, _ = unique(batch.occurrence_keys())
-    order, ends = _cluster(
-        batch.offsets.numpy(), numbers.numpy(), len(distinct), batch.num_negatives, num_micro_batches
-    )
+    offsets, keys = batch.sample_keys()
+    distinct, numbers, _ = unique(keys)
+    order, ends = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), num_micro_batches)
     return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))
 
 
-def payload_inflation(batch: JaggedBatch, micro_batches: list[Tensor]) -> float:
+def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
     """Sum of distinct keys of the micro-batches over distinct keys of the batch: at least 1.0."""
-    whole = len(torch.unique(batch.occurrence_keys()))
-    parts = sum(len(torch.unique(batch.select(indices).occurrence_keys())) for indices in micro_batches)
+    whole = len(torch.unique(batch.sample_keys()[1]))
+    parts = sum(len(torch.unique(batch.select(indices).sample_keys()[1])) for indices in micro_batches)
     return parts / whole if whole else 1.0
 
 
 @njit(cache=True, nogil=True)
-def _cluster(offsets, numbers, num_keys, num_negatives, num_micro_batches):
+def _cluster(offsets, numbers, num_keys, num_micro_batches):
     """Samples in the order of their micro-batches (B,), and the end of each micro-batch in it (N,).
 
-    `numbers` are the occurrence keys, in that order, renumbered from 0.
+    `numbers` are the samples' keys renumbered from 0, jagged by `offsets`; a sample's share of a micro-batch
+    is their count.
     """
     num_samples = len(offsets) - 1
-    key_offsets, keys = _keys_of_samples(offsets, numbers, num_keys, num_negatives)
+    key_offsets, keys = _keys_of_samples(offsets, numbers, num_keys)
     holder_offsets, holders = _samples_of_keys(key_offsets, keys, num_keys)
 
     weights = np.zeros(num_keys, dtype=np.int64)
@@ -86,14 +86,14 @@ def _cluster(offsets, numbers, num_keys, num_negatives, num_micro_batches):
     free = np.ones(num_samples, dtype=np.bool_)
     home = np.full(num_keys, -1, dtype=np.int64)  # the micro-batch that took the key last
     placed = 0
-    tokens_left = offsets[num_samples]
+    left = offsets[num_samples]
     for micro_batch in range(num_micro_batches):
         later = num_micro_batches - 1 - micro_batch
-        share = -(-tokens_left // (later + 1))
-        begin, tokens = placed, 0
+        share = -(-left // (later + 1))
+        begin, taken = placed, 0
         held = np.zeros(num_samples, dtype=np.int64)  # weight of the sample's keys that are already here
         while placed < num_samples:
-            is_enough = tokens >= share or num_samples - placed <= later
+            is_enough = taken >= share or num_samples - placed <= later
             if later > 0 and placed > begin and is_enough:
                 break
             best, best_score = -1, -1.0
@@ -107,36 +107,33 @@ def _cluster(offsets, numbers, num_keys, num_negatives, num_micro_batches):
             free[best] = False
             order[placed] = best
             placed += 1
-            tokens += offsets[best + 1] - offsets[best]
+            taken += offsets[best + 1] - offsets[best]
             for at in range(key_offsets[best], key_offsets[best + 1]):
                 key = keys[at]
                 if home[key] != micro_batch:
                     home[key] = micro_batch
                     for holder in range(holder_offsets[key], holder_offsets[key + 1]):
                         held[holders[holder]] += weights[key]
-        tokens_left -= tokens
+        left -= taken
         ends[micro_batch] = placed
     return order, ends
 
 
 @njit(cache=True, nogil=True)
-def _keys_of_samples(offsets, numbers, num_keys, num_negatives):
+def _keys_of_samples(offsets, numbers, num_keys):
     """Distinct keys of each sample, jagged: key_offsets (B + 1,), keys."""
-    num_samples, num_tokens = len(offsets) - 1, offsets[-1]
+    num_samples = len(offsets) - 1
     key_offsets = np.zeros(num_samples + 1, dtype=np.int64)
     keys = np.empty(len(numbers), dtype=np.int64)
     seen_by = np.full(num_keys, -1, dtype=np.int64)
     filled = 0
     for sample in range(num_samples):
-        first, last = offsets[sample], offsets[sample + 1]
-        negatives = 2 * num_tokens + first * num_negatives, 2 * num_tokens + last * num_negatives
-        for begin, end in ((first, last), (num_tokens + first, num_tokens + last), negatives):
-            for at in range(begin, end):
-                key = numbers[at]
-                if seen_by[key] != sample:
-                    seen_by[key] = sample
-                    keys[filled] = key
-                    filled += 1
+        for at in range(offsets[sample], offsets[sample + 1]):
+            key = numbers[at]
+            if seen_by[key] != sample:
+                seen_by[key] = sample
+                keys[filled] = key
+                filled += 1
         key_offsets[sample + 1] = filled
     return key_offsets, keys[:filled]
 
