@@ -2,18 +2,24 @@
 
 from .exact import attach_grids, detach_grids, has_grid, sum_by_sample
 from .hstu import HSTU, HSTUConfig, HSTULayer
-from .modules import GatedNorm, LayerNorm, Linear, PositionalEmbedding
+from .losses import binary_cross_entropy, sigmoid
+from .mmoe import MMoE
+from .modules import MLP, GatedNorm, LayerNorm, Linear, PositionalEmbedding
 
 __all__ = [
     "HSTU",
+    "MLP",
     "GatedNorm",
     "HSTUConfig",
     "HSTULayer",
     "LayerNorm",
     "Linear",
+    "MMoE",
     "PositionalEmbedding",
     "attach_grids",
+    "binary_cross_entropy",
     "detach_grids",
     "has_grid",
+    "sigmoid",
     "sum_by_sample",
 ]

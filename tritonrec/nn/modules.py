@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import ops
 from . import exact
 
 
@@ -24,6 +25,19 @@ class Linear(torch.nn.Module):
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(L, in) -> (L, out); `seq_offsets` (B + 1,) tell which rows are one sample's."""
         return exact.linear(x, self.weight, self.bias, seq_offsets)
+
+
+class MLP(torch.nn.Module):
+    """``linear(silu(linear(x)))``: (L, in) -> (L, hidden) -> (L, out)."""
+
+    def __init__(self, in_features: int, hidden: int, out_features: int):
+        super().__init__()
+        self.inner = Linear(in_features, hidden)
+        self.outer = Linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Linear`."""
+        return self.outer(ops.silu(self.inner(x, seq_offsets)), seq_offsets)
 
 
 class LayerNorm(torch.nn.Module):

@@ -1,0 +1,184 @@
+"""MMoE: top-k of the gate with ties to the lower expert, and rows that depend on themselves alone."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.nn import MMoE, attach_grids
+
+DIM, TASKS, EXPERTS, TOP_K, HIDDEN = 7, 2, 5, 2, 9
+LENGTHS = [4, 0, 1, 13, 0, 6]
+OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    model = MMoE(
+        **{"dim": DIM, "tasks": TASKS, "experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, **changes}
+    )
+    for parameter in model.parameters():  # large enough for the nonlinearities to matter, no bias at zero
+        parameter.data = parameter.data * 1.5 + 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def numbers(rows=int(OFFSETS[-1]), tasks=TASKS, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, DIM, generator=generator) * 2 + 0.1
+    return x, torch.randn(rows, tasks, generator=generator) + 0.2
+
+
+def run(model, x, offsets, dy):
+    leaf = x.clone().requires_grad_()
+    logits = model(leaf, offsets)
+    logits.backward(dy)
+    return logits.detach(), leaf.grad
+
+
+def mlp(x, module):
+    inner = x @ module.inner.weight.T + module.inner.bias
+    return (inner * torch.sigmoid(inner)) @ module.outer.weight.T + module.outer.bias
+
+
+def oracle(model, x):
+    """Row by row in the model's dtype, with Python's own sort."""
+    rows = []
+    for row in x:
+        logits = []
+        for gate, tower in zip(model.gates, model.towers, strict=True):
+            scores = gate.weight @ row
+            chosen = sorted(range(len(scores)), key=lambda e: (-scores[e].item(), e))[: model.top_k]
+            weights = torch.softmax(scores, 0)
+            total = sum(weights[e] for e in chosen) if model.renormalise else 1
+            mixed = sum(weights[e] / total * mlp(row, model.experts[e]) for e in chosen)
+            logits.append(mlp(mixed, tower))
+        rows.append(torch.cat(logits))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+def test_forward_and_gradients_are_the_formula(top_k, renormalise, grids):
+    model = make_model(top_k=top_k, renormalise=renormalise)
+    attached = attach_grids(model) if grids else {}
+    x, dy = numbers()
+    logits, dx = run(model, x, OFFSETS, dy)
+    got = {name: ops.from_grid(grid) for name, grid in attached.items()} or {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
+    exact = make_model(top_k=top_k, renormalise=renormalise).double()
+    leaf = x.double().requires_grad_()
+    expected = oracle(exact, leaf)
+    expected.backward(dy.double())
+    close = lambda a, b, what: torch.testing.assert_close(  # noqa: E731
+        a.double(), b, rtol=2e-4, atol=2e-5, msg=lambda text: f"{what}: {text}"
+    )
+    close(logits, expected.detach(), "logits")
+    close(dx, leaf.grad, "dx")
+    assert got.keys() == dict(exact.named_parameters()).keys()
+    for name, parameter in exact.named_parameters():
+        if renormalise and top_k == 1 and name.startswith("gates"):
+            assert not got[name].any()
+            continue
+        assert got[name].any(), name
+        close(got[name], parameter.grad, name)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
+def test_a_sample_keeps_its_bits_in_any_batch(top_k, grids):
+    model = make_model(top_k=top_k)
+    if grids:
+        attach_grids(model)
+    x, dy = numbers()
+    whole = run(model, x, OFFSETS, dy)
+    spans = list(pairwise(OFFSETS.tolist()))
+    for subset in [[3], [2], [1], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]:
+        rows = torch.cat([torch.arange(*spans[b]) for b in subset])
+        offsets = torch.tensor([0, *(LENGTHS[b] for b in subset)]).cumsum(0)
+        for got, one in zip(run(model, x[rows], offsets, dy[rows]), whole, strict=True):
+            assert torch.equal(got, one[rows]), subset
+
+
+@pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
+def test_grids_do_not_depend_on_the_split(split):
+    model, (x, dy) = make_model(), numbers()
+    whole = attach_grids(model)
+    run(model, x, OFFSETS, dy)
+    spans = list(pairwise(OFFSETS.tolist()))
+    parts = attach_grids(model)
+    for subset in split:
+        rows = torch.cat([torch.arange(0), *(torch.arange(*spans[b]) for b in subset)])
+        run(model, x[rows], torch.tensor([0, *(LENGTHS[b] for b in subset)]).cumsum(0), dy[rows])
+    for name, grid in whole.items():
+        assert grid.any() and torch.equal(parts[name], grid), name
+
+
+def test_of_equal_scores_the_lower_expert_wins():
+    scores = torch.tensor([
+        [1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 2.0, 2.0, 2.0, 3.0],
+        [3.0, -0.0, 0.0, -1.0, 0.0],
+        [-200.0, -100.0, 5.0, -150.0, -120.0],  # all weights but one round to zero, the order is still known
+        [float("-inf")] * 5,
+    ])  # fmt: skip
+    chosen, _ = make_model(top_k=2).choose(scores)
+    assert chosen.tolist() == [[0, 1], [1, 4], [0, 1], [1, 2], [0, 1]]
+    wide = torch.zeros(3, 300)
+    wide[:, 200:] = 1
+    assert make_model(experts=300, top_k=3).choose(wide)[0].tolist() == [[200, 201, 202]] * 3
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_weights_are_those_of_the_softmax(renormalise):
+    scores = torch.randn(50, EXPERTS, generator=torch.Generator().manual_seed(3)) * 3
+    chosen, weights = make_model(renormalise=renormalise, top_k=3).choose(scores)
+    every = torch.softmax(scores.double(), 1)
+    for row in range(50):
+        best = sorted(sorted(range(EXPERTS), key=lambda e: -every[row, e])[:3])
+        assert chosen[row].tolist() == best
+        expected = every[row, best] / (every[row, best].sum() if renormalise else 1)
+        torch.testing.assert_close(weights[row].double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_an_expert_that_nobody_chose_gets_no_gradient_and_sees_no_row(monkeypatch):
+    model, (x, dy) = make_model(), numbers()
+    with torch.no_grad():
+        for gate in model.gates:
+            gate.weight.zero_()  # all scores equal: experts 0 and 1
+    seen = []
+    for expert in model.experts:
+        forward = expert.forward
+        monkeypatch.setattr(
+            expert, "forward", lambda rows, offsets, f=forward: seen.append(len(rows)) or f(rows, offsets)
+        )
+    grids = attach_grids(model)
+    run(model, x, OFFSETS, dy)
+    assert seen == [len(x), len(x), 0, 0, 0]
+    assert {name for name, grid in grids.items() if not grid.any()} == {
+        f"experts.{e}.{layer}.{part}"
+        for e in (2, 3, 4)
+        for layer in ("inner", "outer")
+        for part in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_empty(lengths, grids):
+    model = make_model()
+    attached = attach_grids(model) if grids else {}
+    x, dy = numbers(0)
+    logits, dx = run(model, x, torch.tensor([0, *lengths]).cumsum(0), dy)
+    assert logits.shape == (0, TASKS) and dx.shape == (0, DIM)
+    assert not any(grid.any() for grid in attached.values())
+
+
+def test_numbers_of_experts_that_do_not_fit_are_refused():
+    for experts, top_k in ((3, 4), (3, 0)):
+        with pytest.raises(ValueError, match=f"top_k must lie in \\[1, 3\\].*got {top_k}"):
+            MMoE(4, 1, experts=experts, top_k=top_k)
+    with pytest.raises(ValueError, match="tasks must be at least 1"):
+        MMoE(4, 0)
