@@ -1,0 +1,85 @@
+"""Which slice of the hash a key lies in, and which slices a rank owns or a file holds.
+
+The upper 32 bits of a key's murmur hash are a ring of 2**32 places, cut into 65,536 slices by the upper 16.
+Rank r of W owns a contiguous range of places, the same that `ops.owner_of` gives it::
+
+    place    0                                                      2**32
+    slice    0 ................................................. 65535
+    W = 2    |           rank 0          |           rank 1          |
+    W = 3    |     rank 0      |     rank 1      |     rank 2        |    bounds lie inside slices
+    W = 4    |   rank 0    |   rank 1    |   rank 2    |   rank 3    |
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+SLICES = 1 << 16
+PLACES = 1 << 32
+_WIDTH = PLACES // SLICES
+
+Range = tuple[int, int]
+"""Places [begin, end) of the ring."""
+
+PART_BYTES = 1 << 20
+MAX_PARTS = 256
+
+
+def slice_of(keys: Tensor) -> Tensor:
+    """The slice (K,) int64 of each key: the upper 16 bits of its hash."""
+    return ops.owner_of(keys, SLICES)
+
+
+def range_of(rank: int, world_size: int) -> Range:
+    """The places that `rank` owns: those p with ``p * world_size >> 32 == rank``."""
+    return -(-rank * PLACES // world_size), -(-(rank + 1) * PLACES // world_size)
+
+
+def slices_of(part: Range) -> Range:
+    """First and last slice that a range of places reaches into."""
+    return part[0] // _WIDTH, (part[1] - 1) // _WIDTH
+
+
+def order_of(keys: Tensor) -> Tensor:
+    """The order (K,) of `keys` by (slice, key as a signed number)."""
+    by_key = torch.argsort(keys)
+    return by_key[torch.argsort(slice_of(keys[by_key]), stable=True)]
+
+
+def parts_of(owned: Range, num_bytes: int) -> list[Range]:
+    """Cut the range of a rank into parts of about PART_BYTES, one file each.
+
+    The cuts lie on a power-of-two division of the whole ring, MAX_PARTS at most, so that the ranks of any
+    other world size find their share in few files.
+    """
+    begin, end = owned
+    whole_table = num_bytes * PLACES // (end - begin)
+    parts = 1
+    while parts < MAX_PARTS and parts * PART_BYTES < whole_table:
+        parts *= 2
+    stride = PLACES // parts
+    cuts = [begin, *range((begin // stride + 1) * stride, end, stride), end]
+    return list(pairwise(cuts))
+
+
+def meets(left: Range, right: Range) -> bool:
+    return left[0] < right[1] and right[0] < left[1]
+
+
+def first_flaw(parts: list[Range]) -> str | None:
+    """Where `parts` leave a gap in the ring or overlap, in words; None where they tile it."""
+    reached = 0
+    for begin, end in [*sorted(parts), (PLACES, PLACES)]:
+        if begin > reached:
+            first, last = slices_of((reached, begin))
+            return f"nothing holds slices {first} to {last}"
+        if begin < reached:
+            first, last = slices_of((begin, min(end, reached)))
+            return f"two files hold slices {first} to {last}"
+        reached = end
+    return None
