@@ -5,6 +5,7 @@ from .hstu import HSTU, HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import MLP, GatedNorm, LayerNorm, Linear, PositionalEmbedding
+from .next_item import NextItemModel, Tokens
 
 __all__ = [
     "HSTU",
@@ -15,7 +16,9 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MMoE",
+    "NextItemModel",
     "PositionalEmbedding",
+    "Tokens",
     "attach_grids",
     "binary_cross_entropy",
     "detach_grids",
