@@ -1,6 +1,7 @@
 """Modules over the ops, and the grids that make their gradients exact."""
 
 from .exact import attach_grids, detach_grids, has_grid, sum_by_sample
+from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
@@ -8,8 +9,10 @@ from .modules import MLP, GatedNorm, LayerNorm, Linear, PositionalEmbedding
 from .next_item import NextItemModel, Tokens
 
 __all__ = [
+    "GRM",
     "HSTU",
     "MLP",
+    "GRMConfig",
     "GatedNorm",
     "HSTUConfig",
     "HSTULayer",

@@ -4,22 +4,18 @@
     a = attention(q, k, v)                      pointwise aggregated attention, equation 2
     x = x + linear(dropout(norm(a) * u))        pointwise transformation, equation 3
 
-Dimensions: L tokens, B samples, H heads, K negatives, d model dimension.
+Dimensions: L tokens, H heads, d model dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from .. import ops
-from .exact import sum_by_sample
-from .modules import GatedNorm, LayerNorm, Linear, PositionalEmbedding
-
-if TYPE_CHECKING:
-    from ..data import JaggedBatch
+from .modules import GatedNorm, LayerNorm, Linear
+from .next_item import NextItemModel, Tokens
 
 
 @dataclass(frozen=True)
@@ -56,68 +52,26 @@ class HSTULayer(torch.nn.Module):
         self.gate = GatedNorm(config.heads * config.v_dim, config.dropout)
         self.output = Linear(config.heads * config.v_dim, config.dim)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        batch: JaggedBatch,
-        seed: int,
-        sample_ids: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """`sample_ids`, `positions`: (L,) of each token; `seed`: of this layer's dropout."""
+    def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
+        """`seed`: of this layer's dropout."""
         config = self.config
-        uvqk = ops.silu(self.uvqk(self.norm(x), batch.offsets))
+        uvqk = ops.silu(self.uvqk(self.norm(x), tokens.seq_offsets))
         u, v, q, k = uvqk.split(self.sizes, 1)
         attended = ops.hstu_attention(
             q.unflatten(1, (config.heads, config.qk_dim)),
             k.unflatten(1, (config.heads, config.qk_dim)),
             v.unflatten(1, (config.heads, config.v_dim)),
-            batch.offsets,
+            tokens.seq_offsets,
             config.max_seq_len,
             alpha=config.qk_dim**-0.5,
             scaling_seqlen=config.max_seq_len,
+            num_targets=tokens.num_targets,
         ).flatten(1)
-        gated = self.gate(attended, u, seed, sample_ids, positions)
-        return x + self.output(gated, batch.offsets)
+        gated = self.gate(attended, u, seed, tokens.sample_ids, tokens.positions)
+        return x + self.output(gated, tokens.seq_offsets)
 
 
-class HSTU(torch.nn.Module):
-    """Next-item model: embeddings of items plus positions, HSTU layers, sampled softmax.
+class HSTU(NextItemModel):
+    """Next-item model: rows of items plus positions, HSTU layers, sampled softmax."""
 
-    Called as ``model(batch, rows, seed)`` by the trainer; see `tritonrec.pipeline.window.Model`.
-    """
-
-    def __init__(self, config: HSTUConfig):
-        super().__init__()
-        self.config = config
-        self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
-        self.layers = torch.nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
-        self.norm = LayerNorm(config.dim)
-
-    def encode(self, batch: JaggedBatch, rows: torch.Tensor, seed: int = 0) -> torch.Tensor:
-        """Hidden states (L, d) from the embedding rows (L, d) of ``batch.ids``."""
-        sample_ids, positions = batch.token_sample_ids(), batch.token_positions()
-        longest = int(batch.lengths.max()) if batch.num_samples else 0
-        if longest > self.config.max_seq_len:
-            raise ValueError(f"a sample has {longest} tokens, the model takes {self.config.max_seq_len}")
-        x = rows * self.config.dim**0.5 + self.positions(positions)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, batch, ops.derive_seed(seed, index, 0), sample_ids, positions)
-        return self.norm(x)
-
-    def forward(self, batch: JaggedBatch, rows: torch.Tensor, seed: int) -> torch.Tensor:
-        """Losses (B,): sums over a sample's tokens.
-
-        Args:
-            rows: (L + L + L*K, d) float32, the rows of ``batch.occurrence_keys()``. seed: of dropout.
-        """
-        tokens, negatives = batch.num_tokens, batch.num_negatives
-        items, labels, sampled = rows.split([tokens, tokens, tokens * negatives])
-        losses = ops.sampled_softmax(
-            self.encode(batch, items, seed),
-            labels,
-            sampled.unflatten(0, (tokens, negatives)),
-            batch.negatives != batch.labels[:, None],
-            self.config.temperature,
-        )
-        return sum_by_sample(losses, batch.offsets)
+    layer = HSTULayer

@@ -1,0 +1,56 @@
+"""The modules as their formulas say, sample by sample, in their parameters' dtype: oracles in float64."""
+
+import torch
+
+
+def silu(x):
+    return x * torch.sigmoid(x)
+
+
+def linear(x, module):
+    y = x @ module.weight.T
+    return y if module.bias is None else y + module.bias
+
+
+def mlp(x, module):
+    return linear(silu(linear(x, module.inner)), module.outer)
+
+
+def layer_norm(x, module):
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    return centred / torch.sqrt(variance + module.eps) * module.weight + module.bias
+
+
+def attention(q, k, v, heads, normaliser, targets):
+    """One sample: (n, heads * size) each; the last `targets` rows do not see each other."""
+    n = len(q)
+    seen = [[j == i or (j < i and j < n - targets) for j in range(n)] for i in range(n)]
+    mask = torch.tensor(seen, dtype=q.dtype).reshape(n, n)
+    outs = []
+    for a, b, c in zip(*(tensor.chunk(heads, 1) for tensor in (q, k, v)), strict=True):
+        outs.append(silu(a @ b.T / a.shape[1] ** 0.5) * mask / normaliser @ c)
+    return torch.cat(outs, 1)
+
+
+def hstu_layer(x, module, targets=0):
+    """One sample (n, d), without dropout."""
+    u, v, q, k = silu(linear(layer_norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
+    attended = attention(q, k, v, module.config.heads, module.config.max_seq_len, targets)
+    return x + linear(u * layer_norm(attended, module.gate), module.output)
+
+
+def mmoe(x, module):
+    """Row by row, with Python's own sort."""
+    rows = [x.new_zeros(0, len(module.towers))]
+    for row in x:
+        logits = []
+        for gate, tower in zip(module.gates, module.towers, strict=True):
+            scores = linear(row, gate)
+            chosen = sorted(range(len(scores)), key=lambda e: (-scores[e].item(), e))[: module.top_k]
+            weights = torch.softmax(scores, 0)
+            total = sum(weights[e] for e in chosen) if module.renormalise else 1
+            mixed = sum(weights[e] / total * mlp(row, module.experts[e]) for e in chosen)
+            logits.append(mlp(mixed, tower))
+        rows.append(torch.cat(logits)[None])
+    return torch.cat(rows)

@@ -1,0 +1,149 @@
+"""GRM, the generative recommendation model of MTGRBoost (section 2, Figure 3): click and conversion of what
+a user is shown, from the user's features and history.
+
+A sample is one sequence of tokens, T = [T_con, T_hst, T_exp]. One with two contextual features, three
+actions in its history and two exposed items::
+
+    tokens     user  city | h0  h1  h2 | e0  e1        mask    1 . . . . . .
+    row of     context    | item       | item                  1 1 . . . . .
+    each       features   | + action   | + genres              1 1 1 . . . .
+                          | + genres   |                       1 1 1 1 . . .
+    + position  0     1   | 2   3   4  | 5   6                 1 1 1 1 1 . .
+                                                               1 1 1 1 1 1 .     an exposed item sees what
+    logits of                            e0  e1                1 1 1 1 1 . 1     comes before and itself
+
+HSTU layers, a norm, and MMoE on the exposed tokens, one logit for each task. Tokens are put in order and
+taken out again by exact moves, so each sample's losses and gradients depend on that sample alone.
+
+Dimensions: B samples, C contextual features, Lh history and Le exposed tokens, T tasks, d model dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import ops
+from .exact import sum_by_sample
+from .hstu import HSTUConfig, HSTULayer
+from .losses import binary_cross_entropy, sigmoid
+from .mmoe import MMoE
+from .modules import LayerNorm, Linear, PositionalEmbedding
+from .next_item import Tokens
+
+if TYPE_CHECKING:
+    from ..data.impressions import ImpressionBatch
+
+
+@dataclass(frozen=True)
+class GRMConfig:
+    """Sizes of a GRM.
+
+    Args:
+        dim: d, of item, action and genre rows and of the residual stream. context_dim: of contextual rows.
+        context, tasks: names, in the batch's order. experts, top_k: of MMoE. layers, heads: how many.
+        qk_dim, v_dim: features of a head. max_seq_len: most tokens of a sample, context and exposed ones
+            among them, and the attention's normaliser. dropout: of the gated norm. genres: whether items
+            have pooled genres.
+    """
+
+    dim: int = 64
+    context_dim: int = 16
+    context: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ("click", "conversion")
+    experts: int = 4
+    top_k: int = 2
+    layers: int = 2
+    heads: int = 2
+    qk_dim: int = 32
+    v_dim: int = 32
+    max_seq_len: int = 200
+    dropout: float = 0.2
+    genres: bool = False
+
+
+class GRM(torch.nn.Module):
+    """Called as ``model(batch, rows, seed)`` by the trainer; see `tritonrec.pipeline.Model`."""
+
+    def __init__(self, config: GRMConfig):
+        super().__init__()
+        taken = {"item", "action", "genre"}.intersection(config.context)
+        if taken:
+            raise ValueError(f"context may not be named like a feature of tokens: {sorted(taken)}")
+        self.config = config
+        layer = HSTUConfig(
+            dim=config.dim, heads=config.heads, qk_dim=config.qk_dim, v_dim=config.v_dim,
+            max_seq_len=config.max_seq_len, dropout=config.dropout,
+        )  # fmt: skip
+        self.context = torch.nn.ModuleList(Linear(config.context_dim, config.dim) for _ in config.context)
+        self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
+        self.layers = torch.nn.ModuleList(HSTULayer(layer) for _ in range(config.layers))
+        self.norm = LayerNorm(config.dim)
+        self.head = MMoE(config.dim, len(config.tasks), config.experts, config.top_k)
+
+    def forward(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+        """Losses (B,): cross entropies of a sample, summed over its exposed items and tasks.
+
+        Args:
+            rows: by feature, as `ImpressionBatch.lookups` names them: ``item`` (Lh + Le, d), ``action``
+                (Lh, d), ``genre`` (Lh + Le, d) where there are genres, contextual ones (B, context_dim).
+            seed: of dropout.
+        """
+        if tuple(batch.tasks) != tuple(self.config.tasks):
+            raise ValueError(f"the batch has tasks {batch.tasks}, the model {self.config.tasks}")
+        losses = binary_cross_entropy(self.logits(batch, rows, seed), batch.labels)
+        return sum_by_sample(losses, batch.exposed_offsets)
+
+    @torch.no_grad()
+    def predict(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Probabilities (Le, T) of each task, without dropout."""
+        training = self.training
+        try:
+            return sigmoid(self.eval().logits(batch, rows, 0))
+        finally:
+            self.train(training)
+
+    def logits(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+        """(Le, T)."""
+        to, exposed_to, tokens = self.place(batch)
+        x = self.embed(batch, rows)
+        x = ops.gather_rows(x, torch.argsort(to)) * self.config.dim**0.5 + self.positions(tokens.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, tokens, ops.derive_seed(seed, index, 0))
+        return self.head(self.norm(ops.gather_rows(x, exposed_to)), batch.exposed_offsets)
+
+    def embed(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Rows (C*B + Lh + Le, d) of all tokens, feature by feature: context, history, exposed."""
+        one_each = torch.arange(batch.num_samples + 1, device=batch.sample_ids.device)
+        context = [
+            project(rows[name], one_each)
+            for name, project in zip(self.config.context, self.context, strict=True)
+        ]
+        items = rows["item"] + rows["genre"] if self.config.genres else rows["item"]
+        history, exposed = items.split([len(batch.history_items), len(batch.exposed_items)])
+        return torch.cat([*context, history + rows["action"], exposed])
+
+    def place(self, batch: ImpressionBatch) -> tuple[torch.Tensor, torch.Tensor, Tokens]:
+        """Where in the sequences each row of `embed` goes, (C*B + Lh + Le,), the exposed ones' part of it
+        (Le,), and the sequences.
+        """
+        history, exposed = batch.history_offsets, batch.exposed_offsets
+        context = len(self.config.context)
+        sample = torch.arange(batch.num_samples, device=history.device)
+        seq_offsets = (
+            torch.cat([sample, sample.new_tensor([batch.num_samples])]) * context + history + exposed
+        )
+        tokens = Tokens.place(
+            seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff()
+        )
+        # Before a history token stand all context up to its own sample's, and earlier samples' exposed ones.
+        before_history = (sample + 1) * context + exposed[:-1]
+        before_exposed = (sample + 1) * context + history[1:]
+        own = torch.arange(len(batch.history_items), device=history.device)
+        history_to = own + torch.repeat_interleave(before_history, history.diff())
+        own = torch.arange(len(batch.exposed_items), device=history.device)
+        exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff())
+        context_to = [seq_offsets[:-1] + feature for feature in range(context)]
+        return torch.cat([*context_to, history_to, exposed_to]), exposed_to, tokens
