@@ -8,7 +8,7 @@ from .kernels.dispatch import Impl, implementation
 from .kernels.gather_rows import gather_rows, scatter_rows
 from .kernels.grid import DEFAULT_BITS as GRID_BITS
 from .kernels.grid import ExactSumError, from_grid, to_grid
-from .kernels.hash_table import hash_find, hash_grow, hash_insert
+from .kernels.hash_table import hash_assign, hash_erase, hash_find, hash_grow, hash_insert
 from .kernels.hstu_attention import hstu_attention
 from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
@@ -28,6 +28,8 @@ __all__ = [
     "derive_seed",
     "from_grid",
     "gather_rows",
+    "hash_assign",
+    "hash_erase",
     "hash_find",
     "hash_grow",
     "hash_insert",

@@ -56,7 +56,7 @@ def test_every_key_is_legal(impl, leftover):
     table = empty(8, impl, leftover)
     keys = keys_of(EXTREMES, impl)
     assert hash_find(*table, keys, impl).tolist() == [-1] * 6
-    rows, inserted = hash_insert(*table, keys, 40, impl)
+    rows, inserted = hash_insert(*table, keys, 40, impl=impl)
     assert rows.tolist() == [40, 41, 42, 43, 44, 45]
     assert inserted.tolist() == [True] * 6
     assert hash_find(*table, keys.flip(0), impl).tolist() == [45, 44, 43, 42, 41, 40]
@@ -67,7 +67,7 @@ def test_every_key_is_legal(impl, leftover):
 def test_a_leftover_of_the_key_itself_does_not_attract_it(impl):
     """A key takes the first empty slot, so that a search may end at one."""
     table = on(impl, torch.arange(8)), on(impl, torch.full((8,), -1, dtype=torch.int32))
-    rows, inserted = hash_insert(*table, keys_of([5, 2], impl), 0, impl)
+    rows, inserted = hash_insert(*table, keys_of([5, 2], impl), 0, impl=impl)
     assert rows.tolist() == [0, 1] and inserted.all()
     assert sorted(table[1].tolist()[:2]) == [0, 1]
     assert hash_find(*table, keys_of([2, 5, 0, 7], impl), "reference").tolist() == [1, 0, -1, -1]
@@ -76,8 +76,8 @@ def test_a_leftover_of_the_key_itself_does_not_attract_it(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_old_keys_keep_their_rows_and_new_ones_follow_in_order(impl):
     table = empty(64, impl)
-    hash_insert(*table, keys_of([5, -9, 7], impl), 0, impl)
-    rows, inserted = hash_insert(*table, keys_of([11, 7, 2, 5, 30], impl), 3, impl)
+    hash_insert(*table, keys_of([5, -9, 7], impl), 0, impl=impl)
+    rows, inserted = hash_insert(*table, keys_of([11, 7, 2, 5, 30], impl), 3, impl=impl)
     assert rows.tolist() == [3, 2, 4, 0, 5]
     assert inserted.tolist() == [True, False, True, False, True]
     assert contents(*table) == {5: 0, -9: 1, 7: 2, 11: 3, 2: 4, 30: 5}
@@ -87,7 +87,7 @@ def test_old_keys_keep_their_rows_and_new_ones_follow_in_order(impl):
 def test_collisions_fill_a_table_to_its_last_slot(impl):
     keys = same_home(64)
     table = empty(64, impl)
-    rows, _ = hash_insert(*table, keys_of(keys, impl), 0, impl)
+    rows, _ = hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
     assert rows.tolist() == list(range(64))
     assert contents(*table) == dict(zip(keys, range(64), strict=True))
     assert hash_find(*table, keys_of([*keys, 10**9], impl), impl).tolist() == [*range(64), -1]
@@ -100,7 +100,7 @@ def test_probes_walk_their_step_and_wrap_around_the_end(impl, step, home):
     """Twenty keys with one home among eight groups and one step fill it and the next two groups, in order."""
     keys = [key_with_hash(i << 40 | step << 32 | home) for i in range(20)]
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 0, impl)
+    hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
     groups = table[1].view(8, 8).tolist()
     walk = [home, (home + step) % 8, (home + 2 * step) % 8]
     assert [sorted(groups[group]) for group in walk] == [
@@ -119,8 +119,8 @@ def test_three_quarters_full_and_grown(impl):
     keys = torch.randint(-(2**62), 2**62, (384,), generator=torch.Generator().manual_seed(9)).unique()[:192]
     table = empty(256, impl, leftover=int(keys[0]))
     half = keys_of(keys[:90].tolist(), impl)
-    hash_insert(*table, half, 0, impl)
-    rows, inserted = hash_insert(*table, keys_of(keys.flip(0).tolist(), impl), 90, impl)
+    hash_insert(*table, half, 0, impl=impl)
+    rows, inserted = hash_insert(*table, keys_of(keys.flip(0).tolist(), impl), 90, impl=impl)
     assert int((table[1] >= 0).sum()) == 192
     assert rows.tolist() == [*range(90, 192), *range(89, -1, -1)]
     assert inserted.tolist() == [True] * 102 + [False] * 90
@@ -132,14 +132,14 @@ def test_three_quarters_full_and_grown(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_full_table_refuses_and_is_left_as_it_was(impl):
     table = empty(16, impl, leftover=77)
-    hash_insert(*table, keys_of(range(10), impl), 0, impl)
+    hash_insert(*table, keys_of(range(10), impl), 0, impl=impl)
     before = [part.clone() for part in table]
     with pytest.raises(HashTableFullError, match=r"8 keys do not fit into a table of 16 slots with 10 occ"):
-        hash_insert(*table, keys_of(range(9, 17), impl), 10, impl)
+        hash_insert(*table, keys_of(range(9, 17), impl), 10, impl=impl)
     assert all(torch.equal(now, then) for now, then in zip(table, before, strict=True))
-    rows, _ = hash_insert(*table, keys_of(range(4, 16), impl), 10, impl)
+    rows, _ = hash_insert(*table, keys_of(range(4, 16), impl), 10, impl=impl)
     assert rows.tolist() == list(range(4, 16))
-    assert hash_insert(*table, keys_of(range(16), impl), 16, impl)[1].sum() == 0
+    assert hash_insert(*table, keys_of(range(16), impl), 16, impl=impl)[1].sum() == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 129, 500])
@@ -150,8 +150,8 @@ def test_equals_the_reference(impl, size):
     first, second = keys[: size // 2], keys.flip(0)
     ours, theirs = empty(1024, impl), empty(1024)
     for batch, next_row in ((first, 0), (second, len(first))):
-        got = hash_insert(*ours, on(impl, batch), next_row, impl)
-        expected = hash_insert(*theirs, batch, next_row, "reference")
+        got = hash_insert(*ours, on(impl, batch), next_row, impl=impl)
+        expected = hash_insert(*theirs, batch, next_row, impl="reference")
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
     assert contents(*ours) == contents(*theirs)
     query = torch.cat([keys, keys + 1])
@@ -163,7 +163,7 @@ def test_equals_the_reference(impl, size):
 def test_growth_keeps_rows_and_leaves_the_old_table_alone(impl):
     keys = [*same_home(40), *EXTREMES[2:]]
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 5, impl)
+    hash_insert(*table, keys_of(keys, impl), 5, impl=impl)
     before = [part.clone() for part in table]
     grown = hash_grow(*table, impl)
     assert [part.numel() for part in grown] == [128, 128]
@@ -175,12 +175,14 @@ def test_growth_keeps_rows_and_leaves_the_old_table_alone(impl):
 def test_tables_of_different_implementations_are_one_format():
     keys = keys_of(same_home(30) + list(range(1000, 1015)))
     table = empty(64)
-    hash_insert(*table, keys[:20], 0, "reference")
-    hash_insert(*table, keys[:35], 20, "cpu")
+    hash_insert(*table, keys[:20], 0, impl="reference")
+    hash_insert(*table, keys[:35], 20, impl="cpu")
     for impl in ["cpu"] if GPU else ["cpu", "triton"]:
-        assert hash_insert(*(part.clone() for part in table), keys, 35, impl)[0].tolist() == list(range(45))
+        assert hash_insert(*(part.clone() for part in table), keys, 35, impl=impl)[0].tolist() == list(
+            range(45)
+        )
     if not GPU:
-        hash_insert(*table, keys, 35, "triton")
+        hash_insert(*table, keys, 35, impl="triton")
         assert hash_find(*table, keys, "cpu").tolist() == list(range(45))
         assert hash_find(*hash_grow(*table, "cpu"), keys, "triton").tolist() == list(range(45))
 
@@ -195,7 +197,7 @@ def test_is_a_dict_that_grows(batches, impl):
     for batch in batches:
         while len(rows_of) + len(batch) > 0.75 * table[0].numel():
             table = hash_grow(*table, impl)
-        rows, inserted = hash_insert(*table, keys_of(batch), len(rows_of), impl)
+        rows, inserted = hash_insert(*table, keys_of(batch), len(rows_of), impl=impl)
         assert inserted.tolist() == [key not in rows_of for key in batch]
         for key in batch:
             rows_of.setdefault(key, len(rows_of))
@@ -224,10 +226,10 @@ def test_refuses_what_is_no_table():
 @pytest.mark.parametrize("impl", ["reference", "cpu"] if GPU else IMPLS)
 def test_refuses_to_pass_the_last_row(impl):
     table = empty(16)
-    hash_insert(*table, keys_of([1]), 2**31 - 3, impl)
+    hash_insert(*table, keys_of([1]), 2**31 - 3, impl=impl)
     with pytest.raises(ValueError, match="3 new keys from row 2147483646 pass the last int32 row"):
-        hash_insert(*table, keys_of([1, 2, 3, 4]), 2**31 - 2, impl)
-    rows, _ = hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 2, impl)
+        hash_insert(*table, keys_of([1, 2, 3, 4]), 2**31 - 2, impl=impl)
+    rows, _ = hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 2, impl=impl)
     assert rows.tolist() == [2**31 - 3, 2**31 - 2, 2**31 - 1]
 
 
@@ -247,7 +249,7 @@ def test_compiles_without_a_graph_break():
 
 def test_registration():
     table = empty(16)
-    torch.library.opcheck(torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, "cpu"))
     hash_insert(*table, torch.arange(5), 0)
     torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.hash_grow, (*table, "cpu"))

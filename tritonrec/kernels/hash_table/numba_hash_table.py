@@ -17,6 +17,9 @@ _ONE = np.uint64(1)
 _LAST_LANE = np.uint64(128)
 _GROUP_SHIFT = np.uint64(3)
 _STEP_SHIFT = np.uint64(32)
+_GROUP_MASK = np.int64(~7)
+_EMPTY = np.int32(-1)
+_TOMBSTONE = np.int32(-2)
 
 
 @njit(inline="always")
@@ -34,21 +37,25 @@ def _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes):
 def _search(slot_keys, slot_rows, key, hashed, last_group):
     """(row, slot): the row and slot of `key`, or -1 and the slot where it would go, or -1, -1 if full.
 
-    Keys of empty slots may hold anything, so a match counts only where the slot is occupied.
+    Keys of free slots may hold anything, so a match counts only where the slot is occupied.
     """
     group = hashed & last_group
     step = (hashed >> _STEP_SHIFT) | _ONE
+    place = np.int64(-1)
     for _ in range(last_group + _ONE):
         slot = group << _GROUP_SHIFT
-        empty = negative_mask8(slot_rows, slot)
-        match = equal_mask8(slot_keys, slot, key) & ~empty
+        free = negative_mask8(slot_rows, slot)
+        match = equal_mask8(slot_keys, slot, key) & ~free
         if match != _ZERO:
             slot += lowest_bit(match)
             return np.int64(slot_rows[slot]), np.int64(slot)
-        if empty != _ZERO:
-            return np.int64(-1), np.int64(slot + lowest_bit(empty))
+        if free != _ZERO:
+            if place < 0:
+                place = np.int64(slot + lowest_bit(free))
+            if equal_mask8(slot_rows, slot, _EMPTY) != _ZERO:
+                return np.int64(-1), place
         group = (group + step) & last_group
-    return np.int64(-1), np.int64(-1)
+    return np.int64(-1), place
 
 
 @njit(cache=True, nogil=True)
@@ -62,9 +69,8 @@ def hash_find(slot_keys, slot_rows, keys, rows):
         for i in range(size):
             key = keys[start + i]
             slot = (hashes[i] & last_group) << _GROUP_SHIFT
-            empty = negative_mask8(slot_rows, slot)
-            match = equal_mask8(slot_keys, slot, key) & ~empty
-            if match | empty == _ZERO:
+            match = equal_mask8(slot_keys, slot, key) & ~negative_mask8(slot_rows, slot)
+            if match | equal_mask8(slot_rows, slot, _EMPTY) == _ZERO:
                 rows[start + i] = _search(slot_keys, slot_rows, key, hashes[i], last_group)[0]
             else:
                 # present or absent is a coin toss no branch predictor wins, so read a row either way
@@ -73,13 +79,17 @@ def hash_find(slot_keys, slot_rows, keys, rows):
 
 
 @njit(cache=True, nogil=True)
-def hash_insert(slot_keys, slot_rows, keys, next_row, rows, inserted):
-    """Find or insert; returns whether all keys had a place, and leaves the table as it was if not."""
+def hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, rows, inserted):
+    """Find or insert; returns how many tombstones were reused, or -1 if a key had no place.
+
+    The table is then as it was before.
+    """
     last_group = np.uint64(len(slot_keys) // 8 - 1)
     hashes = np.empty(BLOCK, np.uint64)
     taken_slots = np.empty(len(keys), np.int64)
     taken_keys = np.empty(len(keys), np.uint64)
-    taken = 0
+    taken_rows = np.empty(len(keys), np.int32)
+    taken, tombstones = 0, 0
     for start in range(0, len(keys), BLOCK):
         size = min(BLOCK, len(keys) - start)
         _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes)
@@ -87,20 +97,73 @@ def hash_insert(slot_keys, slot_rows, keys, next_row, rows, inserted):
             key = keys[start + i]
             row, slot = _search(slot_keys, slot_rows, key, hashes[i], last_group)
             if slot < 0:
-                for j in range(taken - 1, -1, -1):
+                for j in range(taken):
                     slot_keys[taken_slots[j]] = taken_keys[j]
-                    slot_rows[taken_slots[j]] = -1
-                return False
+                    slot_rows[taken_slots[j]] = taken_rows[j]
+                return -1
             inserted[start + i] = row < 0
             if row < 0:
-                row = next_row + taken
+                row = free_rows[taken] if taken < len(free_rows) else next_row + taken - len(free_rows)
                 taken_slots[taken] = slot
                 taken_keys[taken] = slot_keys[slot]
+                taken_rows[taken] = slot_rows[slot]
+                tombstones += slot_rows[slot] == _TOMBSTONE
                 taken += 1
                 slot_keys[slot] = key
                 slot_rows[slot] = row
             rows[start + i] = row
-    return True
+    return tombstones
+
+
+@njit(cache=True, nogil=True)
+def hash_assign(slot_keys, slot_rows, keys, new_rows, rows):
+    """``rows[i]`` = the row `keys[i]` had, or -1; where it had one it has ``new_rows[i]`` now."""
+    last_group = np.uint64(len(slot_keys) // 8 - 1)
+    hashes = np.empty(BLOCK, np.uint64)
+    for start in range(0, len(keys), BLOCK):
+        size = min(BLOCK, len(keys) - start)
+        _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes)
+        for i in range(size):
+            row, slot = _search(slot_keys, slot_rows, keys[start + i], hashes[i], last_group)
+            rows[start + i] = row
+            if row >= 0:
+                slot_rows[slot] = new_rows[start + i]
+
+
+@njit(cache=True, nogil=True)
+def hash_erase(slot_keys, slot_rows, keys, rows):
+    """``rows[i]`` = the row `keys[i]` had, or -1; returns how many tombstones were left."""
+    last_group = np.uint64(len(slot_keys) // 8 - 1)
+    hashes = np.empty(BLOCK, np.uint64)
+    tombstones = 0
+    for start in range(0, len(keys), BLOCK):
+        size = min(BLOCK, len(keys) - start)
+        _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes)
+        for i in range(size):
+            row, slot = _search(slot_keys, slot_rows, keys[start + i], hashes[i], last_group)
+            rows[start + i] = row
+            if row >= 0:
+                ends_here = equal_mask8(slot_rows, np.uint64(slot & _GROUP_MASK), _EMPTY) != _ZERO
+                slot_rows[slot] = _EMPTY if ends_here else _TOMBSTONE
+                tombstones += not ends_here
+    return tombstones
+
+
+@njit(inline="always")
+def _place(key, row, new_keys, new_rows, last_group):
+    """Put a key that is not in the new table into its first free slot; returns what its row was."""
+    hashed = mix64(key)
+    group = hashed & last_group
+    step = (hashed >> _STEP_SHIFT) | _ONE
+    free = negative_mask8(new_rows, group << _GROUP_SHIFT)
+    while free == _ZERO:
+        group = (group + step) & last_group
+        free = negative_mask8(new_rows, group << _GROUP_SHIFT)
+    slot = (group << _GROUP_SHIFT) + lowest_bit(free)
+    before = new_rows[slot]
+    new_keys[slot] = key
+    new_rows[slot] = row
+    return before
 
 
 @njit(cache=True, nogil=True)
@@ -113,13 +176,20 @@ def hash_grow(slot_keys, slot_rows, new_keys, new_rows):
     last_group = np.uint64(len(new_keys) // 8 - 1)
     for old in range(len(slot_keys)):
         if slot_rows[old] >= 0:
-            hashed = mix64(slot_keys[old])
-            group = hashed & last_group
-            step = (hashed >> _STEP_SHIFT) | _ONE
-            empty = negative_mask8(new_rows, group << _GROUP_SHIFT)
-            while empty == _ZERO:
-                group = (group + step) & last_group
-                empty = negative_mask8(new_rows, group << _GROUP_SHIFT)
-            slot = (group << _GROUP_SHIFT) + lowest_bit(empty)
-            new_keys[slot] = slot_keys[old]
-            new_rows[slot] = slot_rows[old]
+            _place(slot_keys[old], slot_rows[old], new_keys, new_rows, last_group)
+
+
+@njit(cache=True, nogil=True)
+def hash_move(slot_keys, slot_rows, start, stop, new_keys, new_rows):
+    """Move the keys in slots [start, stop) to another table, which has room, and leave tombstones.
+
+    Returns how many tombstones of the other table were reused.
+    """
+    last_group = np.uint64(len(new_keys) // 8 - 1)
+    tombstones = 0
+    for old in range(start, stop):
+        if slot_rows[old] >= 0:
+            before = _place(slot_keys[old], slot_rows[old], new_keys, new_rows, last_group)
+            tombstones += before == _TOMBSTONE
+            slot_rows[old] = _TOMBSTONE
+    return tombstones

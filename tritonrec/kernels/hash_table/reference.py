@@ -2,14 +2,21 @@
 
 A table of M = 2**n slots is G = M / 8 groups of eight neighbours. A key visits the groups
 ``home, home + step, home + 2 step, ...`` (mod G) with an odd step, so it meets every group once in G visits
-(MTGRBoost, Theorem 1), and takes the first empty slot of the first group that has one.
+(MTGRBoost, Theorem 1), and takes the first free slot on its way.
+
+A slot is free if it is empty or a tombstone, but a search ends at an empty slot only. Erasing therefore
+empties a slot where its group has an empty slot already, for no path leads past such a group, and leaves a
+tombstone in a group without one.
 """
+
+import itertools
 
 import torch
 
 from tritonrec.kernels.murmur.reference import mix64
 
 GROUP = 8
+EMPTY, TOMBSTONE = -1, -2
 
 
 def probe(key: int, num_slots: int):
@@ -24,12 +31,15 @@ def probe(key: int, num_slots: int):
 
 def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, int]:
     """The row of `key` or -1, and the slot where it is or would go (-1: no slot left)."""
+    place = -1
     for slot in probe(key, len(slot_keys)):
-        if slot_rows[slot] == -1:
-            return -1, slot
-        if slot_keys[slot] == key:
+        if slot_rows[slot] >= 0 and slot_keys[slot] == key:
             return slot_rows[slot], slot
-    return -1, -1
+        if slot_rows[slot] < 0 and place == -1:
+            place = slot
+        if slot_rows[slot] == EMPTY:
+            break
+    return -1, place
 
 
 def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -40,10 +50,15 @@ def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tens
 
 
 def hash_insert(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, next_row: int
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """See `tritonrec.kernels.hash_table.hash_insert`; None where the table is too small."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    new_rows = itertools.chain(free_rows.tolist(), itertools.count(next_row))
     rows, inserted = [], []
     for key in keys.tolist():
         row, slot = _search(table_keys, table_rows, key)
@@ -51,7 +66,7 @@ def hash_insert(
             return None
         inserted.append(row == -1)
         if row == -1:
-            row, next_row = next_row, next_row + 1
+            row = next(new_rows)
             table_keys[slot], table_rows[slot] = key, row
         rows.append(row)
     slot_keys.copy_(torch.tensor(table_keys, dtype=torch.int64))
@@ -62,12 +77,42 @@ def hash_insert(
     )
 
 
+def hash_assign(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """See `tritonrec.kernels.hash_table.hash_assign`."""
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    before = []
+    for key, new_row in zip(keys.tolist(), rows.tolist(), strict=True):
+        row, slot = _search(table_keys, table_rows, key)
+        before.append(row)
+        if row != -1:
+            table_rows[slot] = new_row
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    return torch.tensor(before, dtype=torch.int64, device=keys.device)
+
+
+def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.hash_table.hash_erase`."""
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    before = []
+    for key in keys.tolist():
+        row, slot = _search(table_keys, table_rows, key)
+        before.append(row)
+        if row != -1:
+            start = slot - slot % GROUP
+            ends_here = EMPTY in table_rows[start : start + GROUP]
+            table_rows[slot] = EMPTY if ends_here else TOMBSTONE
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    return torch.tensor(before, dtype=torch.int64, device=keys.device)
+
+
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.hash_table.hash_grow`."""
-    table_keys, table_rows = [0] * 2 * slot_keys.numel(), [-1] * 2 * slot_keys.numel()
+    table_keys, table_rows = [0] * 2 * slot_keys.numel(), [EMPTY] * 2 * slot_keys.numel()
     for key, row in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True):
-        if row != -1:
-            slot = next(slot for slot in probe(key, len(table_keys)) if table_rows[slot] == -1)
+        if row >= 0:
+            slot = next(slot for slot in probe(key, len(table_keys)) if table_rows[slot] == EMPTY)
             table_keys[slot], table_rows[slot] = key, row
     return (
         torch.tensor(table_keys, dtype=torch.int64, device=slot_keys.device),

@@ -2,8 +2,8 @@
 """Grouped probing on an accelerator: find, number the missing keys by a prefix sum, then claim their slots.
 
 The missing keys are distinct, and their rows are known before any slot is touched. So a claim is one
-compare-and-swap of a row over -1; no key is compared, no lane waits for another, and rows do not depend on
-who wins which slot. The key is written after the claim and read only by later kernels.
+compare-and-swap of a row over -1 or -2; no key is compared, no lane waits for another, and rows do not
+depend on who wins which slot. The key is written after the claim and read only by later kernels.
 """
 
 import torch
@@ -16,7 +16,23 @@ BLOCK = 128
 
 
 @triton.jit
-def _find_kernel(slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, num_keys, num_groups, BLOCK: tl.constexpr):
+def _find_kernel(
+    slot_keys_ptr,
+    slot_rows_ptr,
+    keys_ptr,
+    new_rows_ptr,
+    rows_ptr,
+    num_keys,
+    num_groups,
+    ASSIGN: tl.constexpr,
+    ERASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The row of every key; then the key's row becomes the new one, or its slot is freed.
+
+    Erasing keys side by side does not depend on the schedule: a group with an empty slot keeps it, and one
+    without gets only tombstones. No search is misled meanwhile, since paths stay as they are.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_keys
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -31,11 +47,20 @@ def _find_kernel(slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, num_keys, num
         slots = group[:, None] * 8 + lanes[None, :]
         slot_row = tl.load(slot_rows_ptr + slots, mask=pending[:, None], other=-1)
         slot_key = tl.load(slot_keys_ptr + slots, mask=pending[:, None], other=0)
-        # at most one occupied slot holds the key, and an empty slot's row is -1 whatever its key says
-        match = tl.max(tl.where(slot_key == key[:, None], slot_row, -1), axis=1)
-        lowest = tl.min(slot_row, axis=1)
-        found = tl.where(pending, match, found)
-        pending = pending & (match < 0) & (lowest >= 0)
+        # at most one occupied slot holds the key, and a free slot's row is negative whatever its key says
+        holds = (slot_key == key[:, None]) & (slot_row >= 0)
+        match = tl.max(tl.where(holds, slot_row, -1), axis=1)
+        ends_here = tl.max((slot_row == -1).to(tl.int32), axis=1) > 0
+        hit = pending & (match >= 0)
+        found = tl.where(hit, match, found)
+        if ASSIGN or ERASE:
+            slot = group * 8 + tl.max(tl.where(holds, lanes[None, :], 0), axis=1)
+            if ASSIGN:
+                new_row = tl.load(new_rows_ptr + offsets, mask=hit, other=0).to(tl.int32)
+            else:
+                new_row = tl.where(ends_here, -1, -2)
+            tl.store(slot_rows_ptr + slot, new_row, mask=hit)
+        pending = pending & (match < 0) & (ends_here == 0)
         group = (group + step) & (num_groups - 1)
         visit += 1
     tl.store(rows_ptr + offsets, found.to(tl.int64), mask=inside)
@@ -66,9 +91,10 @@ def _claim_kernel(
         lane = tl.min(tl.where(free, lanes[None, :], 8), axis=1)
         trying = pending & (lane < 8)
         slot = group * 8 + tl.minimum(lane, 7)
-        # compare-and-swap takes no mask: no slot holds -2, so an idle lane swaps nothing
-        previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, -1, -2), row, sem="relaxed")
-        won = trying & (previous == -1)
+        seen = tl.max(tl.where(lanes[None, :] == lane[:, None], slot_row, -3), axis=1)
+        # compare-and-swap takes no mask: no slot holds -3, so an idle lane swaps nothing
+        previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")
+        won = trying & (previous == seen)
         tl.store(slot_keys_ptr + slot, key, mask=won)
         pending = pending & (won == 0)
         leave = lane >= 7
@@ -77,15 +103,44 @@ def _claim_kernel(
         visit += 1
 
 
-def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_find`."""
+def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
     keys = keys.contiguous()
     rows = torch.empty_like(keys)
     if keys.numel():
+        assign = new_rows is not None
+        new_rows = new_rows.contiguous() if assign else keys
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
-        _find_kernel[grid](slot_keys, slot_rows, keys, rows, keys.numel(), num_groups, BLOCK=BLOCK)
+        _find_kernel[grid](
+            slot_keys,
+            slot_rows,
+            keys,
+            new_rows,
+            rows,
+            keys.numel(),
+            num_groups,
+            ASSIGN=assign,
+            ERASE=erase,
+            BLOCK=BLOCK,
+        )
     return rows
+
+
+def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.hash_table.hash_find`."""
+    return _launch_find(slot_keys, slot_rows, keys)
+
+
+def hash_assign(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """See `tritonrec.kernels.hash_table.hash_assign`."""
+    return _launch_find(slot_keys, slot_rows, keys, new_rows=rows)
+
+
+def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.hash_table.hash_erase`."""
+    return _launch_find(slot_keys, slot_rows, keys, erase=True)
 
 
 def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
@@ -96,7 +151,11 @@ def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
 
 
 def hash_insert(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, next_row: int
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """See `tritonrec.kernels.hash_table.hash_insert`; None where the table is too small."""
     keys = keys.contiguous()
@@ -104,7 +163,12 @@ def hash_insert(
     inserted = found < 0
     if int((slot_rows >= 0).sum() + inserted.sum()) > slot_rows.numel():
         return None
-    rows = torch.where(inserted, next_row - 1 + torch.cumsum(inserted, 0), found)
+    number = torch.cumsum(inserted, 0) - 1
+    rows = next_row - free_rows.numel() + number
+    if free_rows.numel():
+        reused = free_rows.long()[number.clamp(0, free_rows.numel() - 1)]
+        rows = torch.where(number < free_rows.numel(), reused, rows)
+    rows = torch.where(inserted, rows, found)
     _claim(slot_keys, slot_rows, keys, rows, inserted)
     return rows, inserted
 
