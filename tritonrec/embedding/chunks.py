@@ -1,0 +1,135 @@
+"""Storage of a table's rows: chunks that never move, and the two forms a row can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .. import ops
+
+MAX_ROWS = 1 << 30
+"""Rows of one `Chunks`; the bit above tells row numbers of two of them apart."""
+
+
+class Chunks:
+    """Rows of one width and type, and what is noted about each; numbers of freed rows are used again.
+
+        chunk 0 (full) | chunk 1 (current) | chunk 2 (next: there before it is needed)
+        ^ row 0          ^ row chunk_rows ... ^ used
+
+    Growth appends a chunk and moves no row, so rows may be copied while others are added. Row numbers and
+    notes are for one thread at a time.
+
+    Args:
+        width, dtype: values per row and their type.
+        chunk_rows: rows of a chunk.
+        notes: name and type of what is noted about a row; not initialised.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int, notes: dict[str, torch.dtype]):
+        self.width, self.dtype, self.chunk_rows = width, dtype, chunk_rows
+        self.chunks: list[torch.Tensor] = []
+        self.used = 0  # rows ever handed out: numbers below are taken or free
+        self.notes = {name: torch.empty(0, dtype=kind) for name, kind in notes.items()}
+        self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `free` numbers are on it
+        self.free = 0
+        self.reserve(0)
+
+    def __len__(self) -> int:
+        return self.used - self.free
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of all chunks, rows in use or not."""
+        return len(self.chunks) * self.chunk_rows * self.width * self.dtype.itemsize
+
+    @property
+    def note_bytes(self) -> int:
+        """Bytes of notes and of the list of free rows."""
+        return sum(note.nbytes for note in self.notes.values()) + self._free.nbytes
+
+    def reserve(self, count: int) -> None:
+        """Have room for `count` rows more, with a whole chunk beyond."""
+        if self.used + count > MAX_ROWS:
+            raise MemoryError(
+                f"a table holds at most {MAX_ROWS} rows of a kind on one rank; use more ranks, or evict"
+            )
+        while len(self.chunks) * self.chunk_rows < self.used + count + self.chunk_rows:
+            self.chunks.append(torch.empty(self.chunk_rows, self.width, dtype=self.dtype))
+        for name, note in self.notes.items():
+            if len(note) < self.used + count:
+                larger = note.new_empty(max(self.used + count, 2 * len(note), self.chunk_rows))
+                larger[: len(note)] = note
+                self.notes[name] = larger
+
+    def next_free(self, count: int) -> torch.Tensor:
+        """The free row numbers that the next `count` rows take, in their order; fewer if there are fewer."""
+        return self._free[max(0, self.free - count) : self.free].flip(0)
+
+    def claim(self, count: int) -> None:
+        """The next `count` rows are taken: those of `next_free` first, then `used` and on."""
+        again = min(count, self.free)
+        self.reserve(count - again)
+        self.free -= again
+        self.used += count - again
+
+    def take(self, count: int) -> torch.Tensor:
+        """Numbers (count,) int64 of rows that were free."""
+        again = self.next_free(count)
+        rows = torch.cat([again, torch.arange(self.used, self.used + count - len(again))])
+        self.claim(count)
+        return rows
+
+    def give_back(self, rows: torch.Tensor) -> None:
+        """The rows (K,) int64, distinct and taken, are free."""
+        if self.free + len(rows) > len(self._free):
+            larger = torch.empty(max(self.free + len(rows), 2 * len(self._free)), dtype=torch.int64)
+            larger[: self.free] = self._free[: self.free]
+            self._free = larger
+        self._free[self.free : self.free + len(rows)] = rows
+        self.free += len(rows)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies (K, width) of `rows` (K,) int64."""
+        if self.used <= self.chunk_rows:
+            return ops.gather_rows(self.chunks[0], rows)
+        values = torch.empty(len(rows), self.width, dtype=self.dtype)
+        for chunk, here, local in self._by_chunk(rows):
+            values[here] = ops.gather_rows(chunk, local)
+        return values
+
+    def scatter(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite `rows` (K,) int64, distinct, with `values` (K, width)."""
+        if self.used <= self.chunk_rows:
+            ops.scatter_rows(self.chunks[0], rows, values)
+            return
+        for chunk, here, local in self._by_chunk(rows):
+            ops.scatter_rows(chunk, local, values[here])
+
+    def _by_chunk(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(chunk, positions in `rows`, row numbers inside the chunk) of each chunk that `rows` touch."""
+        number = rows // self.chunk_rows
+        order = number.argsort()
+        counts = torch.bincount(number, minlength=1).tolist()
+        for index, here in enumerate(order.split(counts)):
+            if len(here):
+                yield self.chunks[index], here, rows[here] - index * self.chunk_rows
+
+
+def half_row(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows (K, width) float32 in 16 bits a value: float16 weights, bfloat16 state; int16, same shape."""
+    return torch.cat(
+        [
+            values[:, :dim].to(torch.float16).view(torch.int16),
+            values[:, dim:].to(torch.bfloat16).view(torch.int16),
+        ],
+        1,
+    )
+
+
+def full_row(stored: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows (K, width) float32 of what `half_row` gave; exact."""
+    weights = stored[:, :dim].contiguous().view(torch.float16)
+    state = stored[:, dim:].contiguous().view(torch.bfloat16)
+    return torch.cat([weights.to(torch.float32), state.to(torch.float32)], 1)

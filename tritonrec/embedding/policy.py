@@ -1,0 +1,90 @@
+"""What a table does with rows that are seldom used: evict, not admit, store in half precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EvictionPolicy = Literal["lru", "lfu", "ttl"]
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Which keys lose their rows (MTGRBoost, section 4.1: metadata for eviction).
+
+    Time is the step number. The keys of this step and of the one before are never evicted: their rows lie in
+    the pipeline's two buffers.
+
+    Args:
+        policy: ``"lru"`` and ``"lfu"`` keep each logical table, all ranks together, at `capacity` rows and
+            evict those with the oldest last step, or with the fewest steps that used them; the smaller id
+            goes first where they tie. ``"ttl"`` evicts what was last used more than `ttl` steps ago.
+        capacity: rows of a logical table, over all ranks. The step's own new keys come after the sweep, so
+            that a table may hold as many more until the next one.
+        ttl: steps.
+        every: sweep at steps divisible by this.
+        keep: keep evicted rows until `DynamicTable.take_evicted` is called, to publish or archive them.
+    """
+
+    policy: EvictionPolicy
+    capacity: int | None = None
+    ttl: int | None = None
+    every: int = 1
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("lru", "lfu", "ttl"):
+            raise ValueError(f"eviction policy must be lru, lfu or ttl, got {self.policy!r}")
+        wanted, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
+        value = getattr(self, wanted)
+        if value is None or value < 1:
+            raise ValueError(f"eviction by {self.policy} needs {wanted} of at least 1, got {value}")
+        if getattr(self, other) is not None:
+            raise ValueError(
+                f"eviction by {self.policy} goes by {wanted}; it cannot honour {other}={getattr(self, other)}"
+            )
+        if self.every < 1:
+            raise ValueError(f"a sweep every {self.every} steps is impossible; every must be at least 1")
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Rows used often in float32, the others in 16 bits (MTGRBoost, section 5.2: mixed precision).
+
+    Each row counts the steps that use it, up to 255; all counts halve at steps divisible by `every`. A row
+    with a count of at least `threshold` is hot. A cold one is stored with float16 weights and bfloat16
+    optimizer state, whose range is float32's: Adam's second moment would vanish in float16.
+
+    Args:
+        threshold: 1 to 255.
+        every: steps between halvings. A row used in every step settles just below ``2 * every``.
+    """
+
+    threshold: int
+    every: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threshold <= 255:
+            raise ValueError(f"heat threshold must be 1 to 255, got {self.threshold}")
+        if self.every < 1:
+            raise ValueError(f"heat cannot halve every {self.every} steps; every must be at least 1")
+
+
+@dataclass(frozen=True)
+class TablePolicy:
+    """Policies of a table; by default every key gets a row at once and keeps it, in float32.
+
+    Args:
+        eviction: see `Eviction`; None keeps every row.
+        admission: a key gets a row in the step that asks for it for the `admission`-th time. Before that it
+            reads as its initial row, and what training does to it is dropped.
+        heat: see `Heat`; None stores every row in float32.
+    """
+
+    eviction: Eviction | None = None
+    admission: int = 1
+    heat: Heat | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.admission < 2**31:
+            raise ValueError(f"admission must be at least 1 and below 2**31, got {self.admission}")
