@@ -2,6 +2,7 @@
 
 from tritonrec.data.batch import Batch, JaggedBatch, Lookup
 from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.ranking import evaluate, popularity_scores
@@ -10,6 +11,7 @@ from tritonrec.data.sources import load
 __all__ = [
     "Batch",
     "EvaluationBatch",
+    "ImpressionBatch",
     "Interactions",
     "JaggedBatch",
     "Lookup",

@@ -21,7 +21,7 @@ Dimensions: B samples, L tokens, K negatives per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +81,46 @@ class Batch(Protocol):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Any: ...
 
     def validate(self) -> Any: ...
+
+
+def check_offsets(offsets: Tensor, total: int, name: str = "offsets", tokens: str = "ids") -> None:
+    """Raise a ValueError unless `offsets` rise from 0 to `total`, the number of entries of `tokens`."""
+    if len(offsets) == 0:
+        raise ValueError(f"{name} must have one entry more than there are samples, got an empty tensor")
+    if bool((offsets < 0).any()):
+        at = int((offsets < 0).nonzero()[0])
+        raise ValueError(f"{name} must not be negative: {name}[{at}] = {int(offsets[at])}")
+    if int(offsets[0]) != 0:
+        raise ValueError(f"{name} must start at 0: {name}[0] = {int(offsets[0])}")
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        at = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+        raise ValueError(
+            f"{name} must not decrease: {name}[{at + 1}] = {int(offsets[at + 1])} "
+            f"comes after {name}[{at}] = {int(offsets[at])}"
+        )
+    if int(offsets[-1]) != total:
+        raise ValueError(
+            f"{name} must end at the number of tokens: "
+            f"{name}[{len(offsets) - 1}] = {int(offsets[-1])}, but {tokens} has {total}"
+        )
+
+
+def joined_offsets(offsets: Sequence[Tensor]) -> Tensor:
+    """Offsets of jagged tensors laid end to end: ``[0, 2, 5]`` and ``[0, 4]`` give ``[0, 2, 5, 9]``."""
+    lengths = torch.cat([part[1:] - part[:-1] for part in offsets])
+    joined = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, out=joined[1:])
+    return joined
+
+
+def one_step(batches: Sequence[Batch]) -> int:
+    """The step of all `batches`; a ValueError where there are none, or they differ."""
+    steps = [batch.step for batch in batches]
+    if not steps:
+        raise ValueError("concat: needs at least one batch")
+    if len(set(steps)) > 1:
+        raise ValueError(f"concat: the batches are of different steps: {steps}")
+    return steps[0]
 
 
 @dataclass(frozen=True)
@@ -161,6 +201,20 @@ class JaggedBatch:
             self.negatives[tokens],
         )
 
+    @staticmethod
+    def concat(batches: Sequence[JaggedBatch]) -> JaggedBatch:
+        """One batch of all samples, in the order given; all of one step and with as many negatives."""
+        step = one_step(batches)
+        columns = [batch.num_negatives for batch in batches]
+        if len(set(columns)) > 1:
+            raise ValueError(f"concat: the batches have different numbers of negatives: {columns}")
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in _TENSORS
+            if name != "offsets"
+        }
+        return JaggedBatch(step, offsets=joined_offsets([batch.offsets for batch in batches]), **joined)
+
     def with_negatives(self, negatives: Tensor) -> JaggedBatch:
         """The same batch with other negatives (L, K) int64."""
         return replace(self, negatives=negatives)
@@ -193,7 +247,7 @@ class JaggedBatch:
             device = device or tensor.device
             if tensor.device != device:
                 raise ValueError(f"{name} is on {tensor.device}, but sample_ids is on {device}")
-        self._validate_offsets()
+        check_offsets(self.offsets, self.num_tokens)
         if len(self.sample_ids) != self.num_samples:
             raise ValueError(
                 f"sample_ids has {len(self.sample_ids)} entries, but offsets of length {len(self.offsets)} "
@@ -204,24 +258,3 @@ class JaggedBatch:
             if rows != self.num_tokens:
                 raise ValueError(f"{name} has {rows} rows, but ids has {self.num_tokens} tokens")
         return self
-
-    def _validate_offsets(self) -> None:
-        offsets = self.offsets
-        if len(offsets) == 0:
-            raise ValueError("offsets must have one entry more than there are samples, got an empty tensor")
-        if bool((offsets < 0).any()):
-            at = int((offsets < 0).nonzero()[0])
-            raise ValueError(f"offsets must not be negative: offsets[{at}] = {int(offsets[at])}")
-        if int(offsets[0]) != 0:
-            raise ValueError(f"offsets must start at 0: offsets[0] = {int(offsets[0])}")
-        if bool((offsets[1:] < offsets[:-1]).any()):
-            at = int((offsets[1:] < offsets[:-1]).nonzero()[0])
-            raise ValueError(
-                f"offsets must not decrease: offsets[{at + 1}] = {int(offsets[at + 1])} "
-                f"comes after offsets[{at}] = {int(offsets[at])}"
-            )
-        if int(offsets[-1]) != self.num_tokens:
-            raise ValueError(
-                f"offsets must end at the number of tokens: "
-                f"offsets[{len(offsets) - 1}] = {int(offsets[-1])}, but ids has {self.num_tokens}"
-            )
