@@ -32,7 +32,7 @@ def trainer(job, consistency, micro_batches):
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_batch_consistency_over_window(benchmark, micro_batches):
     torch.set_num_threads(1)
-    job = Job("ml-100k", batch_size=128, max_seq_len=50, num_negatives=32, model=MODEL)
+    job = Job("ml-100k", batch_size=128, max_seq_len=50, num_negatives=32, sizes=MODEL)
     loader = job.loader()
     batches = [loader.batch(step) for step in range(STEPS)]
     times: dict[str, list[float]] = {"window": [], "batch": []}
@@ -45,7 +45,7 @@ def test_batch_consistency_over_window(benchmark, micro_batches):
                     began = time.perf_counter()
                     result = training.step(step)
                     times[name].append(time.perf_counter() - began)
-                    losses[name].append(float(result.losses.double().sum()) / result.tokens)
+                    losses[name].append(float(result.losses.double().sum()) / result.terms)
 
         benchmark.pedantic(in_turn, rounds=1)
     torch.testing.assert_close(losses["batch"], losses["window"], rtol=1e-4, atol=0)

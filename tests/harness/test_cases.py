@@ -1,5 +1,6 @@
 """Promise: the thinned contract table leaves no three conditions together untried."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -12,6 +13,8 @@ from tritonrec.harness.cases import (
     Case,
     contract_table,
 )
+from tritonrec.harness.setup import Job
+from tritonrec.harness.variants import VARIANTS
 from tritonrec.pipeline import PIPELINED
 
 
@@ -26,7 +29,7 @@ def triples(cases):
 
 
 def test_full_is_the_whole_product():
-    full = [case for case in contract_table("full") if not case.data]
+    full = [case for case in contract_table("full") if not case.data and not case.variant]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     product = 1
     for size in sizes:
@@ -39,7 +42,7 @@ def test_default_covers_every_triple_and_the_longest_case():
     assert triples(default) == triples(contract_table("full"))
     longest = Case("nestpipe", "batch", 4, 8, True, "adam", steps=30)
     assert longest in default
-    assert len(default) < 90
+    assert len([case for case in default if not case.variant]) < 90
 
 
 def test_quick_covers_every_value_and_every_mode_at_both_levels():
@@ -48,6 +51,27 @@ def test_quick_covers_every_value_and_every_mode_at_both_levels():
     assert {c.micro_batches for c in quick} == set(MICRO_BATCHES)
     assert {c.optimizer for c in quick} == set(OPTIMIZERS)
     assert any(c.delay_seed is not None for c in quick)
+
+
+@pytest.mark.parametrize("size", ["default", "full"])
+def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
+    cases = contract_table(size)
+    assert {case.variant for case in cases} == {"", *VARIANTS}
+    pairs = {(case.world_size, case.restart) for case in cases if case.restart}
+    assert pairs == {(before, after) for before in range(1, 5) for after in range(1, 5)}
+
+
+def test_equal_references_have_one_file_and_different_ones_have_their_own():
+    job = Job()
+    case = Case("dbp", "batch", 2, 3, False, "adam", 6)
+    assert replace(case, variant="dedup-none", mode="fwp").reference(job) == case.reference(job)
+    others = [
+        replace(case, variant="lru"),
+        replace(case, variant="accumulate"),
+        replace(case, optimizer="sgd"),
+    ]
+    files = {each.reference(job).file_name for each in [case, *others]}
+    assert len(files) == 4
 
 
 def test_the_choice_is_the_same_every_time():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tritonrec.embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.harness.state import Comparison, Difference, dense_state, earliest, loss_state, table_state
 from tritonrec.ops import owner_of
 
@@ -12,8 +12,8 @@ KEYS = torch.tensor([5, -9, 2**63 - 1, 40, -(2**63), 0])
 
 def run():
     torch.manual_seed(3)
-    table = DynamicTable(2, 6, seed=1)
-    table.write(table.rows_of(KEYS), torch.randn(6, 6))
+    table = HashTableCollection([FeatureConfig("item", 2)], seed=1)
+    table.load("item", KEYS, torch.randn(6, 6))
     layer = torch.nn.Linear(3, 2)
     dense = DenseOptimizer(layer.named_parameters(), RowOptimizer("adam"))
     losses = loss_state(torch.tensor([30, 10, 20]), torch.tensor([3.0, 1.0, 2.0]))
@@ -40,8 +40,8 @@ def test_a_run_equals_itself():
         ("loss/values", (1,), "loss", [20]),
         ("dense/weight", (1, 4), "weight", [1, 4]),
         ("dense/weight in the model", (1, 2), "weight in the model", [1, 2]),
-        ("table/rows", (0, 5), "table", [-(2**63), 5]),
-        ("table/rows", (5, 0), "table", [2**63 - 1, 0]),
+        ("table/item/rows", (0, 5), "table item", [-(2**63), 5]),
+        ("table/item/rows", (5, 0), "table item", [2**63 - 1, 0]),
     ],
 )
 def test_one_bit_is_found_and_placed(name, index, tensor, place):
@@ -70,19 +70,25 @@ def test_minus_zero_is_not_zero_and_a_nan_equals_itself():
 
 def test_missing_surplus_and_early_keys():
     table, expected = run()
-    fewer = {**expected, "table/keys": expected["table/keys"][1:], "table/rows": expected["table/rows"][1:]}
+    fewer = {
+        **expected,
+        "table/item/ids": expected["table/item/ids"][1:],
+        "table/item/rows": expected["table/item/rows"][1:],
+    }
     compared = comparison(table)
     compared.compare(0, expected, fewer, final=False)
-    assert str(compared.first).startswith(f"step 0, table[{-(2**63)}]: expected 'present', got 'missing'")
+    assert str(compared.first).startswith(
+        f"step 0, table item[{-(2**63)}]: expected 'present', got 'missing'"
+    )
 
     # A key of a later batch may be there before its time, as long as its row is initial.
-    table.rows_of(torch.tensor([77]))
+    table.groups[0].table.lookup(torch.tensor([77]), 0)
     early = table_state(table)
     for final, fine in ((False, True), (True, False)):
         compared = comparison(table)
         compared.compare(0, expected, early, final=final)
         assert (compared.first is None) == fine
-    early["table/rows"][early["table/keys"] == 77] += 1
+    early["table/item/rows"][early["table/item/ids"] == 77] += 1
     compared = comparison(table)
     compared.compare(0, expected, early, final=False)
     assert compared.first is not None and compared.first.index[0] == 77
@@ -92,8 +98,11 @@ def test_a_shard_is_compared_with_its_own_keys_only():
     table, whole = run()
     seen = 0
     for rank in range(3):
-        mine = owner_of(whole["table/keys"], 3) == rank
-        shard = {"table/keys": whole["table/keys"][mine], "table/rows": whole["table/rows"][mine]}
+        mine = owner_of(whole["table/item/ids"], 3) == rank
+        shard = {
+            "table/item/ids": whole["table/item/ids"][mine],
+            "table/item/rows": whole["table/item/rows"][mine],
+        }
         compared = comparison(table, rank, 3)
         compared.compare(0, whole, shard, final=True)
         assert compared.first is None
@@ -105,7 +114,7 @@ def test_earliest_goes_by_step_then_loss_dense_table():
     def at(step, tensor):
         return Difference(step, tensor, [0], 0.0, 1.0, None)
 
-    found = [at(2, "loss"), at(1, "table"), None, at(1, "weight")]
+    found = [at(2, "loss"), at(1, "table item"), None, at(1, "weight")]
     assert earliest(found) == at(1, "weight")
     assert earliest([None, None]) is None
 

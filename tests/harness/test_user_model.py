@@ -5,10 +5,12 @@ import torch
 
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
+from tritonrec.embedding import FeatureConfig
 from tritonrec.harness import verify
 from tritonrec.harness.user_model import first_not_invariant
 
 DIM = 6
+FEATURES = [FeatureConfig("item", DIM)]
 
 
 class Sound(torch.nn.Module):
@@ -23,6 +25,7 @@ class Sound(torch.nn.Module):
         return self.mix(self.norm(x), batch.offsets)
 
     def forward(self, batch, rows, seed):
+        rows = rows["item"]
         tokens = batch.num_tokens
         hidden = self.body(batch, rows[:tokens])
         hits = (hidden * rows[tokens : 2 * tokens]).sum(1)
@@ -64,27 +67,27 @@ def batches():
 
 
 def test_a_sound_model_passes(batches):
-    report = verify(Sound, batches, dim=DIM, modes=("nestpipe", "dbp"), micro_batches=(1, 3))
+    report = verify(Sound, batches, FEATURES, modes=("nestpipe", "dbp"), micro_batches=(1, 3))
     assert report.passed, str(report)
     assert len(report.cases) == 4
     assert "identical" in str(report)
 
 
 def test_a_module_that_mixes_samples_is_named(batches):
-    report = verify(Centred, batches, dim=DIM, modes=("nestpipe",), micro_batches=(2,))
+    report = verify(Centred, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
     assert report.not_invariant == "centre"
-    assert first_not_invariant(Centred(), batches[0], DIM) == "centre"
+    assert first_not_invariant(Centred(), batches[0], FEATURES) == "centre"
 
 
 def test_an_inexact_gradient_is_named(batches):
-    report = verify(PlainLinear, batches, dim=DIM, modes=("nestpipe",), micro_batches=(2,))
+    report = verify(PlainLinear, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
     assert "parameter plain.weight" in str(report)
 
 
 def test_bad_batches_are_refused(batches):
     with pytest.raises(ValueError, match="at least one batch"):
-        verify(Sound, [], dim=DIM)
+        verify(Sound, [], FEATURES)
     with pytest.raises(ValueError, match=r"batches\[0\].step must be 0, got 1"):
-        verify(Sound, batches[1:], dim=DIM)
+        verify(Sound, batches[1:], FEATURES)

@@ -52,10 +52,14 @@ def make_batch(lengths=LENGTHS, seed=1):
 TABLE = torch.randn(50, CONFIG.dim, generator=torch.Generator().manual_seed(2))
 
 
+def rows_of(batch):
+    return TABLE[batch.lookups()["item"].ids].requires_grad_()
+
+
 def run(model, batch):
     """Losses, hidden states and gradient of the rows, each cut into samples."""
-    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
-    losses = model(batch, rows, SEED)
+    rows = rows_of(batch)
+    losses = model(batch, {"item": rows}, SEED)
     losses.sum().backward()
     hidden = model.encode(batch, TABLE[batch.ids], SEED).detach()
     tokens = batch.num_tokens
@@ -89,7 +93,7 @@ def grids_of(model, batch, micro_batches):
     grids = attach_grids(model)
     for members in micro_batches:
         part = batch.select(torch.tensor(members, dtype=torch.int64))
-        model(part, TABLE[part.lookups()["item"].ids].requires_grad_(), SEED).sum().backward()
+        model(part, {"item": rows_of(part)}, SEED).sum().backward()
     return grids
 
 
@@ -116,7 +120,7 @@ def test_exact_gradients_are_those_of_autograd():
     model, batch = make_model(), make_batch()
     grids = {name: grid.clone() for name, grid in grids_of(model, batch, [range(7)]).items()}
     detach_grids(model)
-    model(batch, TABLE[batch.lookups()["item"].ids], SEED).sum().backward()
+    model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
     for name, parameter in model.named_parameters():
         exact = ops.from_grid(grids[name])
         torch.testing.assert_close(
@@ -127,8 +131,8 @@ def test_exact_gradients_are_those_of_autograd():
 def test_autograd_agrees_with_finite_differences():
     """The whole model's gradient along a random direction, against a central difference of its losses."""
     model, batch = make_model(), make_batch()
-    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
-    model(batch, rows, SEED).sum().backward()
+    rows = rows_of(batch)
+    model(batch, {"item": rows}, SEED).sum().backward()
     generator = torch.Generator().manual_seed(3)
     leaves = [rows, *model.parameters()]
     directions = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
@@ -138,7 +142,7 @@ def test_autograd_agrees_with_finite_differences():
         with torch.no_grad():
             for leaf, way in zip(leaves, directions, strict=True):
                 leaf += step * way
-            total = model(batch, rows, SEED).double().sum()
+            total = model(batch, {"item": rows}, SEED).double().sum()
             for leaf, way in zip(leaves, directions, strict=True):
                 leaf -= step * way
         return total
@@ -180,7 +184,7 @@ def test_what_has_no_exact_sum_names_its_parameter():
     model, batch = make_model(), make_batch()
     attach_grids(model)
     with pytest.raises(ops.ExactSumError, match=r"norm\.weight"):
-        (model(batch, TABLE[batch.lookups()["item"].ids], SEED) * 1e30).sum().backward()
+        (model(batch, {"item": rows_of(batch)}, SEED) * 1e30).sum().backward()
 
 
 def test_eval_mode_has_no_dropout():
@@ -219,8 +223,8 @@ def test_a_token_sees_no_later_token():
 def test_empty_batches_and_samples(lengths, grids):
     model, batch = make_model(), make_batch(lengths)
     attached = attach_grids(model) if grids else {}
-    rows = TABLE[batch.lookups()["item"].ids].requires_grad_()
-    losses = model(batch, rows, SEED)
+    rows = rows_of(batch)
+    losses = model(batch, {"item": rows}, SEED)
     losses.sum().backward()
     assert losses.tolist() == [0.0] * len(lengths) and rows.grad.shape == (0, CONFIG.dim)
     assert not any(grid.any() for grid in attached.values())
@@ -229,7 +233,7 @@ def test_empty_batches_and_samples(lengths, grids):
 def test_a_sample_that_is_too_long_is_refused():
     model, batch = make_model(), make_batch([3, 10])
     with pytest.raises(ValueError, match="a sample has 10 tokens, the model takes 9"):
-        model(batch, TABLE[batch.lookups()["item"].ids], SEED)
+        model(batch, {"item": rows_of(batch)}, SEED)
 
 
 def test_an_exact_linear_needs_offsets():

@@ -30,7 +30,9 @@ def test_every_edge_of_nestpipe_is_needed(stage, edge):
 
 def test_a_read_between_update_and_write_back_is_named():
     missing = NESTPIPE.without_edge("retrieve", Edge("write_back", batch=2))
-    with pytest.raises(ScheduleError, match=r"retrieve\(4\) reads host .*a row used by batches 2, 4"):
+    with pytest.raises(
+        ScheduleError, match=r"retrieve\(4\) writes host while write_back\(2\).*a row used by batches 2\)"
+    ):
         check(missing, 2)
 
 

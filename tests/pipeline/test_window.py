@@ -7,7 +7,7 @@ import torch
 
 from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import MODES, PIPELINED, StageFailedError, Trainer, WindowConfig
 
@@ -18,8 +18,8 @@ CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=5, max_seq_len=9
 def parts(optimizer="adam"):
     torch.manual_seed(0)
     model, rule = HSTU(CONFIG), RowOptimizer(optimizer)
-    table = DynamicTable(DIM, rule.row_width(DIM), seed=2, slots=8, chunk_rows=32)
-    return model, table, rule, DenseOptimizer(model.named_parameters(), rule)
+    tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, chunk_rows=32)
+    return model, tables, DenseOptimizer(model.named_parameters(), rule)
 
 
 def trainer(mode="nestpipe", micro_batches=3, consistency="batch", parts_=None, **options):
@@ -42,8 +42,8 @@ def batch_of(step, *lengths):
 
 
 def state(parts_):
-    _, table, _, dense = parts_
-    return [*table.export(), *dense.rows.values()]
+    _, tables, dense = parts_
+    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
 
 
 def same(a, b):
@@ -88,7 +88,7 @@ def test_a_step_does_not_answer_for_an_earlier_batch():
     with trainer("nestpipe") as training:
         source = iter(batches())
         training.progress(source)
-        with pytest.raises(RuntimeError, match=r"3 batches are under way.* list\(trainer.run"):
+        with pytest.raises(RuntimeError, match=r"3 windows are under way.* list\(trainer.run"):
             training.step(batches()[0])
         assert [result.step for result in training.run([])] == [1, 2, 3]
         assert training.step(batches()[0]).step == 0
@@ -143,10 +143,10 @@ def test_wrong_offsets_name_the_field():
 @pytest.mark.parametrize("consistency", ["window", "batch"])
 def test_a_nan_in_a_gradient_names_the_tensor(consistency):
     made = parts()
-    rows = made[1].rows_of(batch_of(0, 3).lookups()["item"].ids.unique())
-    values = made[1].read(rows)
+    ids = batch_of(0, 3).lookups()["item"].ids.unique()
+    values = made[1].initial_rows("item", ids)
     values[1, 2] = float("nan")
-    made[1].write(rows, values)
+    made[1].load("item", ids, values)
     named = r"(gradient|weight|bias|position).* nan"
     with (
         trainer(consistency=consistency, parts_=made) as training,
@@ -157,8 +157,8 @@ def test_a_nan_in_a_gradient_names_the_tensor(consistency):
 
 def test_grid_overflow_names_the_tensor():
     made = parts("sgd")
-    rows = made[1].rows_of(batch_of(0, 3).lookups()["item"].ids.unique())
-    made[1].write(rows, made[1].read(rows) * 1e12)
+    ids = batch_of(0, 3).lookups()["item"].ids.unique()
+    made[1].load("item", ids, made[1].initial_rows("item", ids) * 1e12)
     with (
         trainer(parts_=made) as training,
         pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer bits"),
@@ -177,11 +177,10 @@ def test_an_ordinary_gradient_is_refused_at_batch_level():
             self.inner, self.plain = model, plain
 
         def forward(self, batch, rows, seed):
-            return self.inner(batch, self.plain(rows), seed)
+            return self.inner(batch, {"item": self.plain(rows["item"])}, seed)
 
     mixed = Mixed()
-    dense = DenseOptimizer(mixed.named_parameters(), made[2])
-    together = (mixed, made[1], made[2], dense)
+    together = (mixed, made[1], DenseOptimizer(mixed.named_parameters(), RowOptimizer()))
     named = r"parameter plain\.weight got an ordinary float32 gradient"
     for mode, error in (("sync", TypeError), ("nestpipe", StageFailedError)):
         with trainer(mode, parts_=together) as training, pytest.raises(error, match=named):

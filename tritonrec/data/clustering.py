@@ -38,7 +38,8 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool) -> list[Tensor
 
     Plain: runs of the batch as it stands, equal in samples up to one. Clustered: by shared keys; a
     micro-batch holds at most its share of the batch's keys (`sample_keys`, repeats counted) and one sample's
-    more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are legal in both.
+    more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are
+    legal in both.
 
     Raises ValueError when N is less than 1.
     """

@@ -17,6 +17,9 @@ from ..ops import GRID_BITS, ExactSumError
 TIMEOUT = timedelta(seconds=60)
 """How long a collective waits for a rank that does not come before it raises."""
 
+GROUPS = 6
+"""Process groups of `Communicators`."""
+
 
 class Communicator:
     """Exchanges among the ranks of one process group.
@@ -69,19 +72,32 @@ class Communicator:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in rank order, on every rank."""
+        mine = (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
+        )
+        world = self.world_size
+        lengths = self.all_to_all_equal(torch.full((world, 1), len(mine))).flatten().tolist()
+        received = self.all_to_all(mine.repeat(world), [len(mine)] * world, lengths)
+        return [bytes(part.tolist()).decode() for part in received.split(lengths)]
+
 
 @dataclass(frozen=True)
 class Communicators:
-    """One communicator for each lane that crosses ranks, and `control` for the caller's own thread.
+    """One communicator for each lane that crosses ranks, `control` for the caller's own thread, and
+    `checkpoint` for the one that saves.
 
     The caller runs beside the lanes: on a group of theirs its collectives would come before a lane's on one
     rank and after it on another.
     """
 
     routing: Communicator
+    retrieval: Communicator
     communication: Communicator
     reduce: Communicator
     control: Communicator
+    checkpoint: Communicator
 
     @property
     def rank(self) -> int:
@@ -94,12 +110,12 @@ class Communicators:
     @classmethod
     def local(cls) -> Communicators:
         """For a run of one rank."""
-        return cls(*(Communicator() for _ in range(4)))
+        return cls(*(Communicator() for _ in range(GROUPS)))
 
     @classmethod
     def over(cls, ranks: list[int], timeout: timedelta = TIMEOUT) -> Communicators | None:
         """Groups over `ranks`; collective over the whole world. None on ranks outside."""
-        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(4)]
+        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(GROUPS)]
         if dist.get_rank() not in ranks:
             return None
         return cls(*(Communicator(group) for group in groups))

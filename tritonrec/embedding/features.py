@@ -3,10 +3,64 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 import torch
 
 from .. import ops
+from .optimizer import RowOptimizer
+from .policy import TablePolicy
+from .table import DynamicTable
+
+Pooling = Literal["none", "sum", "mean"]
+
+
+class SupportsLookup(Protocol):
+    """What a feature looks up in a batch: ids (n,) int64, and offsets (m + 1,) of m bags or None."""
+
+    @property
+    def ids(self) -> torch.Tensor: ...
+
+    @property
+    def offsets(self) -> torch.Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """A feature, the table it looks up, and what becomes of the rows.
+
+    Args:
+        name: of the feature, as batches and models call it.
+        dim: columns of an embedding.
+        table: features that name the same table share its rows; by default each has one of its own name.
+        pooling: ``"none"`` gives a row for every id, ``"sum"`` and ``"mean"`` one for every bag of ids (zeros
+            for an empty bag).
+        scale: initial weights are uniform in [-scale, scale); ``dim ** -0.5`` if left out.
+        optimizer: rule of the rows, if not the collection's.
+        policy: eviction, admission and storage by heat.
+        merge: False keeps the table out of merged ones, and all 2**64 ids legal.
+    """
+
+    name: str
+    dim: int
+    table: str = ""
+    pooling: Pooling = "none"
+    scale: float | None = None
+    optimizer: RowOptimizer | None = None
+    policy: TablePolicy = field(default_factory=TablePolicy)
+    merge: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a feature needs a name")
+        if self.dim < 1:
+            raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
+        if self.pooling not in ("none", "sum", "mean"):
+            raise ValueError(
+                f"feature {self.name!r}: pooling must be none, sum or mean, got {self.pooling!r}"
+            )
 
 
 class KeyLayout:
@@ -66,3 +120,241 @@ class KeyLayout:
             here = members == member
             rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
         return rows
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Logical tables kept in one: a single lookup and a single exchange serve all their features.
+
+    `features` pairs each feature's name with the member number of its table in `layout`.
+    """
+
+    table: DynamicTable
+    optimizer: RowOptimizer
+    layout: KeyLayout
+    features: tuple[tuple[str, int], ...]
+
+
+class HashTableCollection:
+    """The tables of a model: made from its features, merged where they can be (MTGRBoost, section 4.2).
+
+    Tables of one dimension, optimizer, scale and policy become one `DynamicTable`; `KeyLayout` keeps their
+    ids apart. Merging changes how many lookups and exchanges a step makes, and no bit of what it computes:
+    initial values, eviction and owners go by table name and id.
+
+    Args:
+        features: of the model, in any order; it does not matter either.
+        optimizer: rule of rows whose feature has none of its own.
+        merge: False keeps every table apart.
+        seed: of the initial values.
+        slots, chunk_rows: see `DynamicTable`.
+
+    Raises ValueError where features that share a table disagree about it.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[FeatureConfig],
+        optimizer: RowOptimizer | None = None,
+        *,
+        merge: bool = True,
+        seed: int = 0,
+        slots: int = 1024,
+        chunk_rows: int = 65536,
+    ):
+        rule = optimizer or RowOptimizer()
+        self.features = {feature.name: feature for feature in sorted(features, key=lambda f: f.name)}
+        if not features or len(self.features) != len(features):
+            raise ValueError(f"features need distinct names, got {[feature.name for feature in features]}")
+        self.seed, self.merge = seed, merge
+        tables: dict[str, FeatureConfig] = {}
+        for feature in self.features.values():
+            name = feature.table or feature.name
+            known = tables.setdefault(name, feature)
+            if _table_settings(known) != _table_settings(feature):
+                raise ValueError(
+                    f"features {known.name!r} and {feature.name!r} share table {name!r} but want different "
+                    "dim, scale, optimizer, policy or merge"
+                )
+        members: dict[object, list[str]] = {}
+        for name, feature in tables.items():
+            apart = name if not (merge and feature.merge) else None
+            members.setdefault((apart, _table_settings(feature)), []).append(name)
+        self.groups: list[TableGroup] = []
+        self._where: dict[str, tuple[int, int]] = {}  # table name -> group, member
+        for names in sorted(sorted(names) for names in members.values()):
+            feature = tables[names[0]]
+            layout = KeyLayout(tuple(names))
+            own = feature.optimizer or rule
+            table = DynamicTable(
+                feature.dim,
+                own.row_width(feature.dim),
+                layout=layout,
+                seed=seed,
+                scale=feature.dim**-0.5 if feature.scale is None else feature.scale,
+                slots=slots,
+                chunk_rows=chunk_rows,
+                policy=feature.policy,
+            )
+            for member, name in enumerate(names):
+                self._where[name] = len(self.groups), member
+            using = tuple(
+                (f.name, names.index(f.table or f.name))
+                for f in self.features.values()
+                if (f.table or f.name) in names
+            )
+            self.groups.append(TableGroup(table, own, layout, using))
+        ids = [table_id for group in self.groups for table_id in group.layout.table_ids]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"table names {sorted(tables)} collide in their 32-bit hash; rename one")
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the logical tables, ascending."""
+        return sorted(self._where)
+
+    def keys(self, lookups: Mapping[str, SupportsLookup]) -> list[torch.Tensor]:
+        """Keys (n,) int64 that each group is asked for: its features' ids, one feature after another."""
+        if lookups.keys() != self.features.keys():
+            raise ValueError(
+                f"the batch looks up features {sorted(lookups)}, the tables serve {list(self.features)}"
+            )
+        return [
+            torch.cat([group.layout.pack(member, lookups[name].ids, name) for name, member in group.features])
+            for group in self.groups
+        ]
+
+    def by_feature(
+        self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
+    ) -> dict[str, torch.Tensor]:
+        """Rows as the model gets them, pooled where the feature says so.
+
+        Args:
+            rows: for each group (n, dim) float32, the rows of `keys`. Differentiable.
+        """
+        found = {}
+        for group, group_rows in zip(self.groups, rows, strict=True):
+            parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
+            for (name, _), part in zip(group.features, parts, strict=True):
+                pooling, offsets = self.features[name].pooling, lookups[name].offsets
+                if pooling == "none":
+                    found[name] = part
+                elif offsets is None:
+                    raise ValueError(f"feature {name!r} is pooled, but its lookup has no offsets of bags")
+                else:
+                    found[name] = pool(part, offsets, pooling)
+        return found
+
+    def peek(self, lookups: Mapping[str, SupportsLookup]) -> dict[str, torch.Tensor]:
+        """Rows by feature as `by_feature` gives them, reading only: nothing is added, counted or evicted.
+
+        Ids that have no row read as their initial values.
+        """
+        rows = []
+        for group, keys in zip(self.groups, self.keys(lookups), strict=True):
+            distinct, inverse, _ = ops.unique(keys)
+            values = group.table.read(group.table.find(distinct), distinct)
+            rows.append(ops.gather_rows(values[:, : group.table.dim], inverse))
+        return self.by_feature(rows, lookups)
+
+    def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """For each logical table ids (n,) int64 ascending and rows (n, row_width) float32, copied."""
+        exported = {}
+        for group in self.groups:
+            keys, rows = group.table.export()
+            members, ids = group.layout.unpack(keys)
+            for member, name in enumerate(group.layout.names):
+                here = members == member
+                exported[name] = ids[here], rows[here]
+        return exported
+
+    def load(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add or overwrite rows (n, row_width) of distinct `ids` (n,) of a logical table."""
+        group, member = self._group(table)
+        group.table.load(group.layout.pack(member, ids, table), rows)
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Columns of every logical table, as `load_state` and a checkpoint take them: all a restart needs.
+
+        ``"keys"`` (n,) int64 are the table's own ids, whatever it is merged with. Keys that wait for their
+        admission are in a table of their own, ``"NAME.candidates"``.
+        """
+        return self._by_table([group.table.state() for group in self.groups])
+
+    def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over `state` of all tables, or of the part of their keys that this rank owns."""
+        for group in self.groups:
+            columns: dict[str, dict[str, torch.Tensor]] = {}
+            for part, empty in group.table.state().items():
+                members = []
+                for member, name in enumerate(group.layout.names):
+                    held = dict(state[_part_name(name, part)])
+                    members.append({**held, "keys": group.layout.pack(member, held["keys"], name)})
+                columns[part] = {name: torch.cat([held[name] for held in members]) for name in empty}
+            group.table.load_state(columns)
+
+    def track_changes(self) -> None:
+        """From now on remember what changes, for `take_changes`."""
+        for group in self.groups:
+            group.table.track_changes()
+
+    def take_changes(
+        self,
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        """What changed since the last call: `state` of keys that changed or came, and the keys that went."""
+        changes = [group.table.take_changes() for group in self.groups]
+        changed = self._by_table([columns for columns, _ in changes])
+        erased = self._by_table(
+            [{part: {"keys": keys} for part, keys in gone.items()} for _, gone in changes]
+        )
+        return changed, {name: columns["keys"] for name, columns in erased.items()}
+
+    def _by_table(
+        self, groups: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Columns of the groups' tables, taken apart into logical tables."""
+        tables = {}
+        for group, parts in zip(self.groups, groups, strict=True):
+            for part, columns in parts.items():
+                members, ids = group.layout.unpack(columns["keys"])
+                for member, name in enumerate(group.layout.names):
+                    here = members == member
+                    held = {column: values[here] for column, values in columns.items()}
+                    tables[_part_name(name, part)] = {**held, "keys": ids[here]}
+        return tables
+
+    def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (n, row_width) float32 that `ids` of a logical table start from."""
+        group, member = self._group(table)
+        keys = group.layout.pack(member, ids, table)
+        rows = torch.zeros(len(ids), group.table.row_width)
+        rows[:, : group.table.dim] = group.layout.initial_rows(
+            self.seed, keys, group.table.dim, group.table.scale
+        )
+        return rows
+
+    def _group(self, table: str) -> tuple[TableGroup, int]:
+        if table not in self._where:
+            raise ValueError(f"there is no table {table!r}; the tables are {', '.join(self.table_names)}")
+        place, member = self._where[table]
+        return self.groups[place], member
+
+
+def pool(rows: torch.Tensor, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
+    """Sum or mean of the rows of each bag, in the order of its ids: (n, dim) -> (m, dim).
+
+    A bag's result does not depend on the others; an empty bag gives zeros.
+    """
+    lengths = offsets[1:] - offsets[:-1]
+    bags = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    pooled = ops.segment_sum(rows, bags, len(lengths))
+    return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
+
+
+def _part_name(table: str, part: str) -> str:
+    return table if part == "rows" else f"{table}.{part}"
+
+
+def _table_settings(feature: FeatureConfig) -> FeatureConfig:
+    """`feature` with what says nothing about its table taken away."""
+    return replace(feature, name="-", table="", pooling="none")

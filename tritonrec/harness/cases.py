@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from itertools import combinations, product
 from random import Random
 from typing import Any
 
 from ..embedding import OptimizerName
-from ..pipeline import PIPELINED, Consistency, Mode
+from ..pipeline import PIPELINED, Consistency, Mode, WindowConfig
+from .setup import Job
+from .variants import VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -21,13 +24,29 @@ CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A run of `Synchronous` with `accumulate` batches an update, each the batches of `ranks` ranks."""
+
+    job: Job
+    optimizer: OptimizerName
+    accumulate: int = 1
+    ranks: int = 1
+
+    @property
+    def file_name(self) -> str:
+        """The same for equal references, in every process."""
+        return f"synchronous-{sha256(repr(self).encode()).hexdigest()[:16]}.safetensors"
+
+
+@dataclass(frozen=True)
 class Case:
     """One run that must equal its reference.
 
     That is `Synchronous` for ``"batch"``, the same cut run in turn for ``"window"``.
 
     `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log than
-    the job's.
+    the job's, `variant` an entry of `VARIANTS`. With `restart` the run is saved half way, and goes on at that
+    world size in fresh tables and with fresh optimizers.
     """
 
     mode: Mode
@@ -39,12 +58,35 @@ class Case:
     steps: int
     delay_seed: int | None = None
     data: str = ""
+    variant: str = ""
+    restart: int = 0
+
+    def job(self, job: Job) -> Job:
+        """What the case trains, where the harness was asked for `job`."""
+        return self._variant.job(job.on(self.data))
+
+    def window(self, seed: int) -> WindowConfig:
+        """How it cuts its batches."""
+        return WindowConfig(
+            self.micro_batches, self.consistency, self.clustering, seed=seed, **self._variant.window
+        )
+
+    def reference(self, job: Job) -> Reference:
+        """The run it is compared with."""
+        accumulate = self._variant.window.get("accumulate", 1)
+        ranks = self.world_size if self._variant.per_world else 1
+        return Reference(self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks)
+
+    @property
+    def _variant(self) -> Variant:
+        return VARIANTS[self.variant] if self.variant else Variant("")
 
     def __str__(self) -> str:
         return (
             f"{self.mode} {self.consistency} world_size={self.world_size} N={self.micro_batches} "
             f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
-            f"{' on ' + self.data if self.data else ''}"
+            f"{' on ' + self.data if self.data else ''}{' ' + self.variant if self.variant else ''}"
+            f"{f' restarted at world_size={self.restart}' if self.restart else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -52,6 +94,10 @@ class Case:
 
     def simpler(self) -> Iterable[Case]:
         """Cases with one thing made simpler, in the order in which they are worth trying."""
+        if self.restart:
+            yield replace(self, restart=0)
+        if self.variant:
+            yield replace(self, variant="")
         if self.world_size > 1:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
@@ -77,7 +123,8 @@ def contract_table(
 
     ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and adds the
     longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
-    factor, and every mode at both levels. Each adds cases on `HOSTILE`. The choice is deterministic.
+    factor, and every mode at both levels. Each adds cases on `HOSTILE`, and `extra_cases`. The choice is
+    deterministic.
     """
     factors = (
         tuple(modes),
@@ -118,10 +165,48 @@ def contract_table(
                 hostile,
                 replace(hostile, world_size=min(factors[2]), clustering=False, delay_seed=None),
             ]
+    chosen += extra_cases(size, factors[0], factors[2], factors[3], steps)
     order = {mode: place for place, mode in enumerate(factors[0])}
     return sorted(
-        chosen, key=lambda c: (order[c.mode], c.consistency, c.world_size, c.micro_batches, c.steps)
-    )
+        chosen,
+        key=lambda c: (
+            c.restart > 0, c.variant, order[c.mode], c.consistency, c.world_size, c.micro_batches, c.steps
+        ),
+    )  # fmt: skip
+
+
+def extra_cases(
+    size: str,
+    modes: Sequence[Mode],
+    world_sizes: Sequence[int],
+    micro_batches: Sequence[int],
+    steps: int | None,
+) -> list[Case]:
+    """Every variant, and restarts from every world size up to the largest at every other.
+
+    ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once, with
+    modes and micro-batches dealt in turn; ``"quick"`` restarts once.
+    """
+    length, largest = steps or 6, max(world_sizes)
+
+    def case(index: int, **changes: Any) -> Case:
+        mode, count = modes[-1 - index % len(modes)], micro_batches[-1 - index % len(micro_batches)]
+        plain = Case(mode, "batch", largest, count, index % 3 == 1, "adam", length, delay_seed=index)
+        return replace(plain, **changes)
+
+    if size == "full":
+        wide = product(enumerate(VARIANTS), modes, world_sizes, CONSISTENCIES)
+        cases = [
+            case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
+            for (index, name), mode, ranks, consistency in wide
+        ]
+    else:
+        cases = [case(index, variant=name) for index, name in enumerate(VARIANTS)]
+    every = range(1, largest + 1)
+    pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
+    for index, (before, after) in enumerate(pairs):
+        cases.append(case(index, world_size=before, restart=after, variant="policies", clustering=False))
+    return cases
 
 
 def _values(case: Case) -> tuple[Any, ...]:

@@ -12,6 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+EVICT_HELP = "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps."
+HEAT_HELP = (
+    "THRESHOLD:EVERY: rows used in fewer steps are kept in half precision; counts halve every EVERY steps."
+)
+
 app = typer.Typer(
     name="tritonrec",
     help="Train large recommendation models with nested pipelining, and prove it bit for bit.",
@@ -44,6 +49,15 @@ class ConsistencyName(StrEnum):
 
     window = "window"
     batch = "batch"
+
+
+class DedupName(StrEnum):
+    """Where repeated keys are dropped."""
+
+    none = "none"
+    exchange = "exchange"
+    lookup = "lookup"
+    both = "both"
 
 
 class OptimizerChoice(StrEnum):
@@ -116,6 +130,13 @@ def train(
         ConsistencyName, typer.Option(help="batch: the bits of synchronous training.")
     ] = ConsistencyName.batch,
     clustering: Annotated[bool, typer.Option("--clustering", help="Group samples that share keys.")] = False,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of one update.")] = 1,
+    dedup: Annotated[
+        DedupName, typer.Option(help="Drop repeated keys before the exchange, the lookup, or both.")
+    ] = DedupName.both,
+    evict: Annotated[str, typer.Option(help=EVICT_HELP)] = "",
+    admission: Annotated[int, typer.Option(min=1, help="Give a key a row at its n-th step.")] = 1,
+    heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
@@ -128,6 +149,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Directory to save to.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: at the end only.")] = 0,
+    full_every: Annotated[
+        int, typer.Option(min=1, help="Whole checkpoints among the saves; the others hold changes.")
+    ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     evaluate_every: Annotated[
         int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
@@ -140,24 +164,41 @@ def train(
     from ..distributed import RankPool, from_environment
     from ..nn import HSTUConfig
     from ..pipeline import WindowConfig
+    from .options import policy
     from .setup import Job
     from .train import Run
     from .train import train as train_rank
 
-    model = HSTUConfig(
+    sizes = HSTUConfig(
         dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
         max_seq_len=max_seq_len, dropout=dropout,
     )  # fmt: skip
-    job = _checked(lambda: _load(Job(data, batch_size, max_seq_len, negatives, model, lr, seed=seed)))
+
+    def make_job() -> Job:
+        return _load(
+            Job(
+                data,
+                batch_size=batch_size,
+                max_seq_len=max_seq_len,
+                num_negatives=negatives,
+                sizes=sizes,
+                lr=lr,
+                seed=seed,
+                policy=policy(evict, admission, heat),
+            )
+        )
+
+    job = _checked(make_job)
     count = 1 if mode is ModeName.sync else micro_batches
     run = Run(
         job,
         mode.value,
-        WindowConfig(count, consistency.value, clustering, seed=seed),
+        WindowConfig(count, consistency.value, clustering, accumulate, dedup.value, seed=seed),
         optimizer.value,
         steps=steps or 20 * job.loader().steps_per_epoch,
         checkpoint=str(checkpoint) if checkpoint else None,
         save_every=save_every,
+        full_every=full_every,
         resume=resume,
         evaluate_every=evaluate_every,
         trace=str(trace) if trace else None,

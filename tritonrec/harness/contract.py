@@ -6,17 +6,16 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..distributed import TIMEOUT, RankDiedError, RankPool
 from ..pipeline import SCHEDULES, ScheduleError, check
-from .cases import Case
+from .cases import Case, Reference
 from .mutations import MUTATIONS, Mutation
 from .report import CaseResult, MutationResult, Report, print_report
-from .run_case import RankReport, record_reference, run_case
+from .run_case import RankReport, Stretch, record_reference, run_case
 from .setup import Job
 from .state import earliest
 
@@ -36,27 +35,25 @@ class Verifier:
         self.job, self._world_sizes, self._timeout = job, tuple(world_sizes), timeout
         self._pool = RankPool(self._world_sizes, timeout)
         self._references = tempfile.TemporaryDirectory(prefix="tritonrec-")
-        self._recorded: dict[tuple[str, str], int] = {}
+        self._recorded: dict[Reference, int] = {}
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
-        wanted: dict[Any, int] = {}
+        wanted: dict[Reference, int] = {}
         for case in cases:
             if case.consistency == "batch":
-                which = case.optimizer, case.data
+                which = case.reference(self.job)
                 wanted[which] = max(case.steps, wanted.get(which, 0))
-        for (optimizer, data), steps in wanted.items():
-            if self._recorded.get((optimizer, data), 0) < steps:
-                record_reference(self.job, optimizer, steps, self._references.name, data)
-                self._recorded[optimizer, data] = steps
+        for reference, steps in wanted.items():
+            if self._recorded.get(reference, 0) < steps:
+                record_reference(reference, steps, self._references.name)
+                self._recorded[reference] = steps
 
     def run(self, case: Case, mutation: str | None = None) -> CaseResult:
         """Run one case on all its ranks."""
         self.record([case])
         try:
-            reports: list[RankReport] = self._pool.run(
-                run_case, case.world_size, self.job, case, self._references.name, mutation
-            )
+            reports = self._run(case, mutation)
         except RankDiedError as error:
             # Ranks may still wait for each other; fresh ones owe nobody anything.
             self._pool.close()
@@ -71,6 +68,16 @@ class Verifier:
             sum(report.bytes_compared for report in reports),
             max(report.seconds for report in reports),
         )
+
+    def _run(self, case: Case, mutation: str | None) -> list[RankReport]:
+        args = (self.job, case, self._references.name, mutation)
+        if not case.restart:
+            return self._pool.run(run_case, case.world_size, *args)
+        half = case.steps // 2
+        with tempfile.TemporaryDirectory(prefix="tritonrec-") as saved:
+            before = self._pool.run(run_case, case.world_size, *args, Stretch(0, half, save=saved))
+            rest = Stretch(half, case.steps, load=saved)
+            return before + self._pool.run(run_case, case.restart, *args, rest)
 
     def shrink(self, failed: CaseResult) -> CaseResult:
         """The simplest case found that still fails."""
@@ -141,11 +148,12 @@ def verify_contract(
     """Run the contract table and, if asked, the planted bugs; prints progress and tables on `console`."""
     console = console or Console()
     planted = MUTATIONS if mutations else []
-    world_sizes = {case.world_size for case in cases} | {m.case.world_size for m in planted}
+    every = [*cases, *(mutation.case for mutation in planted)]
+    world_sizes = {size for case in every for size in (case.world_size, case.restart) if size}
     report = Report(job)
     with Verifier(job, sorted(world_sizes), timeout) as verifier, _progress(console) as progress:
         task = progress.add_task("recording references", total=len(cases) + len(planted))
-        verifier.record([*cases, *(m.case for m in planted)])
+        verifier.record(every)
         for case in cases:
             progress.update(task, description=str(case))
             report.cases.append(verifier.run(case))

@@ -53,8 +53,9 @@ def _wrong_rows(program: WindowProgram) -> None:
     def synchronise(window: Window, _: int | None = None) -> None:
         active = program._buffers[(window.number - 1) % 2]
         if active is not None:
-            here, there = ops.intersect(active.keys, window.keys)
-            ops.scatter_rows(window.buffer, there, ops.gather_rows(active.buffer, here.flip(0)))
+            for before, table in zip(active.tables, window.tables, strict=True):
+                here, there = ops.intersect(before.keys, table.keys)
+                ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here.flip(0)))
 
     program.actions["synchronise"] = synchronise
 
@@ -64,7 +65,7 @@ def _lost_gradient(program: WindowProgram) -> None:
 
     def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
         if micro_batch == program.config.micro_batches - 1:
-            window.gradients[micro_batch].zero_()
+            window.tables[0].gradients[micro_batch].zero_()
         add(window, micro_batch)
 
     program.actions["gradient_exchange"] = gradient_exchange
@@ -75,10 +76,19 @@ def _gradient_twice(program: WindowProgram) -> None:
 
     def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
         if micro_batch == 1:
-            window.gradients[micro_batch] = window.gradients[micro_batch] * 2
+            window.tables[0].gradients[micro_batch] *= 2
         add(window, micro_batch)
 
     program.actions["gradient_exchange"] = gradient_exchange
+
+
+def _update(program: WindowProgram, window: Window, step: int) -> None:
+    """Update the first table's rows from what has been summed so far."""
+    table = window.tables[0]
+    assert table.row_gradient is not None
+    gradient = program._mean(table.row_gradient, window, "embedding gradient")
+    optimizer = program.tables.groups[0].optimizer
+    optimizer.update(table.buffer, torch.arange(len(table.keys)), gradient, step)
 
 
 def _update_inside_window(program: WindowProgram) -> None:
@@ -87,11 +97,10 @@ def _update_inside_window(program: WindowProgram) -> None:
     def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
         add(window, micro_batch)
         if micro_batch == 0:
-            assert window.row_gradient is not None
-            indices = torch.arange(len(window.keys))
-            gradient = program._mean(window.row_gradient, window, "embedding gradient")
-            program.optimizer.update(window.buffer, indices, gradient, window.step + 1)
-            window.row_gradient.zero_()
+            sums = window.tables[0].row_gradient
+            assert sums is not None
+            _update(program, window, window.update + 1)
+            sums.zero_()
 
     program.actions["gradient_exchange"] = gradient_exchange
 
@@ -106,19 +115,20 @@ def _float_sums(program: WindowProgram) -> None:
 
 
 def _initial_by_arrival(program: WindowProgram) -> None:
-    table, rows_of = program.table, program.table.rows_of
+    table = program.tables.groups[0].table
+    lookup = table.lookup
 
-    def by_arrival(keys: torch.Tensor) -> torch.Tensor:
-        before = len(table)
-        rows = rows_of(keys)
-        new = rows[rows >= before]
+    def by_arrival(keys: torch.Tensor, *rest):
+        new, before = keys[table.find(keys) < 0], len(table)
+        found = lookup(keys, *rest)
         if new.numel():
-            values = table.read(new)
-            values[:, : table.dim] = ops.initial_rows(table.seed, 0, new, table.dim, table.scale)
+            values = table.read(table.find(new), new)
+            places = torch.arange(before, before + len(new))
+            values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, table.scale)
             table.write(new, values)
-        return rows
+        return found
 
-    table.rows_of = by_arrival  # type: ignore[method-assign]
+    table.lookup = by_arrival  # type: ignore[method-assign,assignment]
 
 
 def _stale_dense_parameter(program: WindowProgram) -> None:
@@ -143,17 +153,14 @@ def _local_token_count(program: WindowProgram) -> None:
 
     def local(window: Window, _: int | None = None) -> None:
         route(window)
-        window.tokens = window.samples.num_tokens
+        window.terms = sum(batch.loss_terms for batch in window.batches)
 
     program.actions["route"] = local
 
 
 def _correction_per_micro_batch(program: WindowProgram) -> None:
     def sparse_update(window: Window, _: int | None = None) -> None:
-        assert window.row_gradient is not None
-        gradient = program._mean(window.row_gradient, window, "embedding gradient")
-        steps = (window.step + 1) * program.config.micro_batches
-        program.optimizer.update(window.buffer, torch.arange(len(window.keys)), gradient, steps)
+        _update(program, window, (window.update + 1) * program.config.micro_batches)
 
     program.actions["sparse_update"] = sparse_update
 
@@ -166,8 +173,9 @@ def _one_buffer(program: WindowProgram) -> None:
         retrieve(window)
         if active is not None:
             # The rows land where batch t-1 is still training.
-            count = min(len(active.buffer), len(window.buffer))
-            active.buffer[:count] = window.buffer[:count]
+            busy, rows = active.tables[0].buffer, window.tables[0].buffer
+            count = min(len(busy), len(rows))
+            busy[:count] = rows[:count]
 
     program.actions["retrieve"] = retrieve_into_active
 
@@ -175,10 +183,36 @@ def _one_buffer(program: WindowProgram) -> None:
 def _dropout_by_position(program: WindowProgram) -> None:
     forward = program.model.forward
 
-    def by_position(batch: JaggedBatch, rows: torch.Tensor, seed: int) -> torch.Tensor:
+    def by_position(batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
         return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
 
     program.model.forward = by_position
+
+
+def _cold_rows_not_rounded(program: WindowProgram) -> None:
+    program.tables.groups[0].table.round_cold = lambda values, cold: None  # type: ignore[method-assign]
+
+
+def _mean_over_one_batch(program: WindowProgram) -> None:
+    route = program.actions["route"]
+
+    def of_the_last(window: Window, _: int | None = None) -> None:
+        route(window)
+        window.terms = max(window.terms // len(window.batches), 1)
+
+    program.actions["route"] = of_the_last
+
+
+def _restart_without_scores(program: WindowProgram) -> None:
+    table = program.tables.groups[0].table
+    load_state = table.load_state
+
+    def forgetful(state: dict[str, dict[str, torch.Tensor]]) -> None:
+        rows = {name: column for name, column in state["rows"].items() if name in ("keys", "rows")}
+        rows |= {name: torch.zeros_like(column) for name, column in state["rows"].items() if name not in rows}
+        load_state({**state, "rows": rows})
+
+    table.load_state = forgetful  # type: ignore[method-assign]
 
 
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
@@ -289,6 +323,24 @@ MUTATIONS = [
         "the dropout mask goes by a sample's place in its micro-batch instead of by the sample",
         _case(),
         Plant(_dropout_by_position),
+    ),
+    Mutation(
+        "cold-rows-not-rounded",
+        "rows kept in half precision stay float32 in the buffers",
+        replace(_case(), variant="heat"),
+        Plant(_cold_rows_not_rounded),
+    ),
+    Mutation(
+        "accumulation-divides-by-one-batch",
+        "accumulated gradients are divided by the terms of one batch",
+        replace(_case(), variant="accumulate", steps=6),
+        Plant(_mean_over_one_batch),
+    ),
+    Mutation(
+        "restart-without-scores",
+        "scores and heat start from zero after a restart",
+        replace(_case(), variant="policies", steps=8, restart=1),
+        Plant(_restart_without_scores),
     ),
     Mutation(
         "lost-gradient-at-window-level",

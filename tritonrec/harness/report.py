@@ -18,6 +18,7 @@ from .cases import Case
 from .mutations import Mutation
 from .setup import Job
 from .state import Difference, as_json
+from .variants import VARIANTS
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the planted bugs, and the first difference if there is one."""
-    if report.cases:
-        console.print(_contract(report))
+    for varied, title in ((False, "Contract table"), (True, "Embedding system")):
+        results = [result for result in report.cases if bool(result.case.variant) == varied]
+        if results:
+            console.print(_embedding(results) if varied else _contract(title, report.job.data, results))
     if report.mutations:
         console.print(_planted(report))
     if report.smallest is not None:
@@ -118,9 +121,9 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
 
 
-def _contract(report: Report) -> Table:
+def _contract(title: str, data: str, results: list[CaseResult]) -> Table:
     table = Table(
-        title=f"Contract table on {report.job.data}: bit-identical to the reference?",
+        title=f"{title} on {data}: bit-identical to the reference?",
         caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
         "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
         "C key-centric clustering, D random delays, MB and s of comparison. * on a made log of 35 users "
@@ -130,16 +133,45 @@ def _contract(report: Report) -> Table:
     for name in ("mode", "level", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
         number = name in ("W", "N", "steps", "MB", "s")
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for result in report.cases:
+    for result in results:
         case = result.case
-        outcome = "[green]identical[/]" if result.identical else "[red]differs[/]"
         table.add_row(
             case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
             str(case.micro_batches), _mark(case.clustering), _mark(case.delay_seed is not None),
             case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
-            f"{result.seconds:.1f}", "[red]failed[/]" if result.error else outcome,
+            f"{result.seconds:.1f}", _outcome(result),
         )  # fmt: skip
     return table
+
+
+def _embedding(results: list[CaseResult]) -> Table:
+    table = Table(
+        title="Embedding system: bit-identical to the reference?",
+        caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
+        + ". W > W': saved half way by W ranks, continued by W'.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("variant", "mode", "level", "W", "N", "steps", "MB", "s", "result"):
+        number = name in ("N", "steps", "MB", "s")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for result in results:
+        case = result.case
+        ranks = f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
+        table.add_row(
+            case.variant, case.mode, case.consistency, ranks, str(case.micro_batches), str(case.steps),
+            f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}", _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _names(results: list[CaseResult]) -> list[str]:
+    return [*dict.fromkeys(result.case.variant for result in results)]
+
+
+def _outcome(result: CaseResult) -> str:
+    if result.error:
+        return "[red]failed[/]"
+    return "[green]identical[/]" if result.identical else "[red]differs[/]"
 
 
 def _planted(report: Report) -> Table:

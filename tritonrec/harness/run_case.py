@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +13,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..data import NextItemLoader
+from ..data import Batch, Lookup, NextItemLoader
 from ..distributed import Communicators
-from ..embedding import OptimizerName
-from ..pipeline import SCHEDULES, Task, Trainer, Window, WindowConfig, WindowProgram
+from ..embedding import TablePolicy
+from ..pipeline import SCHEDULES, Task, Trainer, Window, WindowConfig
 from ..trace import SupportsRecording
-from .cases import Case
+from .cases import Case, Reference
 from .mutations import Plant, plant
+from .saved import RunSaver, restore
 from .setup import Job
-from .state import Comparison, Difference, State, dense_state, loss_state, table_state
+from .state import Comparison, Difference, State, dense_state, loss_state, table_state, used_state
 
 MAX_DELAY = 0.004
 """Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none."""
+
+    first: int
+    last: int
+    load: str = ""
+    save: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,26 +48,24 @@ class RankReport:
     seconds: float
 
 
-def reference_file(directory: str, optimizer: OptimizerName, data: str = "") -> str:
-    return os.path.join(directory, f"synchronous-{optimizer}{'-hostile' if data else ''}.safetensors")
-
-
-def record_reference(job: Job, optimizer: OptimizerName, steps: int, directory: str, data: str = "") -> None:
+def record_reference(reference: Reference, steps: int, directory: str) -> None:
     """Run `Synchronous` and store its state after every step; the file is replaced whole."""
-    job = job.on(data)
-    model, table, rule, dense = job.build(optimizer)
-    loader = job.loader()
+    job = reference.job
+    model, tables, dense = job.build(reference.optimizer)
+    loader = job.loader(0, reference.ranks)
+    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
     states: dict[str, torch.Tensor] = {}
-    with Trainer(
-        model, table, rule, dense, Communicators.local(), "sync", WindowConfig(seed=job.seed)
-    ) as trainer:
-        for step in range(steps):
-            result = trainer.step(loader.batch(step))
+    with Trainer(model, tables, dense, Communicators.local(), "sync", config) as trainer:
+        for result in trainer.run(loader.global_batch(step) for step in range(steps)):
             state = {
-                **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(table)
+                **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(tables)
             }  # fmt: skip
-            states.update({f"{step}/{name}": tensor for name, tensor in state.items()})
-    path = Path(reference_file(directory, optimizer, data))
+            if job.policy != TablePolicy():
+                update = result.step - result.step % reference.accumulate
+                batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
+                state.update(used_state(tables, [batch.lookups() for batch in batches]))
+            states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
+    path = Path(directory, reference.file_name)
     save_file(states, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
@@ -67,16 +75,19 @@ class _Recorded(Mapping[str, torch.Tensor]):
 
     def __init__(self, file, step: int):
         self._file, self._step = file, step
+        prefix = f"{step}/"
+        self._names = {name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
         return self._file.get_tensor(f"{self._step}/{name}")
 
     def __iter__(self):
-        prefix, names = f"{self._step}/", self._file.keys()
-        return (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._names)
 
 
 def run_case(
@@ -85,32 +96,42 @@ def run_case(
     case: Case,
     references: str,
     mutation: str | None = None,
+    stretch: Stretch | None = None,
 ) -> RankReport:
     """Run `case` on this rank and compare losses, dense parameters and every row after every step.
 
     Args:
         references: directory of `record_reference`'s files.
         mutation: name of a bug to plant.
+        stretch: the steps to run, and where their state comes from and goes to; all of them by default.
     """
     started = time.perf_counter()
-    job = job.on(case.data)
+    stretch = stretch or Stretch(0, case.steps)
     if case.consistency == "window":
         states = _in_turn(communicators, job, case)
-        return _compared(communicators, job, case, states.__getitem__, started, mutation)
-    with safe_open(reference_file(references, case.optimizer, case.data), "pt") as file:
-        return _compared(communicators, job, case, lambda step: _Recorded(file, step), started, mutation)
+        return _compared(communicators, job, case, states.__getitem__, started, mutation, stretch)
+    with safe_open(Path(references, case.reference(job).file_name), "pt") as file:
+        return _compared(
+            communicators, job, case, lambda step: _Recorded(file, step), started, mutation, stretch
+        )
 
 
 def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
     """States of the reference of ``"window"`` consistency, this rank's shard only."""
     in_turn = replace(case, mode="sequential", delay_seed=None)
     states: list[State] = []
+    used: list[dict[str, Lookup]] = []
     with prepared(communicators, job, in_turn) as (trainer, loader):
         program = trainer.program
-        for step in range(case.steps):
-            result = trainer.step(loader.batch(step))
-            states.append({**loss_state(result.sample_ids, result.losses), **dense_state(program.dense),
-                           **table_state(program.table)})  # fmt: skip
+        accumulate = program.config.accumulate
+        for result in trainer.run(loader.batch(step) for step in range(case.steps)):
+            state = {**loss_state(result.sample_ids, result.losses), **dense_state(program.dense),
+                     **table_state(program.tables)}  # fmt: skip
+            states.append(state)
+            if case.job(job).policy != TablePolicy():
+                used = used[-(result.step % accumulate) :] if result.step % accumulate else []
+                used.append(loader.global_batch(result.step).lookups())
+                state.update(used_state(program.tables, used))
     return states
 
 
@@ -121,35 +142,57 @@ def _compared(
     expected: Callable[[int], Mapping[str, torch.Tensor]],
     started: float,
     mutation: str | None,
+    stretch: Stretch,
 ) -> RankReport:
     planted = plant(mutation) if mutation else Plant()
+    steps = range(stretch.first, stretch.last)
     with prepared(communicators, job, case, planted=planted) as (trainer, loader):
         program = trainer.program
-        comparison = Comparison(program.table, communicators.rank, communicators.world_size)
-        last = case.steps - 1
+        tables, dense = program.tables, program.dense
+        if stretch.load:
+            restore(communicators, stretch.load, tables, dense)
+        comparison = Comparison(tables, communicators.rank, communicators.world_size)
 
-        def after(stage: str, state: Callable[[WindowProgram], State]) -> None:
-            action = program.actions[stage]
-
-            def compared(window: Window, micro_batch: int | None = None) -> None:
-                action(window, micro_batch)
-                comparison.compare(
-                    window.step, expected(window.step), state(program), final=window.step == last
-                )
-
-            program.actions[stage] = compared
-
-        # On the lanes themselves, so that the pipeline goes on running while a step is compared.
-        after("dense_update", lambda program: dense_state(program.dense))
-        after("write_back", lambda program: table_state(program.table))
-        for result in trainer.run(loader.batch(step) for step in range(case.steps)):
-            losses = loss_state(result.sample_ids, result.losses)
-            comparison.compare(result.step, expected(result.step), losses, final=False)
-    missing = {(s, p) for s in range(case.steps) for p in ("loss", "dense", "table")} - comparison.steps_seen
-    if missing:
-        raise RuntimeError(f"{case}: never compared {sorted(missing)}; a proof that was skipped has failed")
+        compare_run(trainer, [loader.batch(step) for step in steps], comparison, expected)
+        if stretch.save:
+            with RunSaver(communicators, stretch.save, tables, dense, {}) as saver:
+                saver.save(stretch.last)
+    accumulate = program.config.accumulate
+    updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
+    wanted = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    if wanted - comparison.steps_seen:
+        missing = sorted(wanted - comparison.steps_seen)
+        raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
     return RankReport(comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds)
+
+
+def compare_run(
+    trainer: Trainer,
+    batches: Sequence[Batch],
+    comparison: Comparison,
+    expected: Callable[[int], Mapping[str, torch.Tensor]],
+) -> None:
+    """Train on `batches` and compare losses, dense parameters and rows with ``expected(step)``.
+
+    State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile.
+    """
+    program, last = trainer.program, batches[-1].step
+
+    def after(stage: str, state: Callable[[], State]) -> None:
+        action = program.actions[stage]
+
+        def compared(window: Window, micro_batch: int | None = None) -> None:
+            action(window, micro_batch)
+            comparison.compare(window.step, expected(window.step), state(), final=window.step == last)
+
+        program.actions[stage] = compared
+
+    after("dense_update", lambda: dense_state(program.dense))
+    after("write_back", lambda: table_state(program.tables))
+    for result in trainer.run(batches):
+        losses = loss_state(result.sample_ids, result.losses)
+        comparison.compare(result.step, expected(result.step), losses, final=False)
 
 
 @contextmanager
@@ -162,14 +205,15 @@ def prepared(
 ) -> Iterator[tuple[Trainer, NextItemLoader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     planted = planted or Plant()
-    model, table, rule, dense = job.build(case.optimizer)
-    config = WindowConfig(case.micro_batches, case.consistency, case.clustering, seed=job.seed)
+    job = case.job(job)
+    model, tables, dense = job.build(case.optimizer)
+    config = case.window(job.seed)
     schedule = SCHEDULES.get(case.mode)
     if schedule is not None and planted.schedule is not None:
         schedule = planted.schedule(schedule)
     delay = planted.delay or _delays(case, communicators.rank)
     with Trainer(
-        model, table, rule, dense, communicators, case.mode, config, recorder, delay, schedule,
+        model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,
         checked=planted.schedule is None,
     ) as trainer:  # fmt: skip
         if planted.program is not None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..embedding import DenseOptimizer, DynamicTable
+from ..data import Lookup
+from ..embedding import DenseOptimizer, HashTableCollection
 
 State = dict[str, torch.Tensor]
 """``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
-``dense/NAME in the model`` the parameter as the model holds it, ``table/keys`` (n,) ascending, ``table/rows``
-(n, width)."""
+``dense/NAME in the model`` the parameter as the model holds it, and for each logical table ``table/NAME/ids``
+(n,) ascending, ``table/NAME/rows`` (n, width), and in a reference whose tables evict or admit
+``table/NAME/used`` (u,), the ids that the step looked up."""
 
 
 def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
@@ -31,10 +33,21 @@ def dense_state(dense: DenseOptimizer) -> State:
     return states
 
 
-def table_state(table: DynamicTable) -> State:
-    """Keys of the table in ascending order and their rows, copied."""
-    keys, rows = table.export()
-    return {"table/keys": keys, "table/rows": rows}
+def table_state(tables: HashTableCollection) -> State:
+    """Ids of every logical table in ascending order and their rows, copied."""
+    state = {}
+    for name, (ids, rows) in tables.export().items():
+        state[f"table/{name}/ids"], state[f"table/{name}/rows"] = ids, rows
+    return state
+
+
+def used_state(tables: HashTableCollection, lookups: list[dict[str, Lookup]]) -> State:
+    """Distinct ids of every logical table that an update's batches look up."""
+    used: dict[str, list[torch.Tensor]] = {name: [] for name in tables.table_names}
+    for each in lookups:
+        for name, lookup in each.items():
+            used[tables.features[name].table or name].append(lookup.ids)
+    return {f"table/{name}/used": torch.cat(ids).unique() for name, ids in used.items()}
 
 
 @dataclass(frozen=True)
@@ -67,11 +80,11 @@ class Comparison:
     """Compares one rank's states with the reference's, step by step, and keeps the first difference.
 
     Args:
-        table: the rank's shard; its settings say what an untouched row holds.
-        rank, world_size: which keys of the reference belong to this shard.
+        tables: the rank's shard; its settings say what an untouched row holds.
+        rank, world_size: which ids of the reference belong to this shard.
     """
 
-    table: DynamicTable
+    tables: HashTableCollection
     rank: int
     world_size: int
     tensors_compared: int = 0
@@ -87,7 +100,9 @@ class Comparison:
     def compare(self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool) -> None:
         """Compare what `got` holds of ``loss``, ``dense`` or ``table`` after `step`.
 
-        Before the `final` step the table may already hold keys of later batches; their rows must be initial.
+        Before the `final` step the tables may already hold ids of later batches; their rows must be initial.
+        Where tables evict or admit, later batches may have changed them already, and what is compared is the
+        ids that the step itself has used.
         """
         for part in _ORDER:
             if not any(name.startswith(f"{part}/") for name in got):
@@ -119,20 +134,37 @@ class Comparison:
     def _table(
         self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool
     ) -> Difference | None:
-        keys, rows = expected["table/keys"], expected["table/rows"]
-        mine = ops.owner_of(keys, self.world_size) == self.rank
-        keys, rows = keys[mine], rows[mine]
-        known = torch.isin(got["table/keys"], keys)
-        if not torch.equal(keys, got["table/keys"][known]) or (final and not bool(known.all())):
-            return _keys_differ(step, "table", keys, got["table/keys"])
-        found = self._values(step, "table", rows, got["table/rows"][known], keys)
-        later = got["table/keys"][~known]
+        for name in self.tables.table_names:
+            ids, rows = expected[f"table/{name}/ids"], expected[f"table/{name}/rows"]
+            got_ids, got_rows = got[f"table/{name}/ids"], got[f"table/{name}/rows"]
+            used = expected.get(f"table/{name}/used")
+            if used is not None and not final:
+                here, there = torch.isin(ids, used), torch.isin(got_ids, used)
+                ids, rows, got_ids, got_rows = ids[here], rows[here], got_ids[there], got_rows[there]
+            found = self._one_table(step, name, (ids, rows), (got_ids, got_rows), final)
+            if found is not None:
+                return found
+        return None
+
+    def _one_table(
+        self,
+        step: int,
+        name: str,
+        expected: tuple[torch.Tensor, torch.Tensor],
+        got: tuple[torch.Tensor, torch.Tensor],
+        final: bool,
+    ) -> Difference | None:
+        (ids, rows), (got_ids, got_rows) = expected, got
+        mine = ops.owner_of(ids, self.world_size) == self.rank
+        ids, rows = ids[mine], rows[mine]
+        known = torch.isin(got_ids, ids)
+        if not torch.equal(ids, got_ids[known]) or (final and not bool(known.all())):
+            return _keys_differ(step, f"table {name}", ids, got_ids)
+        found = self._values(step, f"table {name}", rows, got_rows[known], ids)
+        later = got_ids[~known]
         if found is None and later.numel():
-            initial = torch.zeros(later.numel(), self.table.row_width)
-            initial[:, : self.table.dim] = ops.initial_rows(
-                self.table.seed, self.table.table_id, later, self.table.dim, self.table.scale
-            )
-            found = self._values(step, "table", initial, got["table/rows"][~known], later)
+            initial = self.tables.initial_rows(name, later)
+            found = self._values(step, f"table {name}", initial, got_rows[~known], later)
         return found
 
     def _values(
@@ -183,8 +215,8 @@ def earliest(differences: list[Difference | None]) -> Difference | None:
     found = [difference for difference in differences if difference is not None]
 
     def order(difference: Difference) -> tuple[int, int]:
-        part = difference.tensor if difference.tensor in ("loss", "table") else "dense"
-        return difference.step, _ORDER.index(part)
+        part = difference.tensor.partition(" ")[0]
+        return difference.step, _ORDER.index(part if part in ("loss", "table") else "dense")
 
     return min(found, key=order, default=None)
 

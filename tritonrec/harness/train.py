@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import checkpoint, ops
-from ..data import NextItemLoader, evaluate, popularity_scores
+from ..data import Lookup, NextItemLoader, evaluate, popularity_scores
 from ..distributed import Communicator, Communicators
-from ..embedding import DynamicTable, OptimizerName
+from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ..nn import HSTU
 from ..pipeline import Mode, Trainer, WindowConfig
 from ..trace import NullRecorder, Recorder, save_joined
+from .saved import RunSaver, restore
 from .setup import Job
 
 KS = (10, 50)
+LAYOUT = ("job", "slots", "chunk_rows", "merge", "balance")
+"""Settings that change no bit, so a run may go on with others."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Run:
         job: data, model, optimizer settings. mode, window: see `Trainer`. optimizer: of rows and dense.
         steps: train up to this step, counted from the run's beginning.
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
+        full_every: every so manieth save is whole, those between hold what changed.
         resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
         trace: write a Perfetto trace of all ranks to this file.
     """
@@ -46,6 +51,7 @@ class Run:
     steps: int = 100
     checkpoint: str | None = None
     save_every: int = 0
+    full_every: int = 1
     resume: bool = False
     evaluate_every: int = 0
     trace: str | None = None
@@ -62,32 +68,34 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
     console = Console(quiet=quiet or communicators.rank != 0)
-    model, table, rule, dense = run.job.build(run.optimizer)
+    model, tables, dense = run.job.build(run.optimizer)
     loader = run.job.loader(communicators.rank, communicators.world_size)
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
-    start = _resume(communicators, run, table, dense) if run.resume else 0
+    start = _resume(communicators, run, tables, dense) if run.resume else 0
     if start >= run.steps:
         raise ValueError(f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}")
+    saver = None
+    if run.checkpoint:
+        saver = RunSaver(communicators, run.checkpoint, tables, dense, _meta(run), run.full_every)
 
     loss, seconds, metrics = float("nan"), [], {}
     with (
-        Trainer(
-            model, table, rule, dense, communicators, run.mode, run.window, recorder
-        ) as trainer,
+        saver or nullcontext(),
+        Trainer(model, tables, dense, communicators, run.mode, run.window, recorder) as trainer,
         _progress(console) as progress,
-    ):  # fmt: skip
+    ):
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
             clock = time.perf_counter()
             for result in trainer.run(loader.batch(step) for step in range(first, last)):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
-                loss = _mean_loss(communicators, result.losses, result.tokens)
+                loss = _mean_loss(communicators, result.losses, result.terms)
                 progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
-            if run.checkpoint and (last == run.steps or (run.save_every and last % run.save_every == 0)):
-                _save(communicators, run, last, table, dense)
+            if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
+                saver.save(last)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
-                metrics = _evaluate(communicators, model, table, loader)
+                metrics = _evaluate(communicators, model, tables, loader, run.job)
                 console.print(f"step {last}: loss {loss:.4f}, {_format(metrics)}")
     if run.trace:
         _save_trace(communicators, recorder, run.trace)
@@ -97,7 +105,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         "metrics": metrics,
         "popularity": evaluate(popularity_scores(loader), loader, KS),
         "seconds_per_step": sorted(seconds)[len(seconds) // 2],
-        "digest": _digest(communicators, table, dense.rows),
+        "digest": _digest(communicators, tables, dense.rows),
     }
     console.print(_summary_table(run, summary))
     return summary
@@ -111,11 +119,11 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
         start = stop
 
 
-def _mean_loss(communicators: Communicators, losses: torch.Tensor, tokens: int) -> float:
-    """Mean loss per token over all ranks; summed on the grid, so every mode and world size shows the same."""
+def _mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -> float:
+    """Mean loss per term over all ranks; summed on the grid, so every mode and world size shows the same."""
     total = ops.to_grid(losses.reshape(-1), name="losses").sum().reshape(1)
     total = communicators.control.all_reduce(total, "losses")
-    return float(ops.from_grid(total, float(max(tokens, 1)))[0])
+    return float(ops.from_grid(total, float(max(terms, 1)))[0])
 
 
 def _gather(communicator: Communicator, values: torch.Tensor) -> torch.Tensor:
@@ -126,27 +134,36 @@ def _gather(communicator: Communicator, values: torch.Tensor) -> torch.Tensor:
     return communicator.all_to_all(repeated, [len(values)] * world, counts)
 
 
-def _whole_table(communicators: Communicators, table: DynamicTable) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, rows = table.export()
-    keys, rows = (_gather(communicators.control, part) for part in (keys, rows))
-    keys, order = torch.sort(keys)
-    return keys, rows[order]
+def _whole_tables(
+    communicators: Communicators, tables: HashTableCollection
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Every rank's ids, ascending, and rows of each logical table."""
+    whole = {}
+    for name, part in tables.export().items():
+        ids, rows = (_gather(communicators.control, values) for values in part)
+        ids, order = torch.sort(ids)
+        whole[name] = ids, rows[order]
+    return whole
 
 
 def _evaluate(
-    communicators: Communicators, model: torch.nn.Module, table: DynamicTable, loader: NextItemLoader
+    communicators: Communicators,
+    model: torch.nn.Module,
+    tables: HashTableCollection,
+    loader: NextItemLoader,
+    job: Job,
 ) -> dict[str, float]:
-    """Full-ranking leave-one-out metrics; every rank computes them from the gathered table."""
-    keys, rows = _whole_table(communicators, table)
-    whole = DynamicTable(table.dim, seed=table.seed, table_id=table.table_id, scale=table.scale)
-    whole.load(keys, rows[:, : table.dim].contiguous())
-    items = whole.read(whole.rows_of(loader.catalogue))
+    """Full-ranking leave-one-out metrics; every rank computes them from the gathered tables."""
+    whole = job.tables("sgd")
+    for name, (ids, rows) in _whole_tables(communicators, tables).items():
+        dim = whole.initial_rows(name, ids[:0]).shape[1]
+        whole.load(name, ids, rows[:, :dim].contiguous())
+    items = whole.peek({"item": Lookup(loader.catalogue)})["item"]
     assert isinstance(model, HSTU)
     model.eval()
 
     def scores(batch) -> torch.Tensor:
-        keys, inverse, _ = ops.unique(batch.ids)
-        rows = ops.gather_rows(whole.read(whole.rows_of(keys)), inverse)
+        rows = whole.peek({"item": Lookup(batch.ids)})["item"]
         with torch.no_grad():
             hidden = model.encode(batch, rows)
         # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
@@ -157,31 +174,32 @@ def _evaluate(
     return metrics
 
 
-def _save(communicators: Communicators, run: Run, step: int, table: DynamicTable, dense) -> None:
-    assert run.checkpoint is not None
-    keys, rows = _whole_table(communicators, table)
-    if communicators.rank == 0:
-        checkpoint.save(
-            run.checkpoint, step, dense.rows, {"items": (keys, rows)},
-            {"optimizer": run.optimizer, "job": run.job.as_json()},
-        )  # fmt: skip
-    _barrier(communicators)
+def _meta(run: Run) -> dict[str, Any]:
+    return {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
 
 
-def _resume(communicators: Communicators, run: Run, table: DynamicTable, dense) -> int:
-    """Load the newest checkpoint; each rank keeps the keys it owns, whatever world size saved them."""
+def _resume(
+    communicators: Communicators, run: Run, tables: HashTableCollection, dense: DenseOptimizer
+) -> int:
+    """Load the newest checkpoint; each rank reads the slices it owns, whatever world size saved them."""
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
-    step, dense_rows, tables, meta = checkpoint.load(run.checkpoint)
-    job = json.loads(json.dumps(run.job.as_json()))
-    different = sorted(name for name in job if meta["job"].get(name) != job[name])
-    if different or meta["optimizer"] != run.optimizer:
-        names = ", ".join(different or ["optimizer"])
-        raise ValueError(f"the checkpoint in {run.checkpoint} was made with another {names}; use the same")
-    dense.load(dense_rows)
-    keys, rows = tables["items"]
-    mine = ops.owner_of(keys, communicators.world_size) == communicators.rank
-    table.load(keys[mine], rows[mine])
+    here = json.loads(json.dumps(_meta(run)))
+
+    def accept(meta: dict[str, Any]) -> None:
+        mine, saved = ({**each, **each["job"]} for each in (here, meta))
+        different = sorted(name for name in mine if name not in LAYOUT and saved.get(name) != mine[name])
+        if different:
+            raise ValueError(
+                f"the checkpoint in {run.checkpoint} was made with another {', '.join(different)}; "
+                "use the same"
+            )
+
+    step = restore(communicators, run.checkpoint, tables, dense, accept)
+    if step % run.window.accumulate:
+        raise ValueError(
+            f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
+        )
     return step
 
 
@@ -199,14 +217,16 @@ def _save_trace(communicators: Communicators, recorder, path: str) -> None:
             Path(part).unlink()
 
 
-def _digest(communicators: Communicators, table: DynamicTable, dense: dict[str, torch.Tensor]) -> str:
+def _digest(communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]) -> str:
     """SHA-256 over dense parameters, keys and rows with their states, independent of the sharding."""
     digest = hashlib.sha256()
     for name in sorted(dense):
         digest.update(name.encode())
         digest.update(dense[name].contiguous().numpy().tobytes())
-    for part in _whole_table(communicators, table):
-        digest.update(part.contiguous().numpy().tobytes())
+    for name, parts in sorted(_whole_tables(communicators, tables).items()):
+        digest.update(name.encode())
+        for part in parts:
+            digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
-from .. import ops
-from ..data import JaggedBatch
+from ..data import Batch
 from ..distributed import Communicators
-from ..embedding import DenseOptimizer, DynamicTable, OptimizerName, RowOptimizer
+from ..embedding import DenseOptimizer, FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
 from ..nn import detach_grids
 from ..pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 from .cases import Case
+from .run_case import compare_run
 from .state import Comparison, Difference, dense_state, loss_state, table_state
 
 
@@ -44,9 +45,9 @@ class ModelReport:
 
 def verify(
     build_model: Callable[[], torch.nn.Module],
-    batches: Sequence[JaggedBatch],
+    batches: Sequence[Batch],
+    features: Sequence[FeatureConfig],
     *,
-    dim: int,
     micro_batches: Sequence[int] = (1, 2, 3),
     modes: Sequence[str] = PIPELINED,
     optimizer: OptimizerName = "adam",
@@ -57,13 +58,15 @@ def verify(
 
     Args:
         build_model: makes the model, with the same parameters each time it is called. The model is called as
-            ``model(batch, rows, seed)``: a `JaggedBatch`, the embedding rows (occurrences, dim) float32 of
-            ``batch.occurrence_keys()``, and the step's dropout seed; it returns one loss per sample, (B,).
+            ``model(batch, rows, seed)``: a batch, for each feature the rows (n, dim) float32 of what
+            ``batch.lookups()`` asks for, and the step's dropout seed; it returns one loss per sample, (B,).
         batches: global batches of consecutive steps, ``batches[i].step == i``, each with two samples or more.
-        dim: embedding dimension. micro_batches: values of N. modes: pipelined modes to run.
+        features: what the model looks up; a `JaggedBatch` has the feature ``item``.
+        micro_batches: values of N. modes: pipelined modes to run.
         optimizer, lr, seed: of rows and dense parameters.
 
-    Runs on one rank. ``print`` the report, or look at its fields.
+    Runs on one rank, with as many batches in flight as each mode has. ``print`` the report, or look at its
+    fields.
     """
     if not batches:
         raise ValueError("verify needs at least one batch")
@@ -72,78 +75,73 @@ def verify(
         if batch.step != index:
             raise ValueError(f"batches[{index}].step must be {index}, got {batch.step}")
     rule = RowOptimizer(optimizer, lr)
+    local = Communicators.local()
 
-    def fresh() -> tuple[torch.nn.Module, DynamicTable, DenseOptimizer]:
+    def trainer(mode, count: int) -> Trainer:
         model = build_model()
-        table = DynamicTable(dim, rule.row_width(dim), seed=seed)
-        return model, table, DenseOptimizer(model.named_parameters(), rule)
+        tables = HashTableCollection(features, rule, seed=seed)
+        dense = DenseOptimizer(model.named_parameters(), rule)
+        return Trainer(model, tables, dense, local, mode, WindowConfig(count, seed=seed))
 
-    def run(mode, count: int) -> list[dict[str, torch.Tensor]]:
-        model, table, dense = fresh()
-        states = []
-        local = Communicators.local()
-        with Trainer(model, table, rule, dense, local, mode, WindowConfig(count, seed=seed)) as trainer:
-            for batch in batches:
-                result = trainer.step(batch)
-                losses = loss_state(result.sample_ids, result.losses)
-                states.append({**losses, **dense_state(dense), **table_state(table)})
-        return states
-
-    not_invariant = first_not_invariant(build_model(), batches[0], dim, seed)
+    not_invariant = first_not_invariant(build_model(), batches[0], features, seed)
     cases: list[tuple[Case, Difference | str | None]] = []
     expected: list[dict[str, torch.Tensor]] = []
-    for mode, count in [("sync", 1), *((mode, count) for mode in modes for count in micro_batches)]:
+    case = Case("sync", "batch", 1, 1, False, optimizer, len(batches))
+    try:
+        with trainer("sync", 1) as reference:
+            assert reference.reference is not None
+            tables, dense = reference.reference.tables, reference.reference.dense
+            for result in reference.run(batches):
+                losses = loss_state(result.sample_ids, result.losses)
+                expected.append({**losses, **dense_state(dense), **table_state(tables)})
+    except TypeError as error:
+        return ModelReport([(case, str(error))], not_invariant)
+    for mode, count in product(modes, micro_batches):
         case = Case(mode, "batch", 1, count, False, optimizer, len(batches))  # type: ignore[arg-type]
         try:
-            states = run(mode, count)
+            with trainer(mode, count) as running:
+                comparison = Comparison(running.program.tables, rank=0, world_size=1)
+                compare_run(running, batches, comparison, expected.__getitem__)
+            cases.append((case, comparison.first))
         except (StageFailedError, TypeError) as error:
             cases.append((case, str(error)))
-            continue
-        if mode == "sync":
-            expected = states
-            continue
-        if not expected:
-            break
-        comparison = Comparison(fresh()[1], rank=0, world_size=1)
-        for step, (reference, got) in enumerate(zip(expected, states, strict=True)):
-            comparison.compare(step, reference, got, final=True)
-        cases.append((case, comparison.first))
     return ModelReport(cases, not_invariant)
 
 
-def first_not_invariant(model: torch.nn.Module, batch: JaggedBatch, dim: int, seed: int = 0) -> str | None:
+def first_not_invariant(
+    model: torch.nn.Module, batch: Batch, features: Sequence[FeatureConfig], seed: int = 0
+) -> str | None:
     """Name of the first module with an output row that changes when its sample is computed alone.
 
-    Looks at float outputs with one row per token or per sample; other outputs are passed over.
+    Looks at float outputs whose rows are those of the samples alone, in any order; others are passed over.
     """
     detach_grids(model)
-    rows = ops.initial_rows(seed, 0, batch.occurrence_keys(), dim, 0.5)
-    together = _outputs(model, batch, rows, seed)
-    tokens, samples = batch.num_tokens, batch.num_samples
-    for index in range(samples):
-        start, end = int(batch.offsets[index]), int(batch.offsets[index + 1])
-        if start == end:
-            continue
-        negatives = batch.num_negatives
-        mine = torch.cat([
-            torch.arange(start, end), tokens + torch.arange(start, end),
-            2 * tokens + torch.arange(start * negatives, end * negatives),
-        ])  # fmt: skip
-        alone = _outputs(model, batch.select(torch.tensor([index])), rows[mine], seed)
-        for (name, whole), (_, part) in zip(together, alone, strict=True):
-            if whole.shape[:1] == (tokens,) and part.shape[:1] == (end - start,):
-                same = torch.equal(whole[start:end], part)
-            elif whole.shape[:1] == (samples,) and part.shape[:1] == (1,):
-                same = torch.equal(whole[index : index + 1], part)
-            else:
-                continue
-            if not same:
+    tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
+
+    def outputs(of: Batch) -> list[tuple[str, torch.Tensor]]:
+        return _outputs(model, of, tables.peek(of.lookups()), seed)
+
+    together = outputs(batch)
+    alone = [outputs(batch.select(torch.tensor([index]))) for index in range(batch.num_samples)]
+    for place, (name, whole) in enumerate(together):
+        parts = [each[place][1] for each in alone if len(each) == len(together)]
+        if len(parts) == batch.num_samples and sum(len(part) for part in parts) == len(whole):
+            rows = torch.cat(parts)
+            if not torch.equal(_bits(rows), _bits(whole)) and _sorted_rows(rows) != _sorted_rows(whole):
                 return name
     return None
 
 
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.float().contiguous().view(torch.int32)
+
+
+def _sorted_rows(values: torch.Tensor) -> list[bytes]:
+    return sorted(row.numpy().tobytes() for row in _bits(values))
+
+
 def _outputs(
-    model: torch.nn.Module, batch: JaggedBatch, rows: torch.Tensor, seed: int
+    model: torch.nn.Module, batch: Batch, rows: dict[str, torch.Tensor], seed: int
 ) -> list[tuple[str, torch.Tensor]]:
     """(module name, output) in the order of execution; the model itself comes last."""
     outputs: list[tuple[str, torch.Tensor]] = []

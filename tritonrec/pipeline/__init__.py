@@ -2,10 +2,11 @@
 
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
+from .program import WindowProgram
 from .schedule import DBP, FWP, NESTPIPE, SCHEDULES, Access, Edge, Schedule, Stage, Task
 from .synchronous import Synchronous, run_in_turn
 from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer
-from .window import Consistency, Window, WindowConfig, WindowProgram
+from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [
     "DBP",
@@ -16,9 +17,12 @@ __all__ = [
     "SCHEDULES",
     "Access",
     "Consistency",
+    "Dedup",
     "Edge",
     "Executor",
+    "LookupCounts",
     "Mode",
+    "Model",
     "Schedule",
     "ScheduleError",
     "Stage",

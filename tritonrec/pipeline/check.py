@@ -107,7 +107,8 @@ def _accesses(
     uses = used_by[task.batch]
     kept = uses and task.batch > 0 and used_by[task.batch - 1]
     for access in schedule[task.stage].touches:
-        if (access.rows == "batch" and not uses) or (access.rows == "kept" and not kept):
+        idle = not uses and not (task.batch > 0 and used_by[task.batch - 1])
+        if not {"none": True, "batch": uses, "kept": kept, "idle": idle}[access.rows]:
             continue
         yield access, _location(access, task), access.stale and kept and _synchronises(schedule)
 

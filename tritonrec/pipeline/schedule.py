@@ -36,8 +36,9 @@ class Access:
 
     `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
     ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order
-    on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), or to those ``kept``
-    from the batch before, K(t) & K(t-1). `batch` = 1 names the buffer of the batch before.
+    on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the
+    batch before, K(t) & K(t-1), or to ``idle`` ones of neither batch. `batch` = 1 names the buffer of the
+    batch before.
 
     A ``stale`` read may race with a write to the kept rows, because somebody overwrites them before use; the
     check demands that somebody does.
@@ -46,7 +47,7 @@ class Access:
     mode: Literal["read", "write", "update"]
     place: str
     per: Literal["run", "batch", "micro_batch"] = "run"
-    rows: Literal["none", "batch", "kept"] = "none"
+    rows: Literal["none", "batch", "kept", "idle"] = "none"
     batch: int = 0
     stale: bool = False
 
@@ -184,13 +185,16 @@ def _nested() -> tuple[Stage, ...]:
         ),
         # The buffer was batch t-2's: its rows must be home, and batch t-1 must have taken the ones it kept.
         # Rows of t-2 that t-1 did not touch are then fresh in the host table; those that t-1 holds are not,
-        # and are overwritten by `synchronise`.
+        # and are overwritten by `synchronise`. Rows of neither may be evicted or demoted here, so their last
+        # update must have come home.
         Stage(
             "retrieve",
             "retrieval",
             (Edge("route"), Edge("write_back", batch=2), Edge("synchronise", batch=1)),
             (
                 read("routes", per="batch"),
+                update("retrieval_group"),
+                update("host", rows="idle"),
                 read("host", rows="batch", stale=True),
                 write("buffer", rows="batch"),
             ),

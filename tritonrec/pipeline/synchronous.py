@@ -7,59 +7,85 @@ from contextlib import nullcontext
 import torch
 
 from .. import ops
-from ..data import JaggedBatch
-from ..embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from ..data import Batch
+from ..embedding import DenseOptimizer, HashTableCollection
 from ..nn import attach_grids
+from .program import DROPOUT_STREAM, WindowProgram, take_grid
 from .schedule import NESTPIPE, Task
-from .window import DROPOUT_STREAM, Window, WindowProgram, take_grid
+from .window import Window
 
 
 class Synchronous:
     """The reference of ``"batch"`` consistency: one process, the whole global batch at once, no overlap.
 
-    It shares the kernels with the pipelined modes, and nothing else: no executor, no buffers, no exchange.
+    It shares the kernels and the tables with the pipelined modes, and nothing else: no executor, no buffers,
+    no exchange.
+
+    Args:
+        model, tables, dense: what is trained.
+        seed: of dropout. grid_bits: grid of gradient sums.
+        accumulate: batches of one update.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        table: DynamicTable,
-        optimizer: RowOptimizer,
+        tables: HashTableCollection,
         dense: DenseOptimizer,
         seed: int = 0,
         grid_bits: int = ops.GRID_BITS,
+        accumulate: int = 1,
     ):
-        self.model, self.table, self.optimizer, self.dense = model, table, optimizer, dense
-        self.seed, self.grid_bits = seed, grid_bits
+        self.model, self.tables, self.dense = model, tables, dense
+        self.seed, self.grid_bits, self.accumulate = seed, grid_bits, accumulate
         attach_grids(model, grid_bits)
 
-    def step(self, batch: JaggedBatch) -> torch.Tensor:
-        """Train on `batch`, the whole global batch of its step; returns its losses (B,)."""
-        batch.validate()
-        tokens = float(max(batch.num_tokens, 1))
+    def step(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """One update from `batches`, the whole global batch of each; returns their losses (B,)."""
+        update = batches[0].step // self.accumulate
+        terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
+        lookups = [batch.lookups() for batch in batches]
+        asked = [self.tables.keys(each) for each in lookups]
 
-        keys, inverse, _ = ops.unique(batch.occurrence_keys())
-        table_rows = self.table.rows_of(keys)
-        values = self.table.read(table_rows)
-        rows = ops.gather_rows(values[:, : self.table.dim], inverse).requires_grad_()
+        shards = []
+        for index, group in enumerate(self.tables.groups):
+            keys, inverse, _ = ops.unique(torch.cat([keys[index] for keys in asked]))
+            found = group.table.lookup(keys, update)
+            values = group.table.read(found.rows, keys)
+            sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64)
+            places = inverse.split([len(keys[index]) for keys in asked])
+            shards.append((group, keys, found, values, sums, places))
 
-        losses = self.model(batch, rows, ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step))
-        if batch.num_tokens:
-            losses.sum().backward()
-        gradient = rows.grad if rows.grad is not None else torch.zeros_like(rows)
-        sums = ops.segment_sum(
-            gradient, inverse, len(keys), level="batch", bits=self.grid_bits, name="embedding gradient"
-        )
+        losses = []
+        for number, batch in enumerate(batches):
+            rows = [
+                ops.gather_rows(values[:, : group.table.dim], places[number]).requires_grad_()
+                for group, _keys, _found, values, _sums, places in shards
+            ]
+            seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
+            losses.append(self.model(batch, self.tables.by_feature(rows, lookups[number]), seed))
+            if batch.loss_terms:
+                losses[-1].sum().backward()
+            for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
+                if leaf.grad is not None:
+                    sums += ops.segment_sum(
+                        leaf.grad, places[number], len(keys), level="batch", bits=self.grid_bits,
+                        name="embedding gradient",
+                    )  # fmt: skip
 
-        mean = ops.from_grid(sums, tokens, self.grid_bits)
-        self.optimizer.update(values, torch.arange(len(keys)), mean, batch.step + 1)
-        self.table.write(table_rows, values)
+        for group, keys, found, values, sums, _places in shards:
+            mean = ops.from_grid(sums, terms, self.grid_bits)
+            admitted = (found.rows >= 0).nonzero().squeeze(1)
+            group.optimizer.update(values, admitted, mean[admitted], update + 1)
+            if found.cold is not None:
+                group.table.round_cold(values, found.cold)
+            group.table.write(keys[admitted], values[admitted])
 
         dense = {}
         for name, parameter in self.model.named_parameters():
-            dense[name] = ops.from_grid(take_grid(name, parameter), tokens, self.grid_bits)
-        self.dense.step(dense, batch.step + 1)
-        return losses.detach()
+            dense[name] = ops.from_grid(take_grid(name, parameter), terms, self.grid_bits)
+        self.dense.step(dense, update + 1)
+        return [each.detach() for each in losses]
 
 
 def run_in_turn(
@@ -67,8 +93,8 @@ def run_in_turn(
 ) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.
 
-    Nothing overlaps and nothing is kept from the batch before: each batch reads the table after the last one
-    has written to it.
+    Nothing overlaps and nothing is kept from the window before: each reads the tables after the last one has
+    written to them.
     """
 
     def run(stage: str, micro_batch: int | None = None) -> None:
@@ -77,7 +103,7 @@ def run_in_turn(
 
     for stage in ("prefetch", "h2d", "route", "retrieve"):
         run(stage)
-    for i in range(program.config.micro_batches):
+    for i in range(program.config.window_micro_batches):
         for stage in ("exchange", "compute", "gradient_exchange"):
             run(stage, i)
     for stage in ("dense_reduce", "sparse_update", "dense_update", "write_back"):

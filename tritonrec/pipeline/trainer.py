@@ -6,18 +6,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
 
-from ..data import JaggedBatch
+from ..data import Batch
 from ..distributed import Communicators
-from ..embedding import DenseOptimizer, DynamicTable, RowOptimizer
+from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
 from .executor import Delay, Executor, StageFailedError
+from .program import WindowProgram
 from .schedule import FWP, SCHEDULES, Schedule, Task
 from .synchronous import Synchronous, run_in_turn
-from .window import Window, WindowConfig, WindowProgram
+from .window import LookupCounts, Window, WindowConfig
 
 Mode = Literal["sync", "sequential", "dbp", "fwp", "nestpipe"]
 PIPELINED: tuple[Mode, ...] = ("dbp", "fwp", "nestpipe")
@@ -32,24 +34,28 @@ MODES: dict[Mode, str] = {
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses of one step on this rank: sample ids (B,), per-sample loss sums (B,), tokens of all ranks."""
+    """Losses of one step on this rank: sample ids (B,), per-sample loss sums (B,).
+
+    `terms` counts the loss's terms (tokens, impressions) of the whole update, over all ranks and over the
+    batches it accumulates.
+    """
 
     step: int
     sample_ids: torch.Tensor
     losses: torch.Tensor
-    tokens: int
+    terms: int
 
 
 class Trainer:
     """Trains a model with row-sharded tables in one of `MODES`; what it computes does not depend on which.
 
     Args:
-        model: the dense model, equal on every rank (see `tritonrec.pipeline.window.Model`).
-        table: this rank's shard. optimizer: the rule of its rows.
+        model: the dense model, equal on every rank (see `tritonrec.pipeline.Model`).
+        tables: this rank's shard of the tables.
         dense: optimizer of the model's parameters.
         communicators: this rank's groups; `Communicators.local()` for one process.
         mode: see `MODES`. ``"sync"`` needs one rank and one micro-batch.
-        config: micro-batches, consistency, clustering, grid, seed.
+        config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
         schedule: another table than the mode's; checked like any.
@@ -61,8 +67,7 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        table: DynamicTable,
-        optimizer: RowOptimizer,
+        tables: HashTableCollection,
         dense: DenseOptimizer,
         communicators: Communicators,
         mode: Mode = "nestpipe",
@@ -80,6 +85,8 @@ class Trainer:
         self._executor: Executor | None = None
         self._number = 0
         self._pending: deque[Window] = deque()
+        self._results: deque[StepResult] = deque()  # of the batches of an update that is done
+        self.counts = LookupCounts()
         self._program: WindowProgram | None = None
         self.reference: Synchronous | None = None
         used = schedule or SCHEDULES.get(mode)
@@ -98,13 +105,13 @@ class Trainer:
             if self.config.consistency != "batch":
                 raise ValueError("mode 'sync' is the reference of 'batch' consistency")
             self.reference = Synchronous(
-                model, table, optimizer, dense, self.config.seed, self.config.grid_bits
+                model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
             )
             return
-        self._program = WindowProgram(model, table, optimizer, dense, communicators, self.config)
+        self._program = WindowProgram(model, tables, dense, communicators, self.config)
         if used is not None:
             self._executor = Executor(
-                used, self._program.actions, self.config.micro_batches, self._span, delay, checked
+                used, self._program.actions, self.config.window_micro_batches, self._span, delay, checked
             )
 
     @property
@@ -114,23 +121,27 @@ class Trainer:
             raise AttributeError("mode 'sync' is one plain loop without stages")
         return self._program
 
-    def step(self, batch: JaggedBatch) -> StepResult:
+    def step(self, *batches: Batch) -> StepResult:
         """Train on this rank's samples of one batch and finish it; empty on a rank without samples.
 
+        Where gradients are accumulated it takes the batches of one update, and returns the last one's result.
         Raises RuntimeError while batches of `run` or `progress` are under way: their results come first.
         """
-        if self._pending:
+        if self._pending or self._results:
             raise RuntimeError(
-                f"{len(self._pending)} batches are under way, and their results come before that of step "
-                f"{batch.step}: take them first with list(trainer.run([]))"
+                f"{len(self._pending)} windows are under way, and their results come before that of step "
+                f"{batches[0].step}: take them first with list(trainer.run([]))"
             )
-        return next(iter(self.run([batch])))
+        if not 1 <= len(batches) <= self.config.accumulate:
+            raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
+        return list(self.run(batches))[-1]
 
-    def run(self, batches: Iterable[JaggedBatch]) -> Iterator[StepResult]:
+    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
 
         Batches are read ahead, and whatever was read is trained: to stop after a certain step, end `batches`
         there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
+        With ``accumulate`` = A each A batches are one update; what is left at the end is one too.
         """
         source = iter(batches)
         while True:
@@ -139,30 +150,32 @@ class Trainer:
             except StopIteration:
                 return
 
-    def progress(self, iterator: Iterator[JaggedBatch]) -> StepResult:
+    def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
-        if self._executor is None:
-            return self._plain(next(iterator))
-        try:
-            return self._piped(self._executor, iterator)
-        except StageFailedError:
-            self._pending.clear()  # nothing will come of them
-            raise
+        if not self._results:
+            if self._executor is None:
+                self._plain(iterator)
+            else:
+                try:
+                    self._piped(self._executor, iterator)
+                except StageFailedError:
+                    self._pending.clear()  # nothing will come of them
+                    raise
+        return self._results.popleft()
 
-    def _piped(self, executor: Executor, iterator: Iterator[JaggedBatch]) -> StepResult:
+    def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight:
-            batch = next(iterator, None)
-            if batch is None:
+            window = self._next_window(iterator)
+            if window is None:
                 break
-            window = self._window(batch)
             executor.submit(window.number, window)
             self._pending.append(window)
         if not self._pending:
             raise StopIteration
         window = self._pending.popleft()
         executor.wait(window.number)
-        return self._result(window)
+        self._finish(window)
 
     def close(self) -> None:
         """Stop the lanes; batches in flight are abandoned, and the state is that of no step."""
@@ -181,23 +194,40 @@ class Trainer:
         finally:
             self.close()
 
-    def _window(self, batch: JaggedBatch) -> Window:
-        window = Window(self._number, batch)
+    def _next_window(self, iterator: Iterator[Batch]) -> Window | None:
+        """The batches of the next update; None when there are none left."""
+        count = self.config.accumulate
+        batches = list(islice(iterator, count))
+        if not batches:
+            return None
+        first = batches[0].step
+        if first % count or [batch.step for batch in batches] != [*range(first, first + len(batches))]:
+            raise ValueError(
+                f"an update takes {count} consecutive batches from a multiple of {count}, got steps "
+                f"{[batch.step for batch in batches]}"
+            )
+        window = Window(self._number, batches, first // count)
         self._number += 1
         return window
 
-    def _plain(self, batch: JaggedBatch) -> StepResult:
-        if self.reference is not None:
-            with self.recorder.span("compute", "compute", batch=batch.step):
-                losses = self.reference.step(batch)
-            return StepResult(batch.step, batch.sample_ids, losses, batch.num_tokens)
-        window = self._window(batch)
-        run_in_turn(self.program, window, self._span)
-        return self._result(window)
+    def _plain(self, iterator: Iterator[Batch]) -> None:
+        window = self._next_window(iterator)
+        if window is None:
+            raise StopIteration
+        if self.reference is None:
+            run_in_turn(self.program, window, self._span)
+            self._finish(window)
+            return
+        with self.recorder.span("compute", "compute", batch=window.step):
+            losses = self.reference.step(window.batches)
+        terms = sum(batch.loss_terms for batch in window.batches)
+        for batch, each in zip(window.batches, losses, strict=True):
+            self._results.append(StepResult(batch.step, batch.sample_ids, each, terms))
 
-    def _result(self, window: Window) -> StepResult:
-        ids, losses = self.program.losses_of(window)
-        return StepResult(window.step, ids, losses, window.tokens)
+    def _finish(self, window: Window) -> None:
+        self.counts.add(window.counts)
+        for batch, ids, losses in self.program.losses_of(window):
+            self._results.append(StepResult(batch.step, ids, losses, window.terms))
 
     @contextmanager
     def _span(self, lane: str, task: Task, window: Window):
@@ -207,4 +237,4 @@ class Trainer:
             if task.stage in ("exchange", "gradient_exchange"):
                 args["bytes"] = window.sent_bytes
             elif task.stage == "retrieve":
-                args["keys"] = len(window.keys)
+                args["keys"] = window.keys

@@ -1,0 +1,193 @@
+"""Promise: merging tables changes the number of lookups and no bit; an id that does not fit is named."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonrec import ops
+from tritonrec.embedding import FeatureConfig, HashTableCollection, KeyLayout, RowOptimizer, TablePolicy
+from tritonrec.embedding.features import pool
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+class Asked(NamedTuple):
+    ids: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
+def asked(*ids, offsets=None):
+    return Asked(torch.tensor(ids, dtype=torch.int64), None if offsets is None else torch.tensor(offsets))
+
+
+@given(st.integers(2, 40), st.data())
+def test_packed_keys_differ_between_tables_and_unpack_to_what_went_in(tables, data):
+    layout = KeyLayout(tuple(f"t{number}" for number in range(tables)))
+    assert 2**layout.bits >= tables + 1 > 2 ** (layout.bits - 1)  # k = ceil(log2(m + 1))
+    limit = 2 ** (63 - layout.bits)
+    ids = data.draw(st.lists(st.integers(0, limit - 1) | st.sampled_from([0, 1, limit - 1]), max_size=9))
+    ids = torch.tensor(ids, dtype=torch.int64)
+    seen = set()
+    for member in range(tables):
+        keys = layout.pack(member, ids, "f")
+        assert keys.tolist() == [(member << (63 - layout.bits)) | id_ for id_ in ids.tolist()]
+        assert (keys >= 0).all()
+        members, back = layout.unpack(keys)
+        assert members.tolist() == [member] * len(ids) and torch.equal(back, ids)
+        assert not seen & set(keys.tolist())
+        seen |= set(keys.tolist())
+
+
+@given(st.lists(INT64 | st.sampled_from([-1, -(2**63), 2**63 - 1]), max_size=9))
+def test_a_table_alone_keeps_every_id(ids):
+    ids = torch.tensor(ids, dtype=torch.int64)
+    layout = KeyLayout(("one",))
+    assert torch.equal(layout.pack(0, ids, "f"), ids)
+    members, back = layout.unpack(ids)
+    assert not members.any() and torch.equal(back, ids)
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**63), 2**61, 2**63 - 1])
+def test_an_id_that_does_not_fit_is_named_with_its_feature(wrong):
+    layout = KeyLayout(("a", "b", "c"))
+    layout.pack(2, torch.tensor([0, 2**61 - 1]), "price")
+    with pytest.raises(ValueError, match=rf"feature 'price': id {wrong} does not fit .*merge=False"):
+        layout.pack(1, torch.tensor([3, wrong, 5]), "price")
+
+
+def features(**changes):
+    return [
+        FeatureConfig("user", 4, **changes),
+        FeatureConfig("clicked", 6, table="item", **changes),
+        FeatureConfig("bought", 6, table="item", **changes),
+        FeatureConfig("genre", 6, pooling="mean", **changes),
+        FeatureConfig("city", 4, **changes),
+    ]
+
+
+LOOKUPS = {
+    "user": asked(7, 3, 7),
+    "clicked": asked(7, 1, 7, 9),
+    "bought": asked(9, 100),
+    "genre": asked(7, 1, 7, offsets=[0, 2, 2, 3]),
+    "city": asked(3, 2**60 - 5),
+}
+
+
+def test_tables_of_one_dimension_merge_by_themselves():
+    merged, apart = HashTableCollection(features()), HashTableCollection(features(), merge=False)
+    assert [group.layout.names for group in merged.groups] == [("city", "user"), ("genre", "item")]
+    assert [group.layout.names for group in apart.groups] == [("city",), ("genre",), ("item",), ("user",)]
+    assert merged.table_names == apart.table_names == ["city", "genre", "item", "user"]
+
+
+def test_the_order_of_the_features_does_not_matter():
+    forward, backward = HashTableCollection(features()), HashTableCollection(features()[::-1])
+    for a, b in zip(forward.groups, backward.groups, strict=True):
+        assert a.layout.names == b.layout.names and a.features == b.features
+
+
+def train(collection, steps=3):
+    """Rows by feature of a few steps of SGD-like updates, and the tables at the end."""
+    seen = []
+    for step in range(steps):
+        rows = []
+        for group, keys in zip(collection.groups, collection.keys(LOOKUPS), strict=True):
+            distinct, inverse, _ = ops.unique(keys)
+            found = group.table.lookup(distinct, step)
+            values = group.table.read(found.rows, distinct)
+            group.table.write(distinct, values * 1.5)
+            rows.append(values[inverse][:, : group.table.dim])
+        seen.append(collection.by_feature(rows, LOOKUPS))
+    return seen, collection.export()
+
+
+def test_merging_changes_no_bit():
+    (seen, tables), (expected, apart) = (
+        train(HashTableCollection(features(), RowOptimizer("adam"), merge=merge, seed=5, slots=8))
+        for merge in (True, False)
+    )
+    for one, other in zip(seen, expected, strict=True):
+        assert one.keys() == other.keys() == LOOKUPS.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert tables.keys() == apart.keys()
+    for name in tables:
+        for one, other in zip(tables[name], apart[name], strict=True):
+            assert torch.equal(one, other)
+    assert tables["item"][0].tolist() == [1, 7, 9, 100] and tables["user"][0].tolist() == [3, 7]
+
+
+def test_features_of_one_table_share_rows_and_others_do_not():
+    rows = HashTableCollection(features(), seed=1).peek(LOOKUPS)
+    assert torch.equal(rows["clicked"][3], rows["bought"][0])  # id 9 of table item
+    assert not torch.equal(rows["clicked"][0], rows["genre"][2])  # id 7 of two tables of one dimension
+    assert not torch.equal(rows["user"][1], rows["city"][0])
+
+
+def test_pooling_adds_or_averages_the_rows_of_each_bag():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 3, generator=generator)
+    offsets = torch.tensor([0, 0, 4, 5, 5, 6])
+    naive = torch.zeros(5, 3)
+    for bag, (start, stop) in enumerate(pairwise(offsets)):
+        for row in rows[start:stop]:
+            naive[bag] += row
+    assert torch.equal(pool(rows, offsets, "sum"), naive)
+    lengths = torch.tensor([0, 4, 1, 0, 1]).clamp(min=1)[:, None]
+    assert torch.equal(pool(rows, offsets, "mean"), naive / lengths)
+
+
+def test_a_bag_keeps_its_bits_beside_any_other():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(300, 17, generator=generator) * 8
+    offsets = torch.tensor([0, 100, 101, 101, 250, 300])
+    whole = pool(rows, offsets, "mean")
+    for bag in range(5):
+        start, stop = offsets[bag], offsets[bag + 1]
+        alone = pool(rows[start:stop], torch.tensor([0, int(stop - start)]), "mean")
+        assert torch.equal(alone[0], whole[bag])
+
+
+def test_pooled_rows_pass_their_gradient_to_every_id():
+    rows = torch.randn(3, 2, requires_grad=True)
+    cotangent = torch.tensor([[1.0, 2.0], [5.0, 7.0]])
+    (pool(rows, torch.tensor([0, 1, 3]), "mean") * cotangent).sum().backward()
+    assert torch.equal(rows.grad, torch.tensor([[1.0, 2.0], [2.5, 3.5], [2.5, 3.5]]))
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        (FeatureConfig("b", 8, table="t"), "share table 't' but want different"),
+        (FeatureConfig("b", 4, table="t", optimizer=RowOptimizer("sgd")), "features 'a' and 'b' share table"),
+        (FeatureConfig("b", 4, table="t", policy=TablePolicy(admission=2)), "policy"),
+        (FeatureConfig("a", 4, table="t"), "features need distinct names"),
+    ],
+)
+def test_features_that_disagree_are_refused(second, named):
+    with pytest.raises(ValueError, match=named):
+        HashTableCollection([FeatureConfig("a", 4, table="t"), second])
+
+
+def test_a_batch_of_other_features_is_refused():
+    collection = HashTableCollection(features())
+    with pytest.raises(ValueError, match=r"looks up features \['user'\], the tables serve"):
+        collection.keys({"user": asked(1)})
+    without = {**LOOKUPS, "genre": asked(1, 2)}
+    with pytest.raises(ValueError, match="feature 'genre' is pooled, but its lookup has no offsets"):
+        collection.peek(without)
+
+
+def test_peek_adds_nothing():
+    collection = HashTableCollection(features())
+    collection.peek(LOOKUPS)
+    assert all(len(ids) == 0 for ids, _ in collection.export().values())
+
+
+def test_an_unknown_table_is_named():
+    with pytest.raises(ValueError, match="there is no table 'x'; the tables are city, genre, item, user"):
+        HashTableCollection(features()).load("x", torch.tensor([1]), torch.zeros(1, 4))

@@ -1,0 +1,35 @@
+"""Words on the command line that stand for a table's policy."""
+
+from __future__ import annotations
+
+from ..embedding import Eviction, Heat, TablePolicy
+
+
+def policy(evict: str, admission: int, heat: str) -> TablePolicy:
+    """The policy that ``--evict``, ``--admission`` and ``--heat`` ask for; an empty word asks for nothing."""
+    return TablePolicy(_eviction(evict) if evict else None, admission, _heat(heat) if heat else None)
+
+
+def _eviction(text: str) -> Eviction:
+    kind, *numbers = text.split(":")
+    if kind not in ("lru", "lfu", "ttl") or len(numbers) not in (1, 2):
+        raise ValueError(f"--evict takes lru:ROWS, lfu:ROWS or ttl:STEPS, and maybe :EVERY, got {text!r}")
+    amount, every = [*_whole("--evict", text, numbers), 1][:2]
+    if kind == "ttl":
+        return Eviction("ttl", ttl=amount, every=every)
+    return Eviction("lru" if kind == "lru" else "lfu", capacity=amount, every=every)
+
+
+def _heat(text: str) -> Heat:
+    numbers = text.split(":")
+    if len(numbers) != 2:
+        raise ValueError(f"--heat takes THRESHOLD:EVERY, got {text!r}")
+    threshold, every = _whole("--heat", text, numbers)
+    return Heat(threshold, every)
+
+
+def _whole(option: str, text: str, numbers: list[str]) -> list[int]:
+    try:
+        return [int(number) for number in numbers]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers, got {text!r}") from None

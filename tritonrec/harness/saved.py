@@ -1,0 +1,77 @@
+"""A run's state on the disk: what training needs to go on with the same bits, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import checkpoint
+from ..distributed import Communicators
+from ..embedding import DenseOptimizer, HashTableCollection
+
+
+class RunSaver:
+    """Saves a run beside its training; every `full_every`-th checkpoint is whole, the others hold changes.
+
+    Use as a context manager: leaving it waits for the save under way.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        directory: str,
+        tables: HashTableCollection,
+        dense: DenseOptimizer,
+        meta: Mapping[str, Any],
+        full_every: int = 1,
+    ):
+        self.tables, self.dense, self.meta = tables, dense, meta
+        self._saver = checkpoint.Saver(
+            directory,
+            rank=communicators.rank,
+            world_size=communicators.world_size,
+            gather=communicators.checkpoint.gather_texts,
+            full_every=full_every,
+        )
+        if full_every > 1:
+            tables.track_changes()
+        self._incremental = full_every > 1
+
+    def save(self, step: int) -> None:
+        """Take the state after `step` steps, and return while it is being written. Collective.
+
+        The pipeline must be empty: `Trainer.run` has come to its end.
+        """
+        full = self._saver.next_is_full()
+        changes = self.tables.take_changes() if self._incremental else None
+        if full or changes is None:
+            self._saver.save(step, self.dense.rows, self.tables.state(), self.meta)
+        else:
+            changed, erased = changes
+            self._saver.save(step, self.dense.rows, changed, self.meta, erased=erased)
+
+    def __enter__(self) -> RunSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._saver.__exit__(kind, *rest)
+
+
+def restore(
+    communicators: Communicators,
+    directory: str,
+    tables: HashTableCollection,
+    dense: DenseOptimizer,
+    accept: Callable[[dict[str, Any]], None] = lambda meta: None,
+) -> int:
+    """Load this rank's part of the newest checkpoint; returns its step.
+
+    `accept` sees what was said of the run that saved, and raises where this one differs; nothing is loaded
+    then.
+    """
+    rank, world_size = communicators.rank, communicators.world_size
+    loaded = checkpoint.load(directory, rank=rank, world_size=world_size)
+    accept(loaded.meta)
+    dense.load(loaded.dense)
+    tables.load_state(loaded.tables)
+    return loaded.step
