@@ -12,7 +12,7 @@ from typing import Any
 from ..embedding import OptimizerName
 from ..pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from .setup import Job
-from .variants import VARIANTS, Variant
+from .variants import RESTART, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -76,6 +76,11 @@ class Case:
         accumulate = self._variant.window.get("accumulate", 1)
         ranks = self.world_size if self._variant.per_world else 1
         return Reference(self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks)
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """Counts that tell what the variant did."""
+        return self._variant.shows
 
     @property
     def _variant(self) -> Variant:
@@ -184,8 +189,8 @@ def extra_cases(
 ) -> list[Case]:
     """Every variant, and restarts from every world size up to the largest at every other.
 
-    ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once, with
-    modes and micro-batches dealt in turn; ``"quick"`` restarts once.
+    ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
+    with modes and micro-batches dealt in turn; ``"quick"`` restarts once.
     """
     length, largest = steps or 6, max(world_sizes)
 
@@ -199,13 +204,14 @@ def extra_cases(
         cases = [
             case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
             for (index, name), mode, ranks, consistency in wide
+            if name != RESTART
         ]
     else:
-        cases = [case(index, variant=name) for index, name in enumerate(VARIANTS)]
+        cases = [case(index, variant=name) for index, name in enumerate(VARIANTS) if name != RESTART]
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     for index, (before, after) in enumerate(pairs):
-        cases.append(case(index, world_size=before, restart=after, variant="policies", clustering=False))
+        cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     return cases
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -60,13 +61,17 @@ class Verifier:
             self._pool = RankPool(self._world_sizes, self._timeout)
             return CaseResult(case, False, error=str(error))
         first = earliest([report.first_difference for report in reports])
+        counts = sum((Counter(report.counts) for report in reports), Counter())
+        idle = [name for name in case.shows if not counts[name]]
         return CaseResult(
             case,
-            first is None,
+            first is None and not idle,
             first,
             sum(report.tensors_compared for report in reports),
             sum(report.bytes_compared for report in reports),
             max(report.seconds for report in reports),
+            dict(counts),
+            f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None,
         )
 
     def _run(self, case: Case, mutation: str | None) -> list[RankReport]:

@@ -15,6 +15,7 @@ from .. import ops
 from ..data import JaggedBatch
 from ..pipeline import Edge, Schedule, Task, Window, WindowProgram
 from .cases import Case
+from .variants import RESTART
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ MUTATIONS = [
     Mutation(
         "restart-without-scores",
         "scores and heat start from zero after a restart",
-        replace(_case(), variant="policies", steps=8, restart=1),
+        replace(_case(), variant=RESTART, steps=8, restart=1),
         Plant(_restart_without_scores),
     ),
     Mutation(

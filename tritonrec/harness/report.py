@@ -23,7 +23,10 @@ from .variants import VARIANTS
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case's outcome over all its ranks. `error` is set when it could not be run to its end."""
+    """A case's outcome over all its ranks: `counts` of their lookups and tables, summed.
+
+    `error` is set when it could not be run to its end, or proves nothing.
+    """
 
     case: Case
     identical: bool
@@ -31,6 +34,7 @@ class CaseResult:
     tensors_compared: int = 0
     bytes_compared: int = 0
     seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -74,11 +78,12 @@ class Report:
             "cases": [
                 {
                     **result.case.as_json(),
-                    "data": result.case.data or self.job.data,
+                    "data": result.case.job(self.job).data,
                     "identical": result.identical,
                     "tensors_compared": result.tensors_compared,
                     "bytes_compared": result.bytes_compared,
                     "first_difference": as_json(result.first_difference),
+                    "counts": result.counts,
                     "error": result.error,
                     "seconds": round(result.seconds, 3),
                 }
@@ -151,17 +156,20 @@ def _embedding(results: list[CaseResult]) -> Table:
         + ". W > W': saved half way by W ranks, continued by W'.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("variant", "mode", "level", "W", "N", "steps", "MB", "s", "result"):
-        number = name in ("N", "steps", "MB", "s")
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for name in ("variant", "mode", "level", "W", "N", "s", "counts", "result"):
+        table.add_column(name, justify="right" if name in "Ns" else "left", no_wrap=name != "counts")
     for result in results:
         case = result.case
         ranks = f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
         table.add_row(
-            case.variant, case.mode, case.consistency, ranks, str(case.micro_batches), str(case.steps),
-            f"{result.bytes_compared / 1e6:.1f}", f"{result.seconds:.1f}", _outcome(result),
+            case.variant, case.mode, case.consistency, ranks, str(case.micro_batches),
+            f"{result.seconds:.1f}", _counts(result), _outcome(result),
         )  # fmt: skip
     return table
+
+
+def _counts(result: CaseResult) -> str:
+    return ", ".join(f"{result.counts.get(name, 0):,} {name}" for name in result.case.shows)
 
 
 def _names(results: list[CaseResult]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,12 +41,13 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found."""
+    """What one rank found, and the counts of its lookups and tables."""
 
     first_difference: Difference | None
     tensors_compared: int
     bytes_compared: int
     seconds: float
+    counts: dict[str, int]
 
 
 def record_reference(reference: Reference, steps: int, directory: str) -> None:
@@ -75,8 +77,8 @@ class _Recorded(Mapping[str, torch.Tensor]):
 
     def __init__(self, file, step: int):
         self._file, self._step = file, step
-        prefix = f"{step}/"
-        self._names = {name.removeprefix(prefix) for name in file.keys() if name.startswith(prefix)}
+        prefix, names = f"{step}/", file.keys()
+        self._names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -164,7 +166,12 @@ def _compared(
         missing = sorted(wanted - comparison.steps_seen)
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
-    return RankReport(comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds)
+    counts = Counter(vars(trainer.counts))
+    for group in tables.groups:
+        counts.update(vars(group.table.counters))
+    return RankReport(
+        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
+    )
 
 
 def compare_run(

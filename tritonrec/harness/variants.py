@@ -13,6 +13,9 @@ from typing import Any
 from ..embedding import Eviction, Heat, TablePolicy
 from .setup import Job
 
+RESTART = "restart"
+"""The variant that is saved half way and goes on at another world size."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -23,6 +26,8 @@ class Variant:
         both: changes to the job of the case and of its reference. case: changes to the case's job only.
         reference: changes to the reference's job only. window: changes to the case's `WindowConfig`.
         per_world: the batches depend on the world size, so each has a reference of its own.
+        shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
+            case proves nothing, and fails it.
     """
 
     what: str
@@ -31,6 +36,7 @@ class Variant:
     reference: Mapping[str, Any] = field(default_factory=dict)
     window: Mapping[str, Any] = field(default_factory=dict)
     per_world: bool = False
+    shows: tuple[str, ...] = ()
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -41,35 +47,46 @@ class Variant:
         return replace(job, **self.both, **self.reference)
 
 
-EVERYTHING = TablePolicy(eviction=Eviction("lru", capacity=180, every=2), admission=2, heat=Heat(3, every=3))
+MADE = "zipf:users=150,items=600,median_length=9,seed=3"
+"""A log of many keys that come and go: what a policy does to it shows within a few steps."""
+SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
+"""So few keys a step that not all of a table is in use at once."""
+POLICIES = TablePolicy(Eviction("lru", capacity=90, every=2), admission=2, heat=Heat(2, every=3))
+
+
+def _policy(what: str, *shows: str, **policy: Any) -> Variant:
+    return Variant(what, {**SMALL, "data": MADE, "policy": TablePolicy(**policy)}, shows=shows)
+
 
 VARIANTS: dict[str, Variant] = {
     "tiny-table": Variant(
         "tables grow from eight slots, in chunks of 16 rows",
         case={"slots": 8, "chunk_rows": 16},
         reference={"slots": 1 << 16},
+        shows=("inserted",),
     ),
-    "dedup-none": Variant("repeated keys travel and are looked up", window={"dedup": "none"}),
-    "dedup-exchange": Variant("dedup before the exchange only", window={"dedup": "exchange"}),
-    "dedup-lookup": Variant("dedup before the lookup only", window={"dedup": "lookup"}),
-    "lru": Variant(
-        "the least recently used rows are evicted",
-        both={"policy": TablePolicy(eviction=Eviction("lru", capacity=150))},
+    "dedup-none": Variant(
+        "repeated keys travel and are read", window={"dedup": "none"}, shows=("exchanged", "read")
     ),
-    "lfu": Variant(
-        "the least frequently used rows are evicted",
-        both={"policy": TablePolicy(eviction=Eviction("lfu", capacity=150, every=2))},
+    "dedup-exchange": Variant(
+        "dedup before the exchange only", window={"dedup": "exchange"}, shows=("exchanged", "read")
     ),
-    "ttl": Variant(
-        "rows unused for two steps are evicted", both={"policy": TablePolicy(eviction=Eviction("ttl", ttl=2))}
+    "dedup-lookup": Variant(
+        "dedup before the lookup only", window={"dedup": "lookup"}, shows=("exchanged", "read")
     ),
-    "admission": Variant(
-        "a key gets a row when it is asked for the second time", both={"policy": TablePolicy(admission=2)}
+    "dedup-both": Variant("dedup at both places", shows=("exchanged", "read")),
+    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=80)),
+    "lfu": _policy(
+        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=80, every=2)
     ),
-    "heat": Variant(
-        "cold rows in half precision, hot ones in float32",
-        both={"policy": TablePolicy(heat=Heat(threshold=2, every=2))},
+    "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
+    "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
+    "heat": _policy("cold rows in 16 bits", "promoted", "demoted", heat=Heat(2, every=2)),
+    "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
+    "accumulate": Variant("three batches make one update", window={"accumulate": 3}, shows=("lookups",)),
+    RESTART: Variant(
+        "eviction, admission and heat across a restart",
+        {**SMALL, "policy": POLICIES},
+        shows=("rejected", "inserted"),
     ),
-    "policies": Variant("eviction, admission and heat together", both={"policy": EVERYTHING}),
-    "accumulate": Variant("three batches make one update", window={"accumulate": 3}),
 }
