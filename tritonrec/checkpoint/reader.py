@@ -41,12 +41,6 @@ class Checkpoint:
     bytes_read: int
     bytes_needed: int
 
-    def __iter__(self):
-        # The former result, until its last caller is gone.
-        return iter(
-            (self.step, self.dense, {n: (t["keys"], t["rows"]) for n, t in self.tables.items()}, self.meta)
-        )
-
 
 def load(
     directory: Path | str,

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .writer import Gather, Saved, Tables, alone, save
+from .writer import Gather, Saved, Tables, alone, copy_of, save
 
 
 class Saver:
@@ -95,7 +94,7 @@ class Saver:
                 f"{'no' if full else 'the'} erased keys; ask next_is_full()"
             )
         copied = [
-            mapping if owned else {name: _copy(tensor) for name, tensor in mapping.items()}
+            mapping if owned else {name: copy_of(tensor) for name, tensor in mapping.items()}
             for mapping in (dense, erased or {}, *tables.values())
         ]
         arguments = (step, copied[0], dict(zip(tables, copied[2:], strict=True)), dict(meta))
@@ -145,7 +144,3 @@ class Saver:
             self.seconds = time.perf_counter() - began
         except Exception as error:
             self._failure, self._since_full = error, 0
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

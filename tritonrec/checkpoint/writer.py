@@ -79,11 +79,6 @@ def save(
         CheckpointError: the files could not be written here or on another rank. What was there before still
             is, and so it is after a ValueError.
     """
-    # The former call with (keys, rows), until its last caller is gone.
-    tables = {
-        n: dict(zip(("keys", "rows"), t, strict=True)) if isinstance(t, tuple) else t
-        for n, t in tables.items()
-    }
     directory = Path(directory)
     manifest = manifest_of(directory, step)
     agreement = _Agreement(gather, rank, f"{manifest} could not be written")
@@ -113,8 +108,9 @@ def save(
             for name in columns
         }
         if rank == 0:
-            tensors = {f"dense/{name}": tensor.detach() for name, tensor in dense.items()}
-            report["dense"] = _write(directory, f"{folder_of(step)}/dense", tensors, {})
+            # Copies, for safetensors takes no views of one storage.
+            tensors = {f"dense/{name}": copy_of(tensor) for name, tensor in dense.items()}
+            report["dense"] = _write(directory, f"{folder_of(step)}/dense", tensors, {}, rank)
         files.flush(directory / folder_of(step))
     written = agreement.reports
 
@@ -180,6 +176,10 @@ class _Agreement:
         raise CheckpointError(
             f"{self.what}: {failure or failures[0]}. The checkpoints before it are untouched"
         ) from failure
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def columns_of(tables: Tables) -> dict[str, dict[str, Any]]:
@@ -301,12 +301,12 @@ def _write_table(
         entry |= {ERASED: gone[1] - gone[0], "file": None, "bytes": 0, "sha256": None}
         if entry["rows"] or entry[ERASED]:
             chosen = order[rows[0] : rows[1]]
-            tensors = {column: values[chosen] for column, values in columns.items()}
+            tensors = {column: values[chosen].contiguous() for column, values in columns.items()}
             tensors[ERASED] = erased[gone[0] : gone[1]]
             first, last = slices.slices_of(part)
             label = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:40]}.{first:04x}-{last:04x}"
             header = {"table": name, "begin": part[0], "end": part[1]}
-            entry |= _write(directory, f"{folder_of(step)}/{label}", tensors, header)
+            entry |= _write(directory, f"{folder_of(step)}/{label}", tensors, header, rank)
         entries.append(entry)
     return entries
 
@@ -324,17 +324,14 @@ def _order_of(keys: Tensor, what: str, rank: int, world_size: int) -> Tensor:
     return order
 
 
-def _write(directory: Path, label: str, tensors: dict[str, Tensor], header: dict[str, Any]) -> dict[str, Any]:
+def _write(
+    directory: Path, label: str, tensors: dict[str, Tensor], header: dict[str, Any], rank: int
+) -> dict[str, Any]:
     """Write a file under a name that carries a part of its checksum; its entry in the manifest."""
     folder, _, name = label.partition("/")
-    partial = directory / folder / f"{files.PARTIAL}{name}.safetensors"
+    partial = directory / folder / f"{files.PARTIAL}{name}.rank{rank}.safetensors"
     try:
-        # safetensors takes no views of one storage
-        copies = {
-            name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
-        save_file(copies, partial, {"part": json.dumps(header)})
+        save_file(tensors, partial, {"part": json.dumps(header)})
     except SafetensorError as error:
         raise CheckpointError(f"{partial}: {error}") from error
     digest = files.sha256_of(partial)
