@@ -50,12 +50,13 @@ class Chunks:
         return sum(note.nbytes for note in self.notes.values()) + self._free.nbytes
 
     def reserve(self, count: int) -> None:
-        """Have room for `count` rows more, with a whole chunk beyond."""
+        """Have room for `count` rows more, and a whole chunk beyond."""
         if self.used + count > MAX_ROWS:
             raise MemoryError(
                 f"a table holds at most {MAX_ROWS} rows of a kind on one rank; use more ranks, or evict"
             )
-        while len(self.chunks) * self.chunk_rows < self.used + count + self.chunk_rows:
+        needed = max(-(-(self.used + count) // self.chunk_rows), 1) + 1
+        while len(self.chunks) < needed:
             self.chunks.append(torch.empty(self.chunk_rows, self.width, dtype=self.dtype))
         for name, note in self.notes.items():
             if len(note) < self.used + count:
