@@ -14,6 +14,7 @@ from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.philox import derive_seed, initial_rows, random_indices
+from .kernels.relative_aggregate import relative_aggregate
 from .kernels.sampled_softmax import sampled_softmax
 from .kernels.segment_sum import segment_sum
 from .kernels.silu import silu
@@ -42,6 +43,7 @@ __all__ = [
     "norm_mul_dropout",
     "owner_of",
     "random_indices",
+    "relative_aggregate",
     "sampled_softmax",
     "scatter_rows",
     "segment_sum",

@@ -54,3 +54,48 @@ def test_attention_compiles_for_sm_90(dtype, targets, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 6
+
+
+RELATIVE = r"""
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tritonrec.kernels.relative_aggregate import triton_relative
+
+times = sys.argv[1] == "times"
+for dim in (32, 50, 128):
+    config = triton_relative.configuration(dim) | {"ENTRIES": triton_relative.ENTRIES, "HAS_TIMES": times}
+    options = {k: v for k, v in config.items() if not k.isupper()}
+    for name in ("forward_kernel", "values_kernel", "table_kernel"):
+        kernel = getattr(triton_relative, name)
+        constants = {k: v for k, v in config.items() if k in kernel.arg_names and k.isupper()}
+        signature = {}
+        for argument in kernel.arg_names:
+            if argument in ("offsets_ptr", "times_ptr"):
+                signature[argument] = "*i64"
+            elif argument.endswith("_ptr"):
+                signature[argument] = "*fp32"
+            elif argument.endswith("_strides"):
+                signature[argument] = ("i32", "i32", "i32")
+            else:
+                signature[argument] = "constexpr" if argument in constants else "i32"
+        source = ASTSource(kernel, signature, constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert len(compiled.asm["cubin"]) > 0
+        assert compiled.metadata.shared <= 99 * 1024, (name, dim, compiled.metadata.shared)
+        assert "tf32" not in compiled.asm["ptx"], name
+        assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), name
+        print(name, dim, compiled.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channel", ["positions", "times"])
+def test_relative_aggregate_compiles_for_sm_90(channel, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", RELATIVE, channel], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 9

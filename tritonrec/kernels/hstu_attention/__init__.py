@@ -29,7 +29,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.hstu_attention import reference
-from tritonrec.kernels.offsets import check_offsets
+from tritonrec.kernels.offsets import check_lengths, check_offsets
 from tritonrec.kernels.workers import over_ranges
 
 __all__ = ["attention_backward", "attention_forward", "hstu_attention"]
@@ -80,16 +80,13 @@ def hstu_attention(
 
 def _check(seq_offsets: torch.Tensor, tokens: int, max_seq_len: int, targets: torch.Tensor | None) -> None:
     check_offsets("seq_offsets", seq_offsets, tokens)
+    check_lengths(seq_offsets, max_seq_len)
     lengths = seq_offsets[1:] - seq_offsets[:-1]
     if seq_offsets.device.type != "cpu":
-        torch._assert_async((lengths <= max_seq_len).all(), f"a sequence is longer than {max_seq_len=}")
         if targets is not None:
             fits = ((targets >= 0) & (targets <= lengths)).all()
             torch._assert_async(fits, "num_targets must lie between 0 and a sequence's length")
         return
-    if lengths.numel() and int(lengths.max()) > max_seq_len:
-        at = int(lengths.argmax())
-        raise ValueError(f"sequence {at} has {int(lengths[at])} tokens, more than {max_seq_len=}")
     if targets is not None:
         wrong = ((targets < 0) | (targets > lengths)).nonzero()
         if len(wrong):

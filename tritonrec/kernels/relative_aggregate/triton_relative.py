@@ -1,0 +1,197 @@
+# mypy: ignore-errors
+"""Relative aggregation in Triton: a program owns rows of a sequence, or entries of the table, and walks.
+
+    forward   owns query rows, walks keys up to the diagonal             out
+    values    owns key rows, walks queries from the diagonal on          dv
+    table     owns some entries of one sequence's table, walks all pairs of blocks that can fall into them
+
+There are no atomics and no locks. Sums run along one sequence in blocks counted from the sequence's start,
+with block sizes chosen by D alone, so the bits of a sequence depend neither on its batch, nor on
+`max_seq_len`, nor on the schedule. Products are full float32, never TF32.
+
+Buckets are integers on the way: a difference of two int64 times is read as the uint64 it is, whose sign bit
+means 2**63 or more.
+
+Dimensions: B sequences, L tokens, H heads, D features of a head (padded to a power of two), R buckets.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.hstu_attention.triton_attention import MOST_PROGRAMS, load_rows, place, store_rows
+
+ENTRIES = 16  # of the table, owned by one program
+
+
+@triton.jit
+def log2_of_difference(late, early):
+    """floor(log2(max(1, late - early))) of int64 times, as int32."""
+    rest = late - early  # wraps where the difference leaves int64, and is then read as uint64
+    huge = (late > early) & (rest < 0)
+    rest = tl.where((late > early) & (rest > 0), rest, 1)
+    bits = tl.zeros(rest.shape, tl.int32)
+    for step in tl.static_range(6):
+        shift = 32 >> step
+        large = (rest >> shift) > 0
+        bits += tl.where(large, shift, 0)
+        rest = tl.where(large, rest >> shift, rest)
+    return tl.where(huge, 63, bits)
+
+
+@triton.jit
+def load_times(times_ptr, begin, row, length, HAS_TIMES: tl.constexpr):
+    """Timestamps of rows of a sequence; anything without timestamps."""
+    if HAS_TIMES:
+        return tl.load(times_ptr + begin + row, mask=row < length, other=0)
+    else:
+        return row
+
+
+@triton.jit
+def bucket_of(query, key, query_time, key_time, buckets, HAS_TIMES: tl.constexpr):
+    """Buckets of pairs of places in a sequence, of two shapes that broadcast; only for key <= query."""
+    if HAS_TIMES:
+        bucket = log2_of_difference(query_time, key_time)
+    else:
+        bucket = query - key
+    return tl.minimum(bucket, buckets - 1)
+
+
+@triton.jit
+def forward_kernel(
+    v_ptr, out_ptr, v_strides, out_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
+    num_heads, dim, buckets,
+    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out for OWN query rows at a time."""
+    for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
+        # the last rows have the most keys to walk, so they go first
+        block, head, begin, length, _ = place(
+            num_tiles - 1 - tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False
+        )
+        first = block * OWN
+        if first < length:
+            row = first + tl.arange(0, OWN)
+            row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
+            acc = tl.zeros((OWN, BLOCK_D), tl.float32)
+            for start in range(0, tl.minimum(first + OWN, length), STEP):
+                column = start + tl.arange(0, STEP)
+                column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
+                bucket = bucket_of(
+                    row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
+                )
+                seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
+                weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
+                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
+                acc += tl.dot(weight, v, input_precision="ieee")
+            store_rows(acc, out_ptr, out_strides, begin, head, row, length, dim, BLOCK_D)
+
+
+@triton.jit
+def values_kernel(
+    do_ptr, dv_ptr, do_strides, dv_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
+    num_heads, dim, buckets,
+    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dv for OWN key rows at a time; keys are the rows of every matrix here."""
+    for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
+        block, head, begin, length, _ = place(tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False)
+        first = block * OWN
+        if first < length:
+            column = first + tl.arange(0, OWN)
+            column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
+            acc = tl.zeros((OWN, BLOCK_D), tl.float32)
+            for start in range(first, length, STEP):
+                row = start + tl.arange(0, STEP)
+                row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
+                bucket = bucket_of(
+                    row[None, :], column[:, None], row_time[None, :], column_time[:, None], buckets, HAS_TIMES
+                )
+                seen = (column[:, None] <= row[None, :]) & (row < length)[None, :]
+                weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
+                do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D)
+                acc += tl.dot(weight, do, input_precision="ieee")
+            store_rows(acc, dv_ptr, dv_strides, begin, head, column, length, dim, BLOCK_D)
+
+
+@triton.jit
+def table_kernel(
+    do_ptr, v_ptr, do_strides, v_strides, dtable_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
+    num_heads, dim, buckets,
+    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Each sequence's gradient of ENTRIES entries of the table at a time."""
+    for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
+        block, head, begin, length, _ = place(tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False)
+        first = block * ENTRIES
+        entry = first + tl.arange(0, ENTRIES)
+        acc = tl.zeros((ENTRIES,), tl.float32)
+        for top in range(0, length, OWN):
+            row = top + tl.arange(0, OWN)
+            row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
+            do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D)
+            left = 0
+            right = tl.minimum(top + OWN, length)
+            if not HAS_TIMES:
+                # A diagonal enters a block of rows at top - entry; the last entry has all from its own on.
+                right = tl.minimum(right, tl.maximum(top + OWN - first, 0))
+                lowest = tl.maximum(top - first - ENTRIES + 1, 0) // STEP * STEP
+                left = tl.where(first + ENTRIES >= buckets, 0, lowest)
+            for start in range(left, right, STEP):
+                column = start + tl.arange(0, STEP)
+                column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
+                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
+                bucket = bucket_of(
+                    row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
+                )
+                seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
+                score = tl.dot(do, tl.trans(v), input_precision="ieee")
+                for e in range(ENTRIES):
+                    mine = tl.where(seen & (bucket == first + e), score, 0.0)
+                    acc += tl.where(entry == first + e, tl.sum(tl.sum(mine, axis=1), axis=0), 0.0)
+        sequence = tile // num_heads % num_sequences
+        to = dtable_ptr + (sequence * num_heads + head) * buckets + entry
+        tl.store(to, acc, mask=entry < buckets)
+
+
+def configuration(dim: int) -> dict[str, int]:
+    """Block sizes and warps: a function of D, so that it cannot change a result."""
+    block = max(16, triton.next_power_of_2(dim))
+    own, warps = (64, 4) if block <= 64 else (32, 4 if block <= 128 else 8)
+    return {
+        "OWN": own, "STEP": 16, "BLOCK_D": block, "num_warps": warps, "num_stages": 2,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -> None:
+    """One program per block, head and sequence; those past an end do nothing. `table`: read or written."""
+    sequences, heads = seq_offsets.shape[0] - 1, one.shape[1]
+    tiles = blocks * sequences * heads
+    if tiles == 0:
+        return
+    kernel[(min(tiles, MOST_PROGRAMS),)](
+        one, other, one.stride(), other.stride(), table,
+        seq_offsets if timestamps is None else timestamps.contiguous(), seq_offsets.contiguous(), tiles,
+        sequences, heads, one.shape[2], table.shape[-1], HAS_TIMES=timestamps is not None, **config,
+    )  # fmt: skip
+
+
+def forward(v, table, seq_offsets, max_seq_len, timestamps, out) -> None:
+    """Overwrite `out` (L, H, D), whatever it held."""
+    config = configuration(v.shape[2])
+    blocks = triton.cdiv(max_seq_len, config["OWN"])
+    launch(forward_kernel, v, out, table.contiguous(), seq_offsets, timestamps, blocks, config)
+
+
+def backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable) -> None:
+    """Overwrite dv (L, H, D) and dtable (B, H, R), whatever they held."""
+    config = configuration(v.shape[2])
+    blocks = triton.cdiv(max_seq_len, config["OWN"])
+    launch(values_kernel, do, dv, table.contiguous(), seq_offsets, timestamps, blocks, config)
+    blocks = triton.cdiv(table.shape[1], ENTRIES)
+    config["ENTRIES"] = ENTRIES
+    launch(table_kernel, do, v, dtable, seq_offsets, timestamps, blocks, config)
