@@ -1,18 +1,31 @@
 """Modules over the ops, and the grids that make their gradients exact."""
 
 from .exact import attach_grids, detach_grids, has_grid, sum_by_sample
+from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
-from .modules import MLP, GatedNorm, LayerNorm, Linear, PositionalEmbedding
+from .modules import (
+    MLP,
+    GatedMLP,
+    GatedNorm,
+    LayerNorm,
+    Linear,
+    PositionalEmbedding,
+    RelativeAggregate,
+)
 from .next_item import NextItemModel, Tokens
 
 __all__ = [
     "GRM",
     "HSTU",
     "MLP",
+    "FuXi",
+    "FuXiConfig",
+    "FuXiLayer",
     "GRMConfig",
+    "GatedMLP",
     "GatedNorm",
     "HSTUConfig",
     "HSTULayer",
@@ -21,6 +34,7 @@ __all__ = [
     "MMoE",
     "NextItemModel",
     "PositionalEmbedding",
+    "RelativeAggregate",
     "Tokens",
     "attach_grids",
     "binary_cross_entropy",

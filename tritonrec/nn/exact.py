@@ -13,7 +13,7 @@ import torch
 
 from .. import ops
 
-_norm = torch.ops.tritonrec
+_kernels = torch.ops.tritonrec
 
 
 def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str, torch.Tensor]:
@@ -76,6 +76,19 @@ def norm_mul_dropout(
     return _NormMulDropout.apply(x, u, weight, bias, eps, dropout, seed, sample_ids, positions)
 
 
+def relative_aggregate(
+    v: torch.Tensor,
+    table: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    timestamps: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.relative_aggregate`; with a grid, the table's gradient is added sample by sample."""
+    if not has_grid(table):
+        return ops.relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps)
+    return _RelativeAggregate.apply(v, table, seq_offsets, max_seq_len, timestamps)
+
+
 def lookup(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Rows (L,) of a dense parameter (R, D); with a grid, gradients are added occurrence by occurrence."""
     return _Lookup.apply(weight, rows) if has_grid(weight) else ops.gather_rows(weight, rows)
@@ -89,7 +102,7 @@ def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tens
 
 
 def _add_rows(parameter: torch.Tensor, terms: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Add terms (L, D) to the grid's rows (R, D); without `rows`, all to a vector's grid (D,)."""
+    """Add terms (L, D) to the grid's rows (R, D); without `rows`, all to a grid of D elements."""
     grid = parameter.grid.view(-1, terms.shape[1])  # type: ignore[attr-defined]
     to = torch.zeros(len(terms), dtype=torch.int64, device=terms.device) if rows is None else rows
     ops.segment_sum(
@@ -122,7 +135,7 @@ class _NormMulDropout(torch.autograd.Function):
     def forward(ctx, x, u, weight, bias, eps, dropout, seed, sample_ids, positions):
         if not dropout:
             sample_ids = positions = None
-        y, means, rstds = _norm.norm_mul_dropout(
+        y, means, rstds = _kernels.norm_mul_dropout(
             x, u, weight, bias, eps, dropout, seed, sample_ids, positions, "auto"
         )
         ctx.save_for_backward(x, u, sample_ids, positions, means, rstds)
@@ -133,13 +146,30 @@ class _NormMulDropout(torch.autograd.Function):
     def backward(ctx, dy):
         x, u, sample_ids, positions, means, rstds = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        dx, du, dweight, dbias = _norm.norm_mul_dropout_backward(
+        dx, du, dweight, dbias = _kernels.norm_mul_dropout_backward(
             dy.contiguous(), x, u, weight.detach(), bias.detach(), ctx.dropout, ctx.seed, sample_ids,
             positions, means, rstds, "auto",
         )  # fmt: skip
         _add_rows(weight, dweight)
         _add_rows(bias, dbias)
         return dx, None if u is None else du, *(None,) * 7
+
+
+class _RelativeAggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, table, seq_offsets, max_seq_len, timestamps):
+        ctx.save_for_backward(v, seq_offsets, timestamps)
+        ctx.table, ctx.max_seq_len = table, max_seq_len
+        return ops.relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps)
+
+    @staticmethod
+    def backward(ctx, dy):
+        v, seq_offsets, timestamps = ctx.saved_tensors
+        dv, dtable = _kernels.relative_aggregate_backward(
+            dy, v, ctx.table.detach(), seq_offsets, ctx.max_seq_len, timestamps, "auto"
+        )
+        _add_rows(ctx.table, dtable.flatten(1))
+        return dv, None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):

@@ -40,6 +40,20 @@ class MLP(torch.nn.Module):
         return self.outer(ops.silu(self.inner(x, seq_offsets)), seq_offsets)
 
 
+class GatedMLP(torch.nn.Module):
+    """``linear(silu(g) * h)`` with ``[g, h] = linear(x)``, a SwiGLU: (L, in) -> (L, hidden) -> (L, out)."""
+
+    def __init__(self, in_features: int, hidden: int, out_features: int):
+        super().__init__()
+        self.inner = Linear(in_features, 2 * hidden)
+        self.outer = Linear(hidden, out_features)
+
+    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Linear`."""
+        gate, value = self.inner(x, seq_offsets).chunk(2, 1)
+        return self.outer(ops.silu(gate) * value, seq_offsets)
+
+
 class LayerNorm(torch.nn.Module):
     """Layer norm over the last dimension of (L, dim)."""
 
@@ -88,3 +102,21 @@ class PositionalEmbedding(torch.nn.Module):
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """(L,) int64 -> (L, dim)."""
         return exact.lookup(self.weight, positions)
+
+
+class RelativeAggregate(torch.nn.Module):
+    """Causal sums with a learned weight for each head and bucket of relative position or time."""
+
+    def __init__(self, heads: int, buckets: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(heads, buckets) * 0.02)
+
+    def forward(
+        self,
+        v: torch.Tensor,
+        seq_offsets: torch.Tensor,
+        max_seq_len: int,
+        timestamps: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(L, H, D) -> (L, H, D), as `ops.relative_aggregate`."""
+        return exact.relative_aggregate(v, self.weight, seq_offsets, max_seq_len, timestamps)
