@@ -158,5 +158,5 @@ def test_bad_arguments_are_named(changes, message):
 
 
 def test_a_negative_step_is_refused():
-    with pytest.raises(ValueError, match="step must not be negative, got -1"):
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         loader().batch(-1)

@@ -12,22 +12,33 @@ import pytest
 
 from tritonrec.data import movielens, sources
 
-HEADER = b"user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-MADE = HEADER + b"196\t242\t3\t881250949\n186\t302\t3\t891717742\n"
+MADE = {
+    "ml-100k.inter": b"user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+    b"196\t242\t3\t881250949\n186\t302\t3\t891717742\n",
+    "ml-100k.user": b"user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n"
+    b"196\t18\tM\twriter\t85711\n7\t17\tF\tartist\t00000\n186\t56\tM\tartist\tE2A4H\n",
+    "ml-100k.item": b"item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n"
+    b'242\tKolya\t1996\tComedy\n9\tThe "Thing\t1997\t\n302\tL.A.\t1997\tThriller Comedy Crime\n',
+}
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256(MADE[name]).hexdigest()
 
 
 @pytest.fixture
 def made_wheel(tmp_path, monkeypatch):
-    """A wheel with a log of two rows in the place of the real one, and a pip that delivers it."""
+    """A wheel with small files in the place of the real ones, and a pip that delivers it."""
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(movielens, "SHA256", hashlib.sha256(MADE).hexdigest())
+    monkeypatch.setattr(movielens, "FILES", {name: digest(name) for name in MADE})
     calls = []
 
     def deliver(command, **_):
         calls.append(command)
         directory = command[command.index("--dest") + 1]
         with zipfile.ZipFile(f"{directory}/recbole-1.2.1-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(movielens.MEMBER, MADE)
+            for name, content in MADE.items():
+                wheel.writestr(movielens.FOLDER + name, content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", deliver)
@@ -42,21 +53,55 @@ def test_the_log_is_fetched_once_and_cached(made_wheel, tmp_path):
     assert len(made_wheel) == 1
     assert made_wheel[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in made_wheel[0] and made_wheel[0][-1] == "recbole==1.2.1"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-100k.inter"]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(MADE)
+
+
+def test_a_cache_of_the_log_alone_is_completed(made_wheel, tmp_path):
+    movielens.fetch()
+    log = tmp_path / "cache" / "ml-100k.inter"
+    kept = log.stat()
+    (tmp_path / "cache" / "ml-100k.item").unlink()
+    movielens.fetch()
+    assert len(made_wheel) == 2 and log.stat() == kept
+    assert (tmp_path / "cache" / "ml-100k.item").read_bytes() == MADE["ml-100k.item"]
+
+
+def test_features_of_users_and_films(made_wheel):
+    log = movielens.load()
+    assert log.user_features.user_ids.tolist() == [7, 186, 196]
+    assert {name: column.tolist() for name, column in log.user_features.columns.items()} == {
+        "age": [1, 7, 2],
+        "gender": [1, 2, 2],
+        "occupation": [1, 1, 2],
+    }
+    assert log.genres.item_ids.tolist() == [9, 242, 302] and log.genres.offsets.tolist() == [0, 0, 1, 4]
+    assert log.genres.genres.tolist() == [1, 3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "bucket, ages",
+    [(1, (0, 17)), (2, (18, 24)), (3, (25, 34)), (4, (35, 44)), (5, (45, 49)), (6, (50, 55)), (7, (56, 99))],
+)
+def test_age_buckets_are_those_of_movielens_1m(tmp_path, bucket, ages):
+    path = tmp_path / "users"
+    rows = [f"{user}\t{age}\tF\tnone\n" for user, age in enumerate(ages)]
+    path.write_text("user_id:token\tage:token\tgender:token\toccupation:token\n" + "".join(rows))
+    assert movielens._users(path).columns["age"].tolist() == [bucket, bucket]
 
 
 def test_a_wheel_with_other_bytes_leaves_nothing_behind(made_wheel, monkeypatch, tmp_path):
-    monkeypatch.setattr(movielens, "SHA256", "0" * 64)
+    monkeypatch.setitem(movielens.FILES, "ml-100k.user", "0" * 64)
     with pytest.raises(
-        RuntimeError, match=rf"{hashlib.sha256(MADE).hexdigest()}, expected 0000.*nothing was kept"
+        RuntimeError, match=rf"ml-100k.user of .*{digest('ml-100k.user')}, expected 0000.*it was not kept"
     ):
         movielens.fetch()
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["ml-100k.inter"]
 
 
-def test_a_damaged_cache_is_not_used(made_wheel):
-    path = movielens.fetch()
-    path.write_bytes(MADE[:-1])
+@pytest.mark.parametrize("name", MADE)
+def test_a_damaged_cache_is_not_used(made_wheel, name):
+    path = movielens.fetch().with_name(name)
+    path.write_bytes(MADE[name][:-1])
     with pytest.raises(RuntimeError, match=rf"{path} is damaged: .*Delete the file"):
         movielens.fetch()
 
@@ -106,4 +151,8 @@ def test_the_real_log():
     assert len(log) == 100_000
     assert len(log.sequences.user_ids) == 943 and len(set(log.item.tolist())) == 1682
     assert (log.user[0], log.item[0], log.timestamp[0], log.rating[0]) == (196, 242, 881250949, 3.0)
+    features = {name: column.max() for name, column in log.user_features.columns.items()}
+    assert len(log.user_features.user_ids) == 943
+    assert features == {"age": 7, "gender": 2, "occupation": 21}
+    assert len(log.genres.item_ids) == 1682 and log.genres.genres.max() == 19
     assert int(log.sequences.lengths.min()) == 20 and int(log.sequences.lengths.max()) == 737

@@ -1,7 +1,10 @@
-"""Interaction logs, jagged batches, sample clustering and ranking metrics."""
+"""Interaction logs, jagged batches, loaders, balancing, sample clustering and ranking metrics."""
 
+from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, Lookup
 from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.dynamic_loader import DynamicBatchLoader
+from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
@@ -10,15 +13,19 @@ from tritonrec.data.sources import load
 
 __all__ = [
     "Batch",
+    "DynamicBatchLoader",
     "EvaluationBatch",
     "ImpressionBatch",
+    "ImpressionLoader",
     "Interactions",
     "JaggedBatch",
     "Lookup",
     "NextItemLoader",
+    "SequenceCost",
     "evaluate",
     "load",
     "payload_inflation",
     "popularity_scores",
     "split",
+    "token_spread",
 ]

@@ -7,16 +7,19 @@ time, rows of one timestamp in the order of the log)::
     item       [10, 20, 11, 12, 21]   ->   offsets     [ 0,           2,       5]    (U + 1,)
     timestamp  [ 5,  8,  1,  5,  2]        items       [21, 20,  11, 10, 12     ]    (N,)
                                            timestamps  [ 2,  8,   1,  5,  5     ]    (N,)
+                                           rows        [ 4,  1,   2,  0,  3     ]    (N,)
 
 Dimensions: N interactions, U users.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+
+from tritonrec.data.features import ItemGenres, UserFeatures
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Sequences:
     offsets: np.ndarray  # (U + 1,) int64
     items: np.ndarray  # (N,) int64
     timestamps: np.ndarray  # (N,) int64
+    rows: np.ndarray  # (N,) int64, where in the log each event stands
 
     @property
     def lengths(self) -> np.ndarray:
@@ -38,26 +42,38 @@ class Sequences:
 class Interactions:
     """A log: who met what, and when. Any int64 is a legal user, item or timestamp.
 
-    `rating`, where there is one, is (N,) float64; next-item training takes every row whatever its rating.
-    Raises ValueError when a column has another shape or dtype.
+    `rating`, where there is one, is (N,) float64, and `feedback` tells for any number of tasks (``is_click``,
+    ``long_view``) whether the user did it, as 0 or 1; next-item training takes every row whatever they say.
+    Raises ValueError when a column has another shape or dtype, or feedback another value.
     """
 
     user: np.ndarray  # (N,) int64
     item: np.ndarray  # (N,) int64
     timestamp: np.ndarray  # (N,) int64
     rating: np.ndarray | None = None  # (N,) float64
+    feedback: dict[str, np.ndarray] = field(default_factory=dict)  # task -> (N,) int64
+    user_features: UserFeatures | None = None
+    genres: ItemGenres | None = None
 
     def __post_init__(self) -> None:
-        columns = [("user", np.int64), ("item", np.int64), ("timestamp", np.int64), ("rating", np.float64)]
-        for name, dtype in columns:
-            column = getattr(self, name)
-            if column is None and name == "rating":
-                continue
+        columns: list[tuple[str, type, np.ndarray]] = [
+            ("user", np.int64, self.user),
+            ("item", np.int64, self.item),
+            ("timestamp", np.int64, self.timestamp),
+        ]
+        columns += [(f"feedback {name!r}", np.int64, column) for name, column in self.feedback.items()]
+        if self.rating is not None:
+            columns.append(("rating", np.float64, self.rating))
+        for name, dtype, column in columns:
             if column.dtype != dtype or column.shape != (len(self.user),):
                 raise ValueError(
                     f"{name} must be {np.dtype(dtype).name} of shape ({len(self.user)},), "
                     f"got {column.dtype} of shape {column.shape}"
                 )
+        for name, column in self.feedback.items():
+            if not np.isin(column, (0, 1)).all():
+                row = int((~np.isin(column, (0, 1))).nonzero()[0][0])
+                raise ValueError(f"feedback {name!r} must be 0 or 1, got {column[row]} in row {row}")
 
     def __len__(self) -> int:
         return len(self.user)
@@ -68,4 +84,4 @@ class Interactions:
         order = np.lexsort((self.timestamp, self.user))  # stable: rows of one timestamp keep their order
         user_ids, starts = np.unique(self.user[order], return_index=True)
         offsets = np.append(starts, len(order)).astype(np.int64)
-        return Sequences(user_ids, offsets, self.item[order], self.timestamp[order])
+        return Sequences(user_ids, offsets, self.item[order], self.timestamp[order], order)

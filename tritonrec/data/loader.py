@@ -9,8 +9,7 @@ the last ``max_seq_len + 1`` items make a sequence and its labels::
     labels                   11  12  13
 
 A user without a single (id, label) pair, that is with fewer than two training items, is in no training batch.
-Nothing is remembered between steps: shuffling and negatives come from counters, so any step can be made at
-any time, by any rank, and a run that resumes at step t sees what it would have seen.
+Nothing is remembered between steps (`epochs`): negatives, too, come from counters.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonrec.data.balancing import SequenceCost
 from tritonrec.data.batch import JaggedBatch, token_indices
+from tritonrec.data.epochs import NEGATIVES, EpochLoader, at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.ops import random_indices
-
-# Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
-_SHUFFLE, _NEGATIVES = 0, 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class EvaluationBatch:
     seen_items: Tensor  # (S,) int64: ... place in the catalogue of an item in that user's training sequence
 
 
-class NextItemLoader:
+class NextItemLoader(EpochLoader[JaggedBatch]):
     """Batches of next-item training, sharded over ranks, and the leave-one-out evaluation that goes with it.
 
     Args:
@@ -53,6 +51,7 @@ class NextItemLoader:
         num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
         seed: int64; fixes the order of samples in every epoch, and all negatives.
         rank, world_size: which shard `batch` returns.
+        balance: deal each global batch to the ranks by cost (`EpochLoader`); the batch stays the same.
 
     Raises ValueError for a number out of range, and when no user has two training items.
     """
@@ -66,19 +65,11 @@ class NextItemLoader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        balance: bool | SequenceCost = False,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("max_seq_len", max_seq_len, 1),
-            ("num_negatives", num_negatives, 0),
-            ("world_size", world_size, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-        self.batch_size, self.max_seq_len, self.num_negatives = batch_size, max_seq_len, num_negatives
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        at_least("max_seq_len", max_seq_len, 1)
+        at_least("num_negatives", num_negatives, 0)
+        self.max_seq_len, self.num_negatives = max_seq_len, num_negatives
 
         sequences = interactions.sequences
         self._user_ids = torch.from_numpy(sequences.user_ids)
@@ -94,13 +85,12 @@ class NextItemLoader:
                 f"none of the {len(lengths)} users has the three interactions that make one training token "
                 "and one item to hold out"
             )
+        sample_tokens = (self._trained[self._samples] - 1).clamp(max=max_seq_len)
+        super().__init__(
+            self._user_ids[self._samples], sample_tokens, batch_size, seed, rank, world_size, balance
+        )
         tokens, _ = token_indices(self._starts, self._trained)
         self.catalogue, self.popularity = torch.unique(self._items[tokens], return_counts=True)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
-        return len(self._samples)
 
     @property
     def num_items(self) -> int:
@@ -110,37 +100,9 @@ class NextItemLoader:
         """
         return len(self.catalogue)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches of an epoch, the incomplete last one included."""
-        return -(-self.num_samples // self.batch_size)
-
-    def global_batch(self, step: int) -> JaggedBatch:
-        """The batch of all ranks at `step` >= 0, which counts on over the epochs."""
-        return self._training_batch(step, self._global_samples(step))
-
-    def batch(self, step: int) -> JaggedBatch:
-        """This rank's shard: samples rank, rank + world_size, ... of the global batch; it may be empty."""
-        return self._training_batch(step, self._global_samples(step)[self.rank :: self.world_size])
-
-    def global_tokens(self, step: int) -> int:
-        """Tokens of the global batch, by which the sum of all losses is divided."""
-        return int(self._training_lengths(self._global_samples(step)).sum())
-
-    def _global_samples(self, step: int) -> Tensor:
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
-        epoch, place = divmod(step, self.steps_per_epoch)
-        ids = self._user_ids[self._samples]
-        words = random_indices(self.seed, _SHUFFLE, epoch, ids, torch.zeros_like(ids), count=1, upper=2**32)
-        order = torch.argsort(words[:, 0], stable=True)
-        return self._samples[order[place * self.batch_size : (place + 1) * self.batch_size]]
-
-    def _training_lengths(self, users: Tensor) -> Tensor:
-        return (self._trained[users] - 1).clamp(max=self.max_seq_len)
-
-    def _training_batch(self, step: int, users: Tensor) -> JaggedBatch:
-        lengths = self._training_lengths(users)
+    def make_batch(self, step: int, samples: Tensor) -> JaggedBatch:
+        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        users, lengths = self._samples[samples], self.sample_tokens[samples]
         tokens, offsets = token_indices(self._starts[users] + self._trained[users] - 1 - lengths, lengths)
         ids = self._items[tokens]
         batch = JaggedBatch(
@@ -154,7 +116,7 @@ class NextItemLoader:
         )
         drawn = random_indices(
             self.seed,
-            _NEGATIVES,
+            NEGATIVES,
             step,
             batch.token_sample_ids(),
             batch.token_positions(),

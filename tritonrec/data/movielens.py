@@ -1,27 +1,38 @@
 """MovieLens-100K: 100,000 ratings of 1,682 films by 943 people (Harper and Konstan, TiiS 2015).
 
-The log is part of the recbole 1.2.1 wheel. It is taken out of the wheel once, without installing anything,
-its checksum is verified, and it is kept under ``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``; afterwards no
-network is needed. ``python -m tritonrec.data.movielens`` does it ahead of time.
+The log and two files about users and films are part of the recbole 1.2.1 wheel. They are taken out of the
+wheel once, without installing anything, their checksums are verified, and they are kept under
+``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``; afterwards no network is needed.
+``python -m tritonrec.data.movielens`` does it ahead of time.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tritonrec.data import csv_log
+from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 
 PACKAGE = "recbole==1.2.1"
-MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
-SHA256 = "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff"
+FOLDER = "recbole/dataset_example/ml-100k/"
+FILES = {
+    "ml-100k.inter": "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff",
+    "ml-100k.user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
+    "ml-100k.item": "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
+}
 DOWNLOAD_SECONDS = 300
+AGE_BUCKETS = (18, 25, 35, 45, 50, 56)  # first year of the second bucket and on, as in MovieLens-1M
 
 
 def cache_directory() -> Path:
@@ -31,36 +42,87 @@ def cache_directory() -> Path:
 
 
 def load() -> Interactions:
-    """The log, fetched first if the cache has none. Raises what `fetch` raises."""
-    return csv_log.read(fetch())
+    """The log with what is known of its users and films, fetched first if need be; raises what `fetch` does.
+
+    User features: ``age`` (1 to 7, `AGE_BUCKETS`), ``gender`` and ``occupation`` (their words in the order of
+    the alphabet, from 1). Genres: the words of a film's class, in the order of the alphabet, from 1.
+    """
+    path = fetch()
+    features = _users(path.with_name("ml-100k.user"))
+    return replace(csv_log.read(path), user_features=features, genres=_genres(path.with_name("ml-100k.item")))
 
 
 def fetch() -> Path:
-    """Path of the verified ``ml-100k.inter`` in the cache, which is filled by ``pip download`` if need be.
+    """Path of ``ml-100k.inter`` in the cache, beside which the other `FILES` lie, all of them verified.
 
-    Raises RuntimeError, saying what to do, when the download fails or a checksum differs.
+    Fills the cache by ``pip download`` if need be. Raises RuntimeError, saying what to do, when the download
+    fails or a checksum differs.
     """
-    path = cache_directory() / "ml-100k.inter"
-    if path.exists():
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != SHA256:
+    cache = cache_directory()
+    missing = [name for name in FILES if not (cache / name).exists()]
+    for name in FILES.keys() - missing:
+        found = hashlib.sha256((cache / name).read_bytes()).hexdigest()
+        if found != FILES[name]:
             raise RuntimeError(
-                f"{path} is damaged: its sha256 is {found}, expected {SHA256}. Delete the file and run again"
+                f"{cache / name} is damaged: its sha256 is {found}, expected {FILES[name]}. "
+                "Delete the file and run again"
             )
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the cache itself, so that the rename at the end stays on one file system.
-    with tempfile.TemporaryDirectory(prefix="ml-100k-", dir=path.parent) as scratch:
-        content = _member(_download(Path(scratch)))
-        found = hashlib.sha256(content).hexdigest()
-        if found != SHA256:
-            raise RuntimeError(
-                f"{MEMBER} of {PACKAGE} has sha256 {found}, expected {SHA256}: nothing was kept"
-            )
-        whole = Path(scratch) / path.name
-        whole.write_bytes(content)
-        os.replace(whole, path)  # several processes may do this at once: each puts the same bytes there
-    return path
+    if missing:
+        cache.mkdir(parents=True, exist_ok=True)
+        # In the cache itself, so that the rename at the end stays on one file system.
+        with tempfile.TemporaryDirectory(prefix="ml-100k-", dir=cache) as scratch:
+            wheel = _download(Path(scratch))
+            for name in missing:
+                _keep(wheel, name, Path(scratch))
+    return cache / "ml-100k.inter"
+
+
+def _keep(wheel: Path, name: str, scratch: Path) -> None:
+    """Move one of `FILES` from the wheel into the cache, if it is the right one."""
+    content = _member(wheel, FOLDER + name)
+    found = hashlib.sha256(content).hexdigest()
+    if found != FILES[name]:
+        raise RuntimeError(
+            f"{FOLDER}{name} of {PACKAGE} has sha256 {found}, expected {FILES[name]}: it was not kept"
+        )
+    (scratch / name).write_bytes(content)
+    # Several processes may do this at once: each puts the same bytes there.
+    os.replace(scratch / name, cache_directory() / name)
+
+
+def _users(path: Path) -> UserFeatures:
+    columns = _columns(path)
+    ids = np.array(columns["user_id"], dtype=np.int64)
+    features = {
+        "age": np.searchsorted(AGE_BUCKETS, np.array(columns["age"], dtype=np.int64), side="right") + 1,
+        "gender": _numbered(columns["gender"]),
+        "occupation": _numbered(columns["occupation"]),
+    }
+    order = np.argsort(ids)
+    return UserFeatures(ids[order], {name: column[order] for name, column in features.items()})
+
+
+def _genres(path: Path) -> ItemGenres:
+    columns = _columns(path)
+    ids = np.array(columns["item_id"], dtype=np.int64)
+    order = np.argsort(ids)
+    bags = [columns["class"][row].split() for row in order]
+    lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
+    return ItemGenres(
+        ids[order], np.append(0, np.cumsum(lengths)), _numbered([word for bag in bags for word in bag])
+    )
+
+
+def _columns(path: Path) -> dict[str, list[str]]:
+    """The columns of a tab-separated file with a header of ``name:type``."""
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    return {name.partition(":")[0]: [row[at] for row in rows] for at, name in enumerate(header)}
+
+
+def _numbered(words: list[str]) -> np.ndarray:
+    """(n,) int64: the place of each word among all in the order of the alphabet, from 1."""
+    return np.unique(np.array(words, dtype=str), return_inverse=True)[1].astype(np.int64) + 1
 
 
 def _download(directory: Path) -> Path:
@@ -69,8 +131,8 @@ def _download(directory: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(directory), PACKAGE]
     advice = (
         "MovieLens-100K is not in the cache and could not be downloaded. Where pip works, run "
-        f"`pip download --no-deps {PACKAGE}`, take {MEMBER} out of the wheel (a zip file), "
-        f"and put it at {cache_directory() / 'ml-100k.inter'}"
+        f"`pip download --no-deps {PACKAGE}`, take {', '.join(FILES)} from {FOLDER} in the wheel (a zip "
+        f"file), and put them into {cache_directory()}"
     )
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
@@ -83,18 +145,17 @@ def _download(directory: Path) -> Path:
     return wheels[0]
 
 
-def _member(wheel: Path) -> bytes:
+def _member(wheel: Path, member: str) -> bytes:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            return archive.read(MEMBER)
+            return archive.read(member)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise RuntimeError(f"{wheel.name} does not hold {MEMBER}: {error}") from error
+        raise RuntimeError(f"{wheel.name} does not hold {member}: {error}") from error
 
 
 def main() -> None:
-    """Fetch the log; print its path and the number of its rows."""
-    path = fetch()
-    print(f"{path}: {len(csv_log.read(path)):,} interactions")
+    """Fetch the files; print the path of the log and the number of its rows."""
+    print(f"{fetch()}: {len(load()):,} interactions")
 
 
 if __name__ == "__main__":

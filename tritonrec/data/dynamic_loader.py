@@ -1,0 +1,100 @@
+"""Batches of about as many tokens on every rank: Algorithm 1 of MTGRBoost over the samples of any loader.
+
+An epoch's samples, in its shuffled order, are cut into chunks, and chunk c goes to rank c modulo the world
+size. Every rank cuts its own batches (`balancing.dynamic_batches`), so their numbers of samples differ; the
+loss is divided by the number of its terms over all ranks, as everywhere. A rank that runs out has empty
+batches until all are through, and the next epoch begins with empty buffers: each sample is in one batch of
+each epoch.
+
+Epochs may differ in their number of steps, so a step is found by counting the steps of the epochs before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from threading import Lock
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from tritonrec.data.balancing import dynamic_batches
+from tritonrec.data.epochs import BatchType, EpochLoader, at_least
+
+
+class DynamicBatchLoader(Generic[BatchType]):
+    """The samples of `loader` in batches of about `target_tokens` tokens a rank; a function of (seed, step).
+
+    Args:
+        loader: gives samples, seed, rank and world size; what it holds out for evaluation stays with it.
+        target_tokens: N of Algorithm 1; by default the mean length times the loader's samples per rank.
+        chunk_samples: samples that go to one rank together.
+
+    Raises ValueError for a number below 1.
+    """
+
+    def __init__(
+        self, loader: EpochLoader[BatchType], target_tokens: int | None = None, chunk_samples: int = 8
+    ) -> None:
+        if target_tokens is None:
+            total = int(loader.sample_tokens.sum()) * loader.batch_size
+            target_tokens = max(total // (loader.num_samples * loader.world_size), 1)
+        at_least("target_tokens", target_tokens, 1)
+        at_least("chunk_samples", chunk_samples, 1)
+        self.loader, self.target_tokens, self.chunk_samples = loader, target_tokens, chunk_samples
+        self.rank, self.world_size = loader.rank, loader.world_size
+        self._lock = Lock()
+        self._first_steps = [0]  # of each epoch planned so far, and of the one after
+        self._recent_plan: tuple[int, list[list[Tensor]]] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.loader.num_samples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch; `steps_of` tells those of any."""
+        return self.steps_of(0)
+
+    def steps_of(self, epoch: int) -> int:
+        """Steps of `epoch`, the batches of the rank that has the most."""
+        return max(len(batches) for batches in self._plan(epoch))
+
+    def batch(self, step: int) -> BatchType:
+        """This rank's batch; it may be empty."""
+        return self.loader.make_batch(step, self._samples(step)[self.rank])
+
+    def global_batch(self, step: int) -> BatchType:
+        """The batches of all ranks, end to end."""
+        return self.loader.make_batch(step, torch.cat(self._samples(step)))
+
+    def tokens_per_rank(self, step: int) -> Tensor:
+        """(world_size,) int64: tokens of each rank's batch."""
+        return torch.stack([self.loader.sample_tokens[samples].sum() for samples in self._samples(step)])
+
+    def _samples(self, step: int) -> list[Tensor]:
+        """Places in the loader's `sample_ids` of each rank's samples."""
+        at_least("step", step, 0)
+        with self._lock:
+            while self._first_steps[-1] <= step:
+                self._first_steps.append(self._first_steps[-1] + self.steps_of(len(self._first_steps) - 1))
+            epoch = bisect_right(self._first_steps, step) - 1
+        place = step - self._first_steps[epoch]
+        nothing = torch.empty(0, dtype=torch.int64)
+        return [batches[place] if place < len(batches) else nothing for batches in self._plan(epoch)]
+
+    def _plan(self, epoch: int) -> list[list[Tensor]]:
+        """For every rank the samples of its batches."""
+        recent = self._recent_plan
+        if recent is None or recent[0] != epoch:
+            chunks = self.loader.epoch_order(epoch).split(self.chunk_samples)
+            ranks = [chunks[rank :: self.world_size] for rank in range(self.world_size)]
+            recent = self._recent_plan = epoch, [self._batches(own) for own in ranks]
+        return recent[1]
+
+    def _batches(self, chunks: tuple[Tensor, ...]) -> list[Tensor]:
+        if not chunks:
+            return []
+        lengths = (self.loader.sample_tokens[chunk].numpy() for chunk in chunks)
+        return list(torch.cat(chunks).split(list(dynamic_batches(lengths, self.target_tokens))))

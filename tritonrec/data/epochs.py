@@ -1,0 +1,116 @@
+"""Samples in a shuffled order, epoch after epoch, dealt to ranks: what all training loaders have in common.
+
+Nothing is remembered between steps: the order comes from a counter-based generator, so any step can be made
+at any time, by any rank, and a run that resumes at step t sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritonrec.data.balancing import SequenceCost, deal
+from tritonrec.ops import random_indices
+
+# Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
+SHUFFLE, NEGATIVES = 0, 1
+
+BatchType = TypeVar("BatchType")
+
+
+class EpochLoader(Generic[BatchType]):
+    """Batches of samples in the order of an epoch, sharded over ranks.
+
+    Args:
+        sample_ids: (S,) int64, all different; they alone decide the order.
+        sample_tokens: (S,) int64, the length of each sample.
+        batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
+        seed: int64; fixes the order of samples in every epoch.
+        rank, world_size: which shard `batch` returns.
+        balance: deal each global batch by cost (`balancing.deal`), True for the default `SequenceCost`;
+            otherwise rank r has samples r, r + world_size, ... of it.
+
+    Raises ValueError for a number out of range.
+    """
+
+    def __init__(
+        self,
+        sample_ids: Tensor,
+        sample_tokens: Tensor,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        balance: bool | SequenceCost = False,
+    ) -> None:
+        at_least("batch_size", batch_size, 1)
+        at_least("world_size", world_size, 1)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+        self.sample_ids, self.sample_tokens = sample_ids, sample_tokens
+        self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
+        self.cost = SequenceCost() if balance is True else balance or None
+        self._recent_order: tuple[int, Tensor] | None = None
+
+    def make_batch(self, step: int, samples: Tensor) -> BatchType:
+        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        raise NotImplementedError
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.sample_ids)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch, the incomplete last one included."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch_order(self, epoch: int) -> Tensor:
+        """(S,) int64: places of the samples in the order of `epoch`."""
+        recent = self._recent_order
+        if recent is None or recent[0] != epoch:
+            ids = self.sample_ids
+            words = random_indices(
+                self.seed, SHUFFLE, epoch, ids, torch.zeros_like(ids), count=1, upper=2**32
+            )
+            recent = self._recent_order = epoch, torch.argsort(words[:, 0], stable=True)
+        return recent[1]
+
+    def global_batch(self, step: int) -> BatchType:
+        """The batch of all ranks at `step` >= 0, which counts on over the epochs."""
+        return self.make_batch(step, self._global_samples(step))
+
+    def batch(self, step: int) -> BatchType:
+        """This rank's samples of the global batch, in its order; there may be none."""
+        samples = self._global_samples(step)
+        return self.make_batch(step, samples[self._shards(samples)[self.rank]])
+
+    def global_tokens(self, step: int) -> int:
+        """Tokens of the global batch."""
+        return int(self.sample_tokens[self._global_samples(step)].sum())
+
+    def tokens_per_rank(self, step: int) -> Tensor:
+        """(world_size,) int64: tokens of each rank's batch."""
+        samples = self._global_samples(step)
+        tokens = self.sample_tokens[samples]
+        return torch.stack([tokens[places].sum() for places in self._shards(samples)])
+
+    def _global_samples(self, step: int) -> Tensor:
+        at_least("step", step, 0)
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return self.epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def _shards(self, samples: Tensor) -> list[Tensor]:
+        if self.cost is not None:
+            return deal(self.cost.of(self.sample_tokens[samples]), self.world_size)
+        places = torch.arange(len(samples))
+        return [places[rank :: self.world_size] for rank in range(self.world_size)]
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    """Raise a ValueError if `value` is smaller than `least`."""
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,167 @@
+"""Batches of impressions from a rating or click log, as a pure function of (seed, step).
+
+The last `max_exposed` events of every user are held out for evaluation. The others are cut, from the last one
+backwards, into windows of `max_exposed` exposed items; a sample is one window with up to `max_history` events
+before it, so every event of the training part is exposed once in an epoch::
+
+    events of a user    a   b   c   d   e   f   g       max_exposed = 2, max_history = 3
+    windows            [a] [b   c] [d   e]              three samples,
+    histories           -   a       a b c               the first one without a history
+    held out                               [f   g]      for evaluation, with history c d e
+
+Labels and actions come from the log's feedback columns, where it has any (KuaiRand): each is a task, and the
+action of an event is the number whose bit i tells task i. Otherwise they come from the ratings: task
+``click`` is a rating of at least 4, task ``conversion`` one of 5, and the action is the rating, rounded down.
+A conversion is always a click, so the two are the paper's CTR and CTCVR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonrec.data.balancing import SequenceCost
+from tritonrec.data.batch import Lookup, token_indices
+from tritonrec.data.epochs import EpochLoader, at_least
+from tritonrec.data.impressions import ImpressionBatch
+from tritonrec.data.interactions import Interactions
+
+CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
+
+
+class ImpressionLoader(EpochLoader[ImpressionBatch]):
+    """Windows of a log, sharded over ranks, and the last window of every user for evaluation.
+
+    Sample ids are the places of the windows' first exposed items in the log's `sequences`. The context is
+    ``user_id``, and what the log knows of its users.
+
+    Args:
+        interactions: the log, with ratings or feedback.
+        batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
+        max_history, max_exposed: most events of a sample before and in its window.
+        seed: int64; fixes the order of samples in every epoch.
+        rank, world_size: which shard `batch` returns.
+        balance: deal each global batch to the ranks by cost (`EpochLoader`); the batch stays the same.
+
+    Raises ValueError for a number out of range, for a log without labels, and when no user has more than
+    `max_exposed` events.
+    """
+
+    def __init__(
+        self,
+        interactions: Interactions,
+        batch_size: int,
+        max_history: int,
+        max_exposed: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        balance: bool | SequenceCost = False,
+    ) -> None:
+        at_least("max_history", max_history, 0)
+        at_least("max_exposed", max_exposed, 1)
+        self.max_history, self.max_exposed = max_history, max_exposed
+        sequences = interactions.sequences
+        rows = sequences.rows
+        labels, actions, self.tasks = _feedback(interactions)
+        self._items = torch.from_numpy(sequences.items)
+        self._timestamps = torch.from_numpy(sequences.timestamps)
+        self._labels, self._actions = torch.from_numpy(labels[rows]), torch.from_numpy(actions[rows])
+        context = {"user_id": sequences.user_ids}
+        if interactions.user_features is not None:
+            context |= interactions.user_features.of(sequences.user_ids)
+        self._context = {name: torch.from_numpy(context[name]) for name in sorted(context)}
+        self._genres: tuple[Tensor, Tensor, Tensor] | None = None
+        if interactions.genres is not None:
+            starts, lengths = interactions.genres.of(sequences.items)
+            self._genres = (
+                torch.from_numpy(starts),
+                torch.from_numpy(lengths),
+                torch.from_numpy(interactions.genres.genres),
+            )
+
+        self._starts = torch.from_numpy(sequences.offsets[:-1])
+        self._ends = torch.from_numpy(sequences.offsets[1:])
+        self._held_out = torch.maximum(self._ends - max_exposed, self._starts)  # the first event held out
+        windows = -(-(self._held_out - self._starts) // max_exposed)
+        if int(windows.sum()) == 0:
+            raise ValueError(
+                f"none of the {len(windows)} users has more than max_exposed = {max_exposed} events, "
+                "and that many are held out for evaluation"
+            )
+        self._users = torch.repeat_interleave(torch.arange(len(windows)), windows)
+        backwards, _ = token_indices(torch.zeros_like(windows), windows)
+        self._window_ends = self._held_out[self._users] - backwards * max_exposed
+        begins = torch.maximum(self._window_ends - max_exposed, self._starts[self._users])
+        history = (begins - self._starts[self._users]).clamp(max=max_history)
+        tokens = history + self._window_ends - begins + len(self._context)
+        super().__init__(begins, tokens, batch_size, seed, rank, world_size, balance)
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """Names of the contextual features."""
+        return tuple(self._context)
+
+    def make_batch(self, step: int, samples: Tensor) -> ImpressionBatch:
+        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        return self._cut(step, self._users[samples], self.sample_ids[samples], self._window_ends[samples])
+
+    def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
+        """The held-out window of every user, in the order of their ids, `batch_size` at a time; step 0.
+
+        Their histories are the training events before; a user who has none is evaluated all the same.
+        """
+        at_least("batch_size", batch_size, 1)
+        for users in torch.arange(len(self._starts)).split(batch_size):
+            yield self._cut(0, users, self._held_out[users], self._ends[users])
+
+    def _cut(self, step: int, users: Tensor, begins: Tensor, ends: Tensor) -> ImpressionBatch:
+        """Samples of `users` whose exposed events are those at ``begins[b] : ends[b]``."""
+        lengths = (begins - self._starts[users]).clamp(max=self.max_history)
+        past, history_offsets = token_indices(begins - lengths, lengths)
+        shown, exposed_offsets = token_indices(begins, ends - begins)
+        return ImpressionBatch(
+            step=step,
+            sample_ids=begins,
+            context={name: ids[users] for name, ids in self._context.items()},
+            history_offsets=history_offsets,
+            history_items=self._items[past],
+            history_actions=self._actions[past],
+            history_timestamps=self._timestamps[past],
+            exposed_offsets=exposed_offsets,
+            exposed_items=self._items[shown],
+            exposed_timestamps=self._timestamps[shown],
+            genres=self._bags(torch.cat([past, shown])),
+            labels=self._labels[shown],
+            tasks=self.tasks,
+        )
+
+    def _bags(self, events: Tensor) -> Lookup | None:
+        if self._genres is None:
+            return None
+        starts, lengths, genres = self._genres
+        ids, offsets = token_indices(starts[events], lengths[events])
+        return Lookup(genres[ids], offsets)
+
+
+def _feedback(interactions: Interactions) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Labels (N, T) int64, actions (N,) int64 and the names of the tasks, row by row of the log."""
+    if interactions.feedback:
+        labels = np.stack(list(interactions.feedback.values()), 1)
+        return labels, (labels << np.arange(labels.shape[1])).sum(1), tuple(interactions.feedback)
+    rating = interactions.rating
+    if rating is None:
+        raise ValueError(
+            "the log has neither ratings nor feedback columns, so no impression has a label: "
+            "train on the next item, or give the log a column 'rating'"
+        )
+    if not ((rating >= 0) & (rating < 2**53)).all():
+        row = int((~((rating >= 0) & (rating < 2**53))).nonzero()[0][0])
+        raise ValueError(
+            f"ratings serve as ids of actions, so they must be in [0, 2**53): row {row} has {rating[row]}"
+        )
+    labels = np.stack([rating >= CLICK_RATING, rating == CONVERSION_RATING], 1).astype(np.int64)
+    return labels, rating.astype(np.int64), ("click", "conversion")
