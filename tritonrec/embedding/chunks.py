@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import numpy as np
 import torch
 
-from .. import ops
+from ..kernels.row_layout import check_rows
+from . import numba_chunks
 
 MAX_ROWS = 1 << 30
 """Rows of one `Chunks`; the bit above tells row numbers of two of them apart."""
@@ -30,6 +30,7 @@ class Chunks:
     def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int, notes: dict[str, torch.dtype]):
         self.width, self.dtype, self.chunk_rows = width, dtype, chunk_rows
         self.chunks: list[torch.Tensor] = []
+        self._addresses = np.empty(0, np.uint64)
         self.used = 0  # rows ever handed out: numbers below are taken or free
         self.notes = {name: torch.empty(0, dtype=kind) for name, kind in notes.items()}
         self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `free` numbers are on it
@@ -58,6 +59,7 @@ class Chunks:
         needed = max(-(-(self.used + count) // self.chunk_rows), 1) + 1
         while len(self.chunks) < needed:
             self.chunks.append(torch.empty(self.chunk_rows, self.width, dtype=self.dtype))
+            self._addresses = np.array([chunk.data_ptr() for chunk in self.chunks], np.uint64)
         for name, note in self.notes.items():
             if len(note) < self.used + count:
                 larger = note.new_empty(max(self.used + count, 2 * len(note), self.chunk_rows))
@@ -93,29 +95,23 @@ class Chunks:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Copies (K, width) of `rows` (K,) int64."""
-        if self.used <= self.chunk_rows:
-            return ops.gather_rows(self.chunks[0], rows)
+        check_rows("rows", rows, self.used)
         values = torch.empty(len(rows), self.width, dtype=self.dtype)
-        for chunk, here, local in self._by_chunk(rows):
-            values[here] = ops.gather_rows(chunk, local)
+        numba_chunks.gather(
+            self._addresses, self.chunk_rows, self.width, rows.contiguous().numpy(), values.view(-1).numpy()
+        )
         return values
 
     def scatter(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite `rows` (K,) int64, distinct, with `values` (K, width)."""
-        if self.used <= self.chunk_rows:
-            ops.scatter_rows(self.chunks[0], rows, values)
-            return
-        for chunk, here, local in self._by_chunk(rows):
-            ops.scatter_rows(chunk, local, values[here])
-
-    def _by_chunk(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(chunk, positions in `rows`, row numbers inside the chunk) of each chunk that `rows` touch."""
-        number = rows // self.chunk_rows
-        order = number.argsort()
-        counts = torch.bincount(number, minlength=1).tolist()
-        for index, here in enumerate(order.split(counts)):
-            if len(here):
-                yield self.chunks[index], here, rows[here] - index * self.chunk_rows
+        check_rows("rows", rows, self.used)
+        numba_chunks.scatter(
+            self._addresses,
+            self.chunk_rows,
+            self.width,
+            rows.contiguous().numpy(),
+            values.contiguous().view(-1).numpy(),
+        )
 
 
 def half_row(values: torch.Tensor, dim: int) -> torch.Tensor:
