@@ -54,3 +54,38 @@ def mmoe(x, module):
             logits.append(mlp(mixed, tower))
         rows.append(torch.cat(logits)[None])
     return torch.cat(rows)
+
+
+def relative(v, weight, heads, times=None):
+    """One sample (n, heads * size): weights by relative position, or by the time since, in powers of two."""
+    out = [torch.zeros_like(row) for row in v]
+    size = v.shape[1] // heads
+    for i in range(len(v)):
+        for j in range(i + 1):
+            bucket = i - j if times is None else max(1, int(times[i]) - int(times[j])).bit_length() - 1
+            bucket = min(bucket, weight.shape[1] - 1)
+            out[i] = out[i] + weight[:, bucket].repeat_interleave(size) * v[j]
+    return torch.stack(out) if len(out) else v
+
+
+def fuxi_layer(x, module, times):
+    """One sample (n, d), without dropout."""
+    heads = module.config.heads
+    u, v, q, k = silu(linear(layer_norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
+    channels = [
+        relative(v, module.by_position.weight, heads),
+        relative(v, module.by_time.weight, heads, times),
+        attention(q, k, v, heads, module.config.max_seq_len, 0),
+    ]
+    y = x + linear(u * layer_norm(torch.cat(channels, 1), module.gate), module.output)
+    gate, value = linear(layer_norm(y, module.ffn_norm), module.ffn.inner).chunk(2, 1)
+    return y + linear(silu(gate) * value, module.ffn.outer)
+
+
+def sampled_softmax(hidden, positives, negatives, valid, temperature):
+    """Losses (n,) of one sample's tokens."""
+    losses = []
+    for row, positive, others, kept in zip(hidden, positives, negatives, valid, strict=True):
+        scores = torch.cat([(row @ positive)[None], others[kept] @ row]) / temperature
+        losses.append(torch.logsumexp(scores, 0) - scores[0])
+    return torch.stack(losses) if losses else hidden.new_zeros(0)

@@ -1,12 +1,14 @@
 """GRM: context, history and exposed items in one sequence; a sample's bits depend on that sample alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import formulas
 import pytest
 import torch
 
 from tritonrec import ops
+from tritonrec.data.batch import Lookup
+from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.nn import GRM, GRMConfig, attach_grids, detach_grids
 
 CONFIG = GRMConfig(
@@ -16,29 +18,6 @@ CONFIG = GRMConfig(
 HISTORY = [5, 0, 0, 17, 3, 1]
 EXPOSED = [3, 2, 0, 4, 0, 1]
 SEED = 77
-
-
-@dataclass
-class Impressions:
-    """What GRM asks of an `ImpressionBatch`."""
-
-    sample_ids: torch.Tensor
-    history_offsets: torch.Tensor
-    exposed_offsets: torch.Tensor
-    labels: torch.Tensor
-    tasks: tuple = CONFIG.tasks
-
-    @property
-    def num_samples(self):
-        return len(self.sample_ids)
-
-    @property
-    def history_items(self):
-        return torch.zeros(int(self.history_offsets[-1]))
-
-    @property
-    def exposed_items(self):
-        return torch.zeros(int(self.exposed_offsets[-1]))
 
 
 def make_model(config=CONFIG):
@@ -54,13 +33,23 @@ def make_batch(history=HISTORY, exposed=EXPOSED, config=CONFIG, seed=1):
     generator = torch.Generator().manual_seed(seed)
     samples, old, new = len(history), sum(history), sum(exposed)
     draw = lambda rows, dim: torch.randn(rows, dim, generator=generator) * 0.7 + 0.1  # noqa: E731
-    batch = Impressions(
+    ids = lambda count: torch.randint(0, 50, (count,), generator=generator)  # noqa: E731
+    bags = torch.randint(0, 4, (old + new,), generator=generator)
+    batch = ImpressionBatch(
+        step=0,
+        context={name: ids(samples) for name in config.context},
+        history_items=ids(old),
+        history_actions=ids(old),
+        history_timestamps=ids(old),
+        exposed_items=ids(new),
+        exposed_timestamps=ids(new),
+        genres=Lookup(ids(int(bags.sum())), torch.tensor([0, *bags]).cumsum(0)) if config.genres else None,
         sample_ids=torch.arange(samples) * 1000 - 5,
         history_offsets=torch.tensor([0, *history]).cumsum(0),
         exposed_offsets=torch.tensor([0, *exposed]).cumsum(0),
         labels=torch.randint(0, 2, (new, len(config.tasks)), generator=generator),
         tasks=config.tasks,
-    )
+    ).validate()
     rows = {"item": draw(old + new, config.dim), "action": draw(old, config.dim)}
     if config.genres:
         rows["genre"] = draw(old + new, config.dim)
@@ -75,7 +64,8 @@ def places(batch, b):
 
 def rows_of(batch, rows, samples):
     """The rows of some samples, in their order."""
-    old, new = map(torch.cat, zip(*(places(batch, b) for b in samples), strict=True))
+    none = [torch.arange(0)] * 2
+    old, new = map(torch.cat, zip(none, *(places(batch, b) for b in samples), strict=True))
     pairs = torch.cat([old, new + batch.history_offsets[-1]])
     by_feature = {"item": pairs, "genre": pairs, "action": old}
     return {
@@ -85,17 +75,7 @@ def rows_of(batch, rows, samples):
 
 
 def select(batch, rows, samples):
-    if not samples:
-        return make_batch([], [])
-    new = [places(batch, b)[1] for b in samples]
-    at = torch.tensor(samples)
-    part = replace(
-        batch,
-        sample_ids=batch.sample_ids[at],
-        history_offsets=torch.tensor([0, *batch.history_offsets.diff()[at]]).cumsum(0),
-        exposed_offsets=torch.tensor([0, *batch.exposed_offsets.diff()[at]]).cumsum(0),
-        labels=batch.labels[torch.cat(new)],
-    )
+    part = batch.select(torch.tensor(samples, dtype=torch.int64))
     return part, rows_of(batch, rows, samples)
 
 
@@ -230,6 +210,25 @@ def test_probabilities_are_without_dropout_and_leave_the_mode():
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
+def test_layers_draw_masks_of_their_own():
+    model, seeds = make_model(), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: seeds.append(given[2]))
+    model(*make_batch(), SEED)
+    assert len(seeds) == len(set(seeds)) == CONFIG.layers
+
+
+def test_rows_are_those_of_the_lookups():
+    """Names and numbers of rows as the batch asks for them."""
+    for config in CONFIGS.values():
+        batch, rows = make_batch(config=config)
+        asked = {
+            name: len(lookup.ids) if lookup.offsets is None else len(lookup.offsets) - 1
+            for name, lookup in batch.lookups().items()
+        }
+        assert {name: len(part) for name, part in rows.items()} == asked
+
+
 @pytest.mark.parametrize("grids", [False, True])
 @pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [0, 0]), ([3, 0], [0, 0])])
 def test_empty_batches_and_samples(lengths, grids):
@@ -255,7 +254,7 @@ def test_what_does_not_fit_is_refused():
         model(*make_batch([2, 18], [1, 4]), SEED)
     batch, rows = make_batch()
     with pytest.raises(ValueError, match=r"the batch has tasks \('click',\), the model \('click', 'conv"):
-        model(replace(batch, tasks=("click",)), rows, SEED)
+        model(replace(batch, tasks=("click",), labels=batch.labels[:, :1]), rows, SEED)
     with pytest.raises(ValueError, match=r"context may not be named like a feature of tokens: \['item'\]"):
         GRM(replace(CONFIG, context=("item", "age")))
 

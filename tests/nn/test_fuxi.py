@@ -1,0 +1,237 @@
+"""FuXi, and HSTU beside it: the formulas in float64, and a sample's bits depend on that sample alone."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import formulas
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.data import JaggedBatch
+from tritonrec.nn import (
+    HSTU,
+    FuXi,
+    FuXiConfig,
+    FuXiLayer,
+    HSTUConfig,
+    RelativeAggregate,
+    Tokens,
+    attach_grids,
+)
+
+SIZES = {
+    "dim": 10, "layers": 2, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dropout": 0.3,
+    "temperature": 0.7,
+}  # fmt: skip
+CONFIG = FuXiConfig(**SIZES, ffn_dim=13, time_buckets=8)  # times further apart than 2**7 share a bucket
+MODELS = {"fuxi": (FuXi, CONFIG), "hstu": (HSTU, HSTUConfig(**SIZES))}
+LENGTHS = [5, 0, 1, 21, 3, 0, 7]
+NEGATIVES = 4
+SEED = 77
+
+
+def make_model(name="fuxi"):
+    torch.manual_seed(0)
+    build, config = MODELS[name]
+    model = build(config)
+    for parameter in model.parameters():  # large enough for SiLU not to be a line, no bias at zero
+        parameter.data = parameter.data * 1.5 + 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def make_batch(lengths=LENGTHS, seed=1):
+    """A batch, and the rows of its items, labels and negatives."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    ids, labels, gaps = torch.randint(0, 9, (3, tokens), generator=generator)
+    batch = JaggedBatch(
+        step=0,
+        sample_ids=torch.arange(len(lengths)) * 1000 - 5,
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        ids=ids,
+        timestamps=(gaps**2).cumsum(0) - 50,
+        labels=labels,
+        negatives=torch.randint(0, 9, (tokens, NEGATIVES), generator=generator),
+    ).validate()
+    return batch, torch.randn(tokens * (2 + NEGATIVES), CONFIG.dim, generator=generator) * 0.7 + 0.1
+
+
+def parts_of(batch, rows):
+    """Rows of items, labels and negatives, token by token: (L, 2 + K, d)."""
+    tokens = batch.num_tokens
+    items, labels, sampled = rows.split([tokens, tokens, tokens * NEGATIVES])
+    return torch.cat([items[:, None], labels[:, None], sampled.unflatten(0, (tokens, NEGATIVES))], 1)
+
+
+def rows_of(parts):
+    return torch.cat([parts[:, 0], parts[:, 1], parts[:, 2:].flatten(0, 1)])
+
+
+def tokens_of(batch, samples):
+    spans = list(pairwise(batch.offsets.tolist()))
+    return torch.cat([torch.arange(0), *(torch.arange(*spans[b]) for b in samples)])
+
+
+def select(batch, rows, samples):
+    parts = parts_of(batch, rows)[tokens_of(batch, samples)]
+    return batch.select(torch.tensor(samples, dtype=torch.int64)), rows_of(parts)
+
+
+def run(model, batch, rows):
+    """Losses, hidden states, and the rows' gradient token by token."""
+    leaf = rows.clone().requires_grad_()
+    losses = model(batch, {"item": leaf}, SEED)
+    losses.sum().backward()
+    hidden = model.encode(batch, rows[: batch.num_tokens], SEED)
+    return losses.detach(), hidden.detach(), parts_of(batch, leaf.grad)
+
+
+def oracle(model, batch, rows):
+    """Losses (B,) sample by sample, without dropout."""
+    config, losses = model.config, []
+    parts, valid = parts_of(batch, rows), batch.negatives != batch.labels[:, None]
+    for start, stop in pairwise(batch.offsets.tolist()):
+        own, times = parts[start:stop], batch.timestamps[start:stop]
+        x = own[:, 0] * config.dim**0.5 + model.positions.weight[: stop - start]
+        for layer in model.layers:
+            fuxi = isinstance(layer, FuXiLayer)
+            x = formulas.fuxi_layer(x, layer, times) if fuxi else formulas.hstu_layer(x, layer)
+        hidden = formulas.layer_norm(x, model.norm)
+        losses.append(
+            formulas.sampled_softmax(
+                hidden, own[:, 1], own[:, 2:], valid[start:stop], config.temperature
+            ).sum()
+        )
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_gradients_are_the_formula(name, grids):
+    model, (batch, rows) = make_model(name).eval(), make_batch()
+    attached = attach_grids(model) if grids else {}
+    losses, _, gradient = run(model, batch, rows)
+    exact, leaf = make_model(name).double(), rows.double().requires_grad_()
+    expected = oracle(exact, batch, leaf)
+    expected.sum().backward()
+
+    def close(got, wanted, what):
+        scale = wanted.abs().max()
+        error = (got.double() - wanted).abs().max()
+        assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
+
+    close(losses, expected.detach(), "losses")
+    close(gradient, parts_of(batch, leaf.grad), "rows")
+    for what, parameter in exact.named_parameters():
+        own = ops.from_grid(attached[what]) if grids else model.get_parameter(what).grad
+        assert parameter.grad.any(), what
+        close(own, parameter.grad, what)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+def test_a_sample_keeps_its_bits_in_any_batch(grids):
+    model, (batch, rows) = make_model(), make_batch()
+    if grids:
+        attach_grids(model)
+    losses, hidden, gradient = run(model, batch, rows)
+    assert losses.unique().numel() == 1 + sum(length > 0 for length in LENGTHS)
+    for subset in [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6]]:
+        got, tokens = run(model, *select(batch, rows, subset)), tokens_of(batch, subset)
+        assert torch.equal(got[0], losses[torch.tensor(subset)]), subset
+        assert torch.equal(got[1], hidden[tokens]) and torch.equal(got[2], gradient[tokens]), subset
+
+
+@pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
+def test_grids_do_not_depend_on_the_split(split):
+    model, (batch, rows) = make_model(), make_batch()
+    whole = attach_grids(model)
+    run(model, batch, rows)
+    parts = attach_grids(model)
+    for subset in split:
+        run(model, *select(batch, rows, subset))
+    assert whole.keys() == dict(model.named_parameters()).keys()
+    for name, grid in whole.items():
+        assert grid.any() and torch.equal(parts[name], grid), name
+
+
+def test_a_token_sees_no_later_token_nor_its_time():
+    model, (batch, rows) = make_model(), make_batch([6])
+    rows = rows[:6]
+    before = model.encode(batch, rows, SEED)
+    changed = rows.clone()
+    changed[4, 0] += 1
+    times = batch.timestamps.clone()
+    times[4:] += 300
+    for after in (
+        model.encode(batch, changed, SEED),
+        model.encode(replace(batch, timestamps=times), rows, SEED),
+    ):
+        assert torch.equal(before[:4], after[:4]) and (before[4:] != after[4:]).any(1).all()
+
+
+def test_only_differences_of_times_matter():
+    model, (batch, rows) = make_model(), make_batch()
+    later = replace(batch, timestamps=batch.timestamps + 10**15)
+    assert torch.equal(run(model, batch, rows)[0], run(model, later, rows)[0])
+    beyond = batch.timestamps.clone()
+    beyond[26] += 2**40  # the last token of sample 3 is past the last bucket for all before it, and stays so
+    far = beyond.clone()
+    far[26] += 2**41
+    one, two = (run(model, replace(batch, timestamps=times), rows)[0] for times in (beyond, far))
+    assert torch.equal(one, two) and not torch.equal(one, run(model, batch, rows)[0])
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_empty_batches_and_samples(lengths, grids):
+    model, (batch, rows) = make_model(), make_batch(lengths)
+    attached = attach_grids(model) if grids else {}
+    losses, hidden, gradient = run(model, batch, rows)
+    assert losses.tolist() == [0.0] * len(lengths)
+    assert len(hidden) == len(gradient) == 0 and not any(grid.any() for grid in attached.values())
+
+
+def test_layers_draw_masks_of_their_own():
+    model, (batch, rows) = make_model(), make_batch()
+    one, two, other = (model(batch, {"item": rows}, seed) for seed in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+    seeds = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, given, out: seeds.append(given[2]))
+    model(batch, {"item": rows}, SEED)
+    assert len(seeds) == len(set(seeds)) == CONFIG.layers
+
+
+def test_what_does_not_fit_is_refused():
+    model, (batch, rows) = make_model(), make_batch([3, 22])
+    with pytest.raises(ValueError, match="a sample has 22 tokens, the model takes 21"):
+        model(batch, {"item": rows}, SEED)
+    offsets, ids = torch.tensor([0, 2]), torch.tensor([5])
+    targets = Tokens.place(offsets, ids, 9, torch.arange(2), torch.tensor([1]))
+    for tokens in (Tokens.place(offsets, ids, 9), targets):
+        with pytest.raises(ValueError, match="needs the tokens' timestamps and has no mask for targets"):
+            model.layers[0](torch.ones(2, CONFIG.dim), tokens, SEED)
+
+
+def test_where_tokens_stand():
+    tokens = Tokens.place(torch.tensor([0, 2, 2, 5]), torch.tensor([70, 71, 72]), 3)
+    assert tokens.positions.tolist() == [0, 1, 0, 1, 2]
+    assert tokens.sample_ids.tolist() == [70, 70, 72, 72, 72]
+    empty = Tokens.place(torch.tensor([0]), torch.tensor([], dtype=torch.int64), 3)
+    assert len(empty.positions) == len(empty.sample_ids) == 0
+
+
+@pytest.mark.parametrize("times", [None, torch.tensor([0, 1, 9, 2])])
+def test_the_table_takes_each_samples_gradient_rounded_once(times):
+    module = RelativeAggregate(1, 3)
+    v, dy = torch.tensor([0.02, 0.02, 5.0, 7.0]).reshape(4, 1, 1), torch.ones(4, 1, 1)
+    grids = attach_grids(module, bits=4)
+    module(v, torch.tensor([0, 2, 4]), 2, times).backward(dy)
+    gradient = ops.from_grid(grids["weight"], bits=4)
+    # 0.02 + 0.02 is nearer to 1/16 than to 0, each of them alone is not
+    expected = [1 / 16 + 12, 0 + 5, 0] if times is None else [1 / 16 + 17, 0, 0]
+    assert gradient.tolist() == [expected]
+    attach_grids(module)
+    with pytest.raises(ops.ExactSumError, match=r"gradient of weight.*inf"):
+        module(v * float("inf"), torch.tensor([0, 2, 4]), 2, times).backward(dy)
