@@ -83,10 +83,12 @@ def test_files_do_not_depend_on_the_order_of_rows(tmp_path, small_parts):
 
 
 def test_rows_lie_by_slice_and_key_in_files_of_their_slices(tmp_path, small_parts):
-    save_on(5, tmp_path, 1, {"t": random_table(9, 900)})
+    table = at_bounds(random_table(9, 200_000))
+    save_on(5, tmp_path, 1, {"t": table})
     body = read_manifest(manifest_of(tmp_path, 1))
     (layer,) = body["tables"]["t"]["layers"]
-    assert sum(part["rows"] for part in layer["parts"]) == 900
+    assert len(layer["parts"]) > 60
+    assert sum(part["rows"] for part in layer["parts"]) == len(table["keys"])
     for part in layer["parts"]:
         keys = load_file(tmp_path / part["file"])["keys"]
         pairs = list(zip(slice_of(keys).tolist(), keys.tolist(), strict=True))
@@ -95,6 +97,26 @@ def test_rows_lie_by_slice_and_key_in_files_of_their_slices(tmp_path, small_part
         first, last = (int(text, 16) for text in part["file"].split(".")[1].split("-"))
         assert (first, last) == slices_module.slices_of((part["begin"], part["end"]))
         assert first <= pairs[0][0] and pairs[-1][0] <= last
+
+
+def at_bounds(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of the first and the last slice of every part that there can be, and some of others."""
+    slices = slice_of(table["keys"])
+    chosen = (slices % 256 == 0) | (slices % 256 == 255) | (slices % 1000 == 1)
+    return {column: values[chosen] for column, values in table.items()}
+
+
+@pytest.mark.parametrize("saved_by", [1, 3])
+def test_rows_at_the_bounds_of_parts_are_found(tmp_path, small_parts, saved_by):
+    table = at_bounds(random_table(27, 200_000))
+    base = save_on(saved_by, tmp_path, 1, {"t": table})[0]
+    changed = {column: values[::2] for column, values in table.items()} | {"rows": table["rows"][::2] + 1}
+    erased = table["keys"][1::4]
+    save_on(saved_by, tmp_path, 2, {"t": changed}, base=base, erased={"t": erased})
+    keep = ~torch.isin(table["keys"], torch.cat([erased, changed["keys"]]))
+    table = {column: torch.cat([values[keep], changed[column]]) for column, values in table.items()}
+    for world_size in (2, 16, 64):
+        assert same(whole(load_on(world_size, tmp_path), "t"), ascending(table))
 
 
 @pytest.mark.parametrize("saved_by, world_size", [(1, 8), (2, 8), (4, 8), (8, 8)])
@@ -392,3 +414,24 @@ def test_a_delta_on_another_base_is_refused(tmp_path):
     with pytest.raises(ValueError, match="erased keys of table 'u' must be"):
         save_on(1, tmp_path, 3, {"t": table}, base=other, erased={"u": torch.tensor([1])})
     assert load(tmp_path).step == 2
+
+
+def test_the_example_without_tritonrec_in_the_docs_reads_all_of_it(tmp_path, small_parts, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    code = text.partition("## Without tritonrec")[2].partition("```python\n")[2].partition("```")[0]
+    assert "import tritonrec" not in code and "from tritonrec" not in code
+    model = {key: key % 251 for key in random_table(26, 300)["keys"].tolist()}
+    base = save_on(3, tmp_path / "checkpoints", 4, {"items": table_of(model)}, dense={"w": torch.ones(2)})[0]
+    gone = list(model)[:20]
+    model = {key: value for key, value in model.items() if key not in gone}
+    changed = {key: 252 for key in list(model)[:30]}
+    erased = {"items": torch.tensor(gone)}
+    save_on(2, tmp_path / "checkpoints", 12, {"items": table_of(changed)}, base=base, erased=erased)
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(code, found)
+    model |= changed
+    assert {key: row.tolist() for key, row in found["rows"].items()} == {
+        key: [value, value + 0.5] for key, value in model.items()
+    }
+    assert found["manifest"]["step"] == 12 and found["dense"] == {}
