@@ -1,4 +1,22 @@
-"""Where the row of each key lies: the key structure of a dynamic table, which grows without a stall."""
+"""Where the row of each key lies: the key structure of a dynamic table, which grows without a stall.
+
+Two tensors of `tritonrec.kernels.hash_table`, 12 bytes a slot, apart from the rows they point to, so that
+growth copies keys and no row (MTGRBoost section 4.1, Figure 6). The paper's growth copies the key structure
+at one go; here every insert moves a part of it:
+
+    load passes 0.75     a structure of twice the slots is allocated, but no byte of it is touched
+    clearing             each call clears a stretch of it; keys still go to the old one
+    moving               it takes the new keys, each call moves a stretch of groups out of the old one, and
+                         a search that fails in the new one looks into the old one
+
+A key is in exactly one of the two at any time. A structure of the same size takes over in the same way when
+tombstones pile up.
+
+Why clear in stretches, where zero pages that nobody touched could be read as empty: then every insert at a
+random place of the new structure could be the first on its page, and the calls after the switch would pay
+for all those page faults; a stretch takes a known number of them, one after the other. Why not clear in
+advance, below a load of 0.75: the memory would lie idle in every table that has stopped growing.
+"""
 
 from __future__ import annotations
 
@@ -8,82 +26,228 @@ import torch
 from ..kernels.hash_table import numba_hash_table as kernels
 
 LOAD_FACTOR = 0.75
+"""A structure of twice the slots takes over above this load (MTGRBoost, section 4.1)."""
+
+CROWDED = 0.875
+"""Tombstones and keys together on more of the slots than this: a structure of the same size takes over."""
+
+FULL = 0.9375
+"""No call leaves more of the slots than this taken: it moves as much as it needs for its keys instead."""
+
+MOVED_PER_KEY = 8
+"""Slots moved per key of an insert call. The new structure is half empty then, and has room for the keys that
+come while it takes over: an eighth of the old one's slots."""
+
+CLEARED_PER_KEY = 32
+"""Slots cleared per key of an insert call: a sixteenth of the old slots in keys come meanwhile."""
+
+LEAST_KEYS = 1024
+"""A call with fewer keys works on as much as one with this many."""
 
 
 class KeyIndex:
-    """int64 key -> int32 row number; any of the 2**64 keys is legal."""
+    """int64 key -> int32 row number; any of the 2**64 keys is legal.
+
+    Row numbers depend on the calls alone, never on where a key lies. Not safe to change from two threads.
+
+    Args:
+        slots: slots at the start, a power of two and at least 8.
+    """
 
     def __init__(self, slots: int = 1024):
         if slots < 8 or slots & (slots - 1):
             raise ValueError(f"slots must be a power of two and at least 8, got {slots}")
-        self._keys, self._rows = np.zeros(slots, np.uint64), np.full(slots, -1, np.int32)
-        self._size = self._tombstones = 0
+        self._now = _Structure(slots)  # takes the inserts
+        self._now.clear(slots)
+        self._old: _Structure | None = None  # its keys are on the move to `_now`
+        self._next: _Structure | None = None  # is being cleared, and then takes over
+        self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def slots(self) -> int:
-        return len(self._keys)
+        """Slots of the structure that takes new keys."""
+        return self._now.slots
 
     @property
     def load_factor(self) -> float:
+        """Keys per slot: above 0.75 only while the next structure is being cleared."""
         return self._size / self.slots
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._rows.nbytes
+        """Bytes of all structures, of those on the move too."""
+        return sum(12 * one.slots for one in (self._now, self._old, self._next) if one is not None)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(keys.numel(), dtype=torch.int64)
-        kernels.hash_find(self._keys, self._rows, _unsigned(keys), rows.numpy())
-        return rows
+        """The row of each key (K,) int64, repeats allowed; -1 where it is absent."""
+        return torch.from_numpy(self._find(_unsigned(keys)))
 
     def insert(
         self, keys: torch.Tensor, next_row: int, free_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._size + self._tombstones + keys.numel() > LOAD_FACTOR * self.slots:
-            size = self._size + int((self.find(keys) < 0).sum())
-            if size + self._tombstones > LOAD_FACTOR * self.slots:
-                self._move(size)
-        rows = torch.empty(keys.numel(), dtype=torch.int64)
-        inserted = torch.empty(keys.numel(), dtype=torch.bool)
-        free = np.empty(0, np.int64) if free_rows is None else free_rows[: keys.numel()].long().numpy()
-        reused = kernels.hash_insert(
-            self._keys, self._rows, _unsigned(keys), next_row, free, rows.numpy(), inserted.numpy()
-        )
-        self._size += int(inserted.sum())
-        self._tombstones -= reused
-        return rows, inserted
+        """Find the rows of distinct `keys`; absent keys get new rows, in the order of `keys`.
+
+        Args:
+            keys: (K,) int64, distinct (not checked).
+            next_row: the first row to hand out once `free_rows` are used up.
+            free_rows: (F,) rows to hand out first, owned by no key (not checked).
+
+        Returns:
+            ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
+
+        Raises:
+            ValueError: a row outside [0, 2**31); nothing has changed.
+        """
+        unsigned = _unsigned(keys)
+        free = np.empty(0, np.int64) if free_rows is None else free_rows[: len(unsigned)].long().numpy()
+        new = len(unsigned)
+        if self._is_short(new) or next_row + new - len(free) > 1 << 31:
+            new = int(np.count_nonzero(self._find(unsigned) < 0))
+        last_row = max(next_row + new - len(free) - 1, free.max(initial=0))
+        if next_row < 0 or free.min(initial=0) < 0 or last_row >= 1 << 31:
+            raise ValueError(f"{new} new keys from row {next_row} and {len(free)} free rows leave [0, 2**31)")
+        self._make_room(new, len(unsigned))
+        return self._insert(unsigned, next_row, free)
 
     def assign(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
-        absent = self.find(keys) < 0
-        if absent.any():
-            raise ValueError(f"key {int(keys[absent][0])} is not in the index; nothing was assigned")
-        before = torch.empty(keys.numel(), dtype=torch.int64)
-        kernels.hash_assign(
-            self._keys, self._rows, _unsigned(keys), rows.long().contiguous().numpy(), before.numpy()
-        )
+        """Give distinct keys that are in the index the row numbers `rows` (K,); ValueError if one is not."""
+        unsigned, new_rows = _unsigned(keys), rows.long().contiguous().numpy()
+        if len(new_rows) != len(unsigned):
+            raise ValueError(f"{len(unsigned)} keys cannot take {len(new_rows)} rows")
+        if len(new_rows) and not 0 <= new_rows.min() <= new_rows.max() < 1 << 31:
+            raise ValueError(f"rows must be in [0, 2**31), got {new_rows.min()} to {new_rows.max()}")
+        absent = np.flatnonzero(self._find(unsigned) < 0)
+        if len(absent):
+            raise ValueError(f"key {int(keys[absent[0]])} is not in the index; nothing was assigned")
+        before = np.empty(len(unsigned), np.int64)
+        kernels.hash_assign(self._now.keys, self._now.rows, unsigned, new_rows, before)
+        if self._old is not None:
+            rest = np.flatnonzero(before < 0)
+            kernels.hash_assign(self._old.keys, self._old.rows, unsigned[rest], new_rows[rest], before[rest])
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(keys.numel(), dtype=torch.int64)
-        self._tombstones += kernels.hash_erase(self._keys, self._rows, _unsigned(keys), rows.numpy())
-        self._size -= int((rows >= 0).sum())
-        return rows
+        """Take distinct keys out; the rows they had (K,) int64, -1 where they were absent."""
+        unsigned = _unsigned(keys)
+        rows = self._now.erase(unsigned)
+        if self._old is not None:
+            rest = np.flatnonzero(rows < 0)
+            rows[rest] = self._old.erase(unsigned[rest])
+        self._size -= int(np.count_nonzero(rows >= 0))
+        return torch.from_numpy(rows)
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        live = self._rows >= 0
-        keys = torch.from_numpy(self._keys[live].view(np.int64))
-        return keys, torch.from_numpy(self._rows[live].astype(np.int64))
+        """All keys and their rows, both (N,) int64, in no particular order."""
+        parts = [one.items() for one in (self._now, self._old) if one is not None]
+        keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return torch.from_numpy(keys), torch.from_numpy(rows)
 
-    def _move(self, size: int) -> None:
+    def _find(self, keys: np.ndarray) -> np.ndarray:
+        rows = self._now.find(keys)
+        if self._old is not None:
+            rest = np.flatnonzero(rows < 0)
+            rows[rest] = self._old.find(keys[rest])
+        return rows
+
+    def _insert(
+        self, keys: np.ndarray, next_row: int, free_rows: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._old is None:
+            rows, inserted = self._now.insert(keys, next_row, free_rows)
+        else:
+            rows, inserted = self._old.find(keys), np.zeros(len(keys), bool)
+            rest = np.flatnonzero(rows < 0)
+            rows[rest], inserted[rest] = self._now.insert(keys[rest], next_row, free_rows)
+        self._size += int(np.count_nonzero(inserted))
+        return torch.from_numpy(rows), torch.from_numpy(inserted)
+
+    def _idle(self) -> bool:
+        return self._next is None and self._old is None
+
+    def _is_short(self, new: int) -> bool:
+        """Whether `new` more keys call for another structure, or for more work on the one that is coming."""
+        size, taken = self._size + new, self._size + self._now.tombstones + new
+        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > CROWDED * self.slots):
+            return True
+        return taken > FULL * self.slots
+
+    def _make_room(self, new: int, keys: int) -> None:
+        """Do the share of a call with `keys` keys, and more if its `new` ones would not fit otherwise."""
+        if self._idle() and self._is_short(new):
+            self._next = _Structure(self._slots_for(new))
+        self._work(max(keys, LEAST_KEYS))
+        while self._is_short(new):
+            if self._idle():
+                self._next = _Structure(self._slots_for(new))
+            self._work(1 << 62)
+
+    def _slots_for(self, new: int) -> int:
         slots = self.slots
-        while size > LOAD_FACTOR * slots:
+        while self._size + new > LOAD_FACTOR * slots:
             slots *= 2
-        new_keys, new_rows = np.zeros(slots, np.uint64), np.full(slots, -1, np.int32)
-        kernels.hash_move(self._keys, self._rows, 0, self.slots, new_keys, new_rows)
-        self._keys, self._rows, self._tombstones = new_keys, new_rows, 0
+        return slots
+
+    def _work(self, keys: int) -> None:
+        """Clear, take over and move, as much as `keys` keys pay for."""
+        if self._next is not None:
+            keys -= self._next.clear(CLEARED_PER_KEY * keys) // CLEARED_PER_KEY
+            if self._next.done == self._next.slots:
+                self._old, self._now, self._next = self._now, self._next, None
+                self._old.done = 0
+        if self._old is not None and keys > 0:
+            self._old.move(MOVED_PER_KEY * keys, self._now)
+            if self._old.done == self._old.slots:
+                self._old = None
+
+
+class _Structure:
+    """Slots of keys and rows; its first `done` slots are cleared, or once it is old, moved."""
+
+    def __init__(self, slots: int):
+        self.slots, self.done, self.tombstones = slots, 0, 0
+        self.keys, self.rows = np.empty(slots, np.uint64), np.empty(slots, np.int32)
+
+    def clear(self, slots: int) -> int:
+        """Clear the next `slots` slots; how many there were."""
+        stretch = slice(self.done, min(self.done + slots, self.slots))
+        self.rows[stretch] = -1
+        self.keys[stretch] = 0  # no key is read where the row is -1: this is for the page faults
+        self.done = stretch.stop
+        return stretch.stop - stretch.start
+
+    def move(self, slots: int, target: _Structure) -> None:
+        """Move the keys of the next `slots` slots to `target`."""
+        stop = min(self.done + slots, self.slots)
+        target.tombstones -= kernels.hash_move(
+            self.keys, self.rows, self.done, stop, target.keys, target.rows
+        )
+        self.done = stop
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        rows = np.empty(len(keys), np.int64)
+        kernels.hash_find(self.keys, self.rows, keys, rows)
+        return rows
+
+    def insert(self, keys: np.ndarray, next_row: int, free_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows, inserted = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
+        reused = kernels.hash_insert(self.keys, self.rows, keys, next_row, free_rows, rows, inserted)
+        assert reused >= 0, "the caller made room"
+        self.tombstones -= reused
+        return rows, inserted
+
+    def erase(self, keys: np.ndarray) -> np.ndarray:
+        rows = np.empty(len(keys), np.int64)
+        self.tombstones += kernels.hash_erase(self.keys, self.rows, keys, rows)
+        return rows
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        live = self.rows >= 0
+        return self.keys[live].view(np.int64), self.rows[live].astype(np.int64)
 
 
 def _unsigned(keys: torch.Tensor) -> np.ndarray:
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     return keys.contiguous().numpy().view(np.uint64)

@@ -1,0 +1,261 @@
+"""A key index is a dict from key to row number, while it grows and rehashes bit by bit as well."""
+
+import os
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tritonrec.embedding import key_index
+from tritonrec.embedding.key_index import KeyIndex
+
+sys.path.append(str(Path(__file__).parent.parent / "kernels"))
+from murmur_inverse import key_with_hash
+
+EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2, -3]
+# forty keys whose searches begin at two groups, whatever the size, and go on with two different steps
+COLLIDING = [key_with_hash(i << 40 | (1 + i % 2 * 4) << 32 | i % 3 // 2) for i in range(40)]
+KEYS = st.lists(
+    st.one_of(st.sampled_from(EXTREMES), st.sampled_from(COLLIDING), st.integers(-60, 60)),
+    unique=True,
+    max_size=40,
+)
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """A call works for the keys it has, so that a handful of keys sees many states."""
+    monkeypatch.setattr(key_index, "LEAST_KEYS", 1)
+
+
+def filled(size, slots=1024, seed=3):
+    """An index of `size` random keys with rows 0, 1, ... and the keys."""
+    keys = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(seed))
+    index = KeyIndex(slots)
+    index.insert(keys, 0)
+    return index, keys
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random calls on an index and on a dict."""
+
+    seen: ClassVar[set[str]] = set()
+
+    @initialize(slots=st.sampled_from([8, 16, 128]))
+    def start(self, slots):
+        self.index, self.rows_of, self.next_row, self.free_rows = KeyIndex(slots), {}, 0, []
+
+    @rule(keys=KEYS, reuse=st.integers(0, 60), int32=st.booleans())
+    def insert(self, keys, reuse, int32):
+        free = self.free_rows[:reuse]
+        given = tensor(free).to(torch.int32 if int32 else torch.int64)
+        new = [key for key in keys if key not in self.rows_of]
+        rows, inserted = self.index.insert(tensor(keys), self.next_row, given)
+        fresh = range(self.next_row, self.next_row + len(keys))
+        self.rows_of.update(zip(new, [*free, *fresh], strict=False))
+        assert inserted.tolist() == [key in new for key in keys]
+        assert rows.tolist() == [self.rows_of[key] for key in keys]
+        self.free_rows = self.free_rows[min(len(free), len(new)) :]
+        self.next_row += max(len(new) - len(free), 0)
+
+    @rule(data=st.data())
+    def insert_present_keys(self, data):
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.rows_of) or [0]), unique=True))
+        keys = [key for key in keys if key in self.rows_of]
+        rows, inserted = self.index.insert(tensor(keys), self.next_row, tensor(self.free_rows))
+        assert rows.tolist() == [self.rows_of[key] for key in keys] and not inserted.any()
+
+    @rule(keys=KEYS)
+    def erase_keys(self, keys):
+        self.erase(keys)
+
+    def erase(self, keys):
+        rows = [self.rows_of.pop(key, -1) for key in keys]
+        assert self.index.erase(tensor(keys)).tolist() == rows
+        self.free_rows += [row for row in rows if row != -1]
+
+    @rule(data=st.data())
+    def erase_present_keys(self, data):
+        self.erase(data.draw(st.permutations(sorted(self.rows_of)))[::2])
+
+    @rule(keys=KEYS)
+    def find(self, keys):
+        asked = keys + keys[:3]
+        assert self.index.find(tensor(asked)).tolist() == [self.rows_of.get(key, -1) for key in asked]
+
+    @rule(data=st.data())
+    def assign(self, data):
+        keys = data.draw(st.permutations(sorted(self.rows_of)))[:15]
+        rows = [self.rows_of[key] for key in reversed(keys)]
+        self.index.assign(tensor(keys), tensor(rows))
+        self.rows_of.update(zip(keys, rows, strict=True))
+
+    @invariant()
+    def holds_the_same(self):
+        keys, rows = self.index.items()
+        assert len(keys) == len(self.index) == len(self.rows_of), "a key is lost, or in both structures"
+        assert dict(zip(keys.tolist(), rows.tolist(), strict=True)) == self.rows_of
+        assert self.index.find(keys).tolist() == rows.tolist()
+        counted = int((self.index._now.rows[: self.index._now.done] == -2).sum())
+        assert self.index._now.tombstones == counted
+        assert self.index.load_factor <= key_index.FULL
+        self.note_state()
+
+    def note_state(self):
+        if self.index._next is not None:
+            self.seen.add("clearing")
+        if self.index._old is not None:
+            self.seen.add("growing" if self.index._old.slots < self.index.slots else "rehashing")
+        if self.index._now.tombstones:
+            self.seen.add("tombstones")
+
+
+def test_is_a_dict(monkeypatch):
+    monkeypatch.setattr(key_index, "CLEARED_PER_KEY", 4)
+    monkeypatch.setattr(key_index, "MOVED_PER_KEY", 2)
+    IndexMachine.seen.clear()
+    steps = settings(max_examples=30, stateful_step_count=120, deadline=None)
+    run_state_machine_as_test(IndexMachine, settings=steps)
+    assert IndexMachine.seen == {"clearing", "growing", "rehashing", "tombstones"}
+
+
+def test_every_state_of_a_growth_finds_every_key():
+    index, keys = filled(760)
+    states = set()
+    for next_row in range(760, 1000, 4):
+        more = torch.arange(next_row, next_row + 4)
+        index.insert(more, next_row)
+        states.add((index.slots, index._next is not None, index._old is not None))
+        assert index.find(keys).tolist() == list(range(760))
+        assert index.find(torch.arange(760, next_row + 4)).tolist() == list(range(760, next_row + 4))
+        assert (index.find(keys ^ 1) == -1).all()
+    assert states == {
+        (1024, False, False),
+        (1024, True, False),
+        (2048, False, True),
+        (2048, False, False),
+    }
+
+
+def test_a_key_erased_while_it_waits_to_move_stays_away():
+    index, keys = filled(768)
+    more = torch.arange(256)
+    for i in range(len(more)):
+        index.insert(more[i : i + 1], 768 + i)
+        if index._old is not None:
+            break
+    erased = keys[::3]
+    assert index.erase(erased).tolist() == list(range(0, 768, 3))
+    while index._old is not None:
+        i += 1
+        index.insert(more[i : i + 1], 768 + i)
+        assert (index.find(erased) == -1).all()
+    assert len(index) == 768 - 256 + i + 1
+    assert index.find(keys[1::3]).tolist() == list(range(1, 768, 3))
+
+
+def test_no_call_works_more_than_its_share(monkeypatch):
+    """Thousands of keys wait, and a call with four keys clears 128 slots or moves four groups."""
+    monkeypatch.setattr(key_index, "LEAST_KEYS", 4)
+    index, _ = filled(6144, slots=8192)
+    cleared, moved = [0], [0]
+    for i in range(900):
+        index.insert(torch.arange(4 * i, 4 * i + 4), 6144 + 4 * i)
+        if index._next is not None:
+            cleared.append(index._next.done)
+        if index._old is not None:
+            moved.append(index._old.done)
+    assert index.slots == 16384 and index._old is None
+    assert cleared == list(range(0, 16384, 128))
+    assert moved == [0, *range(0, 8192, 32)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_allocating_touches_nothing():
+    """The new structure of a growth is as it came from the allocator, but for the stretch that is cleared."""
+    index, _ = filled(3 << 20, slots=1 << 22)
+    before = resident_bytes()
+    index.insert(torch.arange(512), 3 << 20)
+    assert index._next is not None and index._next.slots == 1 << 23 and index._next.done == 32 * 512
+    assert resident_bytes() - before < 24 << 20 < index._next.keys.nbytes
+
+
+def test_tombstones_are_dropped_in_the_same_size():
+    index, keys = filled(700)
+    rehashed, row = False, 700
+    for seed in range(60):
+        gone, keys = keys[:100], keys[100:]
+        index.erase(gone)
+        fresh = torch.randint(
+            -(2**63), 2**63 - 1, (100,), generator=torch.Generator().manual_seed(100 + seed)
+        )
+        index.insert(fresh, row)
+        keys, row = torch.cat([keys, fresh]), row + 100
+        rehashed |= index._old is not None
+        assert (index.find(gone) == -1).all()
+        assert index.find(keys).tolist() == list(range(row - 700, row))
+    assert rehashed and index.slots == 1024
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 5000])
+def test_many_keys_in_one_call(size):
+    """A call with more keys than slots makes room for all of them at once."""
+    index, keys = filled(size, slots=8)
+    assert index.find(keys).tolist() == list(range(size))
+    assert len(index) == size and index.load_factor <= 0.75
+    assert sorted(index.items()[0].tolist()) == sorted(keys.tolist())
+
+
+def test_present_keys_do_not_grow_it():
+    index, keys = filled(768)
+    for _ in range(3):
+        rows, inserted = index.insert(keys, 5000)
+        assert rows.tolist() == list(range(768)) and not inserted.any()
+    assert index.slots == 1024 and index._next is None
+    assert index.nbytes == 12 * 1024
+
+
+def test_assigning_an_absent_key_names_it_and_changes_nothing():
+    index, keys = filled(20)
+    with pytest.raises(ValueError, match="key -77 is not in the index; nothing was assigned"):
+        index.assign(torch.cat([keys[:5], tensor([-77])]), torch.arange(100, 106))
+    assert index.find(keys).tolist() == list(range(20))
+    with pytest.raises(ValueError, match="2 keys cannot take 3 rows"):
+        index.assign(keys[:2], torch.arange(3))
+    with pytest.raises(ValueError, match=r"rows must be in \[0, 2\*\*31\), got -1 to 5"):
+        index.assign(keys[:2], tensor([5, -1]))
+
+
+def test_refuses_rows_that_are_no_int32():
+    index, keys = filled(20)
+    index.insert(keys, 2**31)  # nothing is new
+    with pytest.raises(ValueError, match="2 new keys from row 2147483647 and 0 free rows leave"):
+        index.insert(tensor([1, 2, int(keys[0])]), 2**31 - 1)
+    with pytest.raises(ValueError, match="leave"):
+        index.insert(tensor([1]), 5, tensor([-1]))
+    rows, _ = index.insert(tensor([1, 2]), 2**31 - 1, tensor([7]))
+    assert rows.tolist() == [7, 2**31 - 1]
+    with pytest.raises(ValueError, match="power of two and at least 8, got 12"):
+        KeyIndex(12)
+    with pytest.raises(ValueError, match=r"keys must be \(K,\) int64"):
+        index.find(torch.zeros(3))
