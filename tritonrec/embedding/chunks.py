@@ -1,12 +1,9 @@
-"""Storage of a table's rows: chunks that never move, and the two forms a row can have."""
+"""Where a table's rows lie: chunks that never move, and which of their rows are free."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-
-from ..kernels.row_layout import check_rows
-from . import numba_chunks
 
 MAX_ROWS = 1 << 30
 """Rows of one `Chunks`; the bit above tells row numbers of two of them apart."""
@@ -30,7 +27,7 @@ class Chunks:
     def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int, notes: dict[str, torch.dtype]):
         self.width, self.dtype, self.chunk_rows = width, dtype, chunk_rows
         self.chunks: list[torch.Tensor] = []
-        self._addresses = np.empty(0, np.uint64)
+        self.addresses = np.empty(0, np.uint64)
         self.used = 0  # rows ever handed out: numbers below are taken or free
         self.notes = {name: torch.empty(0, dtype=kind) for name, kind in notes.items()}
         self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `free` numbers are on it
@@ -59,7 +56,7 @@ class Chunks:
         needed = max(-(-(self.used + count) // self.chunk_rows), 1) + 1
         while len(self.chunks) < needed:
             self.chunks.append(torch.empty(self.chunk_rows, self.width, dtype=self.dtype))
-            self._addresses = np.array([chunk.data_ptr() for chunk in self.chunks], np.uint64)
+            self.addresses = np.array([chunk.data_ptr() for chunk in self.chunks], np.uint64)
         for name, note in self.notes.items():
             if len(note) < self.used + count:
                 larger = note.new_empty(max(self.used + count, 2 * len(note), self.chunk_rows))
@@ -92,41 +89,3 @@ class Chunks:
             self._free = larger
         self._free[self.free : self.free + len(rows)] = rows
         self.free += len(rows)
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies (K, width) of `rows` (K,) int64."""
-        check_rows("rows", rows, self.used)
-        values = torch.empty(len(rows), self.width, dtype=self.dtype)
-        numba_chunks.gather(
-            self._addresses, self.chunk_rows, self.width, rows.contiguous().numpy(), values.view(-1).numpy()
-        )
-        return values
-
-    def scatter(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite `rows` (K,) int64, distinct, with `values` (K, width)."""
-        check_rows("rows", rows, self.used)
-        numba_chunks.scatter(
-            self._addresses,
-            self.chunk_rows,
-            self.width,
-            rows.contiguous().numpy(),
-            values.contiguous().view(-1).numpy(),
-        )
-
-
-def half_row(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rows (K, width) float32 in 16 bits a value: float16 weights, bfloat16 state; int16, same shape."""
-    return torch.cat(
-        [
-            values[:, :dim].to(torch.float16).view(torch.int16),
-            values[:, dim:].to(torch.bfloat16).view(torch.int16),
-        ],
-        1,
-    )
-
-
-def full_row(stored: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rows (K, width) float32 of what `half_row` gave; exact."""
-    weights = stored[:, :dim].contiguous().view(torch.float16)
-    state = stored[:, dim:].contiguous().view(torch.bfloat16)
-    return torch.cat([weights.to(torch.float32), state.to(torch.float32)], 1)

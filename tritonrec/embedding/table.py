@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import ops
+from . import numba_rows
 from .candidates import Candidates
 from .changes import ChangeLog
-from .chunks import MAX_ROWS, Chunks, full_row, half_row
+from .chunks import MAX_ROWS, Chunks
 from .key_index import KeyIndex
 from .policy import TablePolicy
 from .select import AllReduce, select_smallest
@@ -20,6 +22,7 @@ from .select import AllReduce, select_smallest
 if TYPE_CHECKING:
     from .features import KeyLayout
 
+_WORDS = np.empty(0, np.int16)  # tells the kernels the type of a stored value
 BLOCK = 4096
 """Rows that a sweep moves at a time; a write waits for no more than these."""
 TOO_LARGE = "lower the learning rate, or the heat threshold so that such rows stay in float32"
@@ -171,12 +174,10 @@ class DynamicTable:
 
         A row number of -1 reads as what the key's row would start from.
         """
+        values = self._read(rows)
         absent = rows < 0
-        if not bool(absent.any()):
-            return self._gather(rows)
-        values = torch.empty(len(rows), self.row_width)
-        values[absent] = self._initial_rows(keys[absent])
-        values[~absent] = self._gather(rows[~absent])
+        if bool(absent.any()):
+            values[absent] = self._initial_rows(keys[absent])
         return values
 
     def round_cold(self, values: torch.Tensor, cold: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ class DynamicTable:
         """
         here = cold.to(values.device).nonzero().squeeze(1)
         rows = values[here]
-        rounded = full_row(half_row(rows, self.dim), self.dim)
+        rounded = _rounded(rows, self.dim)
         bad = _overflows(rows, rounded)
         if len(bad):
             row, column = bad[0].tolist()
@@ -229,7 +230,7 @@ class DynamicTable:
         """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
         with self._copying:
             keys, rows = self._items()
-            return keys, self._gather(rows)
+            return keys, self._read(rows)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
@@ -363,7 +364,7 @@ class DynamicTable:
                 columns[name] = self._noted(name, rows)
             if self._timed:
                 columns["recent"] = torch.isin(rows, self._index.find(self._recent))
-        columns["rows"] = self._gather(rows)
+        columns["rows"] = self._read(rows)
         return columns
 
     # Maintenance, on the thread of `lookup`.
@@ -403,7 +404,7 @@ class DynamicTable:
         evicted = candidates[chosen].sort().values
         for part in evicted.split(BLOCK):
             if eviction.keep:
-                kept = (part, self._gather(self.find(part)))
+                kept = (part, self._read(self.find(part)))
                 with self._lock:
                     self._evicted.append(kept)
             self._erase(part)
@@ -433,9 +434,9 @@ class DynamicTable:
                 rows = self._index.find(part)
                 full = (rows < MAX_ROWS).nonzero().squeeze(1)
                 part, rows = part[full], rows[full]
-                values = self._full.gather(rows)
-                stored = half_row(values, self.dim)
-                bad = _overflows(values, full_row(stored, self.dim))
+                values = self._read(rows)
+                stored = _rounded(values, self.dim)
+                bad = _overflows(values, stored)
                 if len(bad):
                     row, column = bad[0].tolist()
                     raise ValueError(
@@ -443,8 +444,7 @@ class DynamicTable:
                         f"its column {column} does not fit 16 bits; {TOO_LARGE}"
                     )
                 self._touched.add(part)
-                assert self._half is not None
-                self._half.scatter(self._move(part, rows) - MAX_ROWS, stored)
+                self._write(self._move(part, rows), stored)
 
     def _unprotected(self, keys: torch.Tensor, note: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) of the table that neither `keys` nor the last lookup hold, and what is noted of them."""
@@ -468,7 +468,7 @@ class DynamicTable:
         new = inserted.nonzero().squeeze(1)
         if len(new):
             store.claim(len(new))
-            store.scatter(rows[new], self._initial_rows(keys[new]))
+            self._write(rows[new], self._initial_rows(keys[new]))
             if "score" in store.notes:
                 store.notes["score"][rows[new]] = self._unused_score()
                 self._count_members(keys[new], 1)
@@ -498,33 +498,23 @@ class DynamicTable:
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """`write` for one who holds `_copying`."""
+        values, heat = values.contiguous(), self.policy.heat
         with self._lock:
             rows = self._index.find(keys)
-            present = rows >= 0
-            if not bool(present.all()):
-                keys, rows, values = keys[present], rows[present], values[present]
-            self._touched.add(keys)
-            if self._half is None:
-                cold = None
-            else:
-                assert self.policy.heat is not None
-                cold = (self._noted("heat", rows) < self.policy.heat.threshold).nonzero().squeeze(1)
-        if self._half is None or cold is None:
-            self._full.scatter(rows, values)
-            return
-        stored = half_row(values[cold], self.dim)
-        exact = (full_row(stored, self.dim) == values[cold]) | values[cold].isnan()
-        fits = exact.all(1)
-        cold, stored = cold[fits], stored[fits]
-        half = torch.zeros(len(keys), dtype=torch.bool)
-        half[cold] = True
-        with self._lock:
-            moving = (half != (rows >= MAX_ROWS)).nonzero().squeeze(1)
-            for part in (moving[half[moving]], moving[~half[moving]]):
-                rows[part] = self._move(keys[part], rows[part])
-        self._half.scatter(rows[cold] - MAX_ROWS, stored)
-        hot = (~half).nonzero().squeeze(1)
-        self._full.scatter(rows[hot], values[hot])
+            self._touched.add(keys[rows >= 0])
+            if heat:
+                present = (rows >= 0).nonzero().squeeze(1)
+                cold = torch.zeros(len(rows), dtype=torch.bool)
+                cold[present] = self._noted("heat", rows[present]) < heat.threshold
+        if heat:
+            half = torch.empty(len(rows), dtype=torch.bool)
+            numba_rows.fits(values.view(-1).numpy(), self.dim, self.row_width, half.numpy())
+            half &= cold
+            with self._lock:
+                for going in (half & (rows < MAX_ROWS), ~half & (rows >= MAX_ROWS)):
+                    here = (going & (rows >= 0)).nonzero().squeeze(1)
+                    rows[here] = self._move(keys[here], rows[here])
+        self._write(rows, values)
 
     def _move(self, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Give `keys`, whose `rows` lie in one store, rows (K,) of the other; values do not come along."""
@@ -580,14 +570,26 @@ class DynamicTable:
             noted[here] = store.notes[name][local]
         return noted
 
-    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._half is None:
-            return self._full.gather(rows)
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies (K, row_width) float32; where a row number is negative, anything."""
         values = torch.empty(len(rows), self.row_width)
-        for store, here, local in self._by_store(rows):
-            found = store.gather(local)
-            values[here] = found if store is self._full else full_row(found, self.dim)
+        self._copy(numba_rows.read_rows, rows, values)
         return values
+
+    def _write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite `rows` (K,), distinct, negative ones left out; those in 16 bits must fit these."""
+        self._copy(numba_rows.write_rows, rows, values)
+
+    def _copy(self, kernel: Callable, rows: torch.Tensor, values: torch.Tensor) -> None:
+        full, half = self._full, self._full if self._half is None else self._half
+        numbers = rows.contiguous().numpy()
+        bad = numba_rows.first_outside(numbers, full.used, 0 if self._half is None else half.used)
+        if bad >= 0:
+            raise IndexError(f"{self._names()} has no row {int(rows[bad])}")
+        kernel(
+            full.addresses, half.addresses, full.chunk_rows, self.dim, self.row_width, numbers,
+            values.view(-1).numpy(), _WORDS,
+        )  # fmt: skip
 
     def _initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
         values = torch.zeros(len(keys), self.row_width)
@@ -619,6 +621,12 @@ class DynamicTable:
                 f"keys of a table whose rows hold {self.row_width} float32 values; were they saved with "
                 "another optimizer or dimension?"
             )
+
+
+def _rounded(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Weights rounded to float16 and state to bfloat16, as float32 (K, row_width)."""
+    weights, state = values[:, :dim].to(torch.float16), values[:, dim:].to(torch.bfloat16)
+    return torch.cat([weights.to(torch.float32), state.to(torch.float32)], 1)
 
 
 def _overflows(values: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,153 @@
+# mypy: ignore-errors
+"""Row copies to and from chunks, which lie anywhere in memory: one pass, whatever their number and form.
+
+A row number below 2**30 is one of the float32 chunks, others of the 16-bit chunks, whose rows hold `dim`
+float16 weights and bfloat16 state. Widening is exact. Narrowing cuts off bits, and is for rows that `fits`
+says lose none.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from ..kernels.numba_float import float_of_bits
+from ..kernels.numba_intrinsics import prefetch
+
+AHEAD = 8
+_HALF = np.int64(1 << 30)
+
+
+@intrinsic
+def _pointer_to(typingctx, address, like):
+    """`address` as a pointer to elements of the array `like`."""
+    result = types.CPointer(like.dtype)
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(result))
+
+    return result(types.uint64, like), codegen
+
+
+@intrinsic
+def _bits(typingctx, value):
+    """The bit pattern of a float32 as int32."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@njit(inline="always")
+def _row(addresses, row, chunk_rows, width, like):
+    """The row as an array (width,) that shares its memory."""
+    address = addresses[row // chunk_rows] + np.uint64((row % chunk_rows) * width * like.itemsize)
+    return carray(_pointer_to(address, like), (width,))
+
+
+@njit(inline="always")
+def _ask_for(full, half, chunk_rows, width, row, floats, words):
+    """Prefetch the row's first two cache lines; the hardware sees a stream after them."""
+    if row >= _HALF:
+        line = _row(half, row - _HALF, chunk_rows, width, words)
+        prefetch(line, np.uint64(0))
+        prefetch(line, np.uint64(min(32, width - 1)))
+    elif row >= 0:
+        line = _row(full, row, chunk_rows, width, floats)
+        prefetch(line, np.uint64(0))
+        prefetch(line, np.uint64(min(16, width - 1)))
+
+
+@njit(inline="always")
+def _widen(word):
+    """float16 bits in an int16 to a float32; the same numbers, without leaning on subnormal arithmetic."""
+    wide = np.int32(word)
+    sign = wide & np.int32(-0x80000000)
+    magnitude = wide & np.int32(0x7FFF)
+    normal = (magnitude << np.int32(13)) + np.int32(112 << 23)
+    small = _bits(np.float32(magnitude) * np.float32(2.0**-24))
+    special = (magnitude << np.int32(13)) | np.int32(0x7F800000)
+    bits = small if magnitude < np.int32(0x400) else normal
+    bits = special if magnitude >= np.int32(0x7C00) else bits
+    return float_of_bits(bits | sign)
+
+
+@njit(inline="always")
+def _narrow(value):
+    """float16 bits of a float32 that is a float16 number; of others, some other number's."""
+    bits = _bits(value)
+    magnitude = bits & np.int32(0x7FFFFFFF)
+    normal = (magnitude >> np.int32(13)) - np.int32(112 << 10)
+    # below 2**-14 the unit is 2**-24; clamped, since a conversion out of range has no defined result
+    small = np.int32(min(abs(value), np.float32(1.0)) * np.float32(2.0**24))
+    word = small if magnitude < np.int32(113 << 23) else normal
+    special = np.int32(0x7C00) | ((magnitude >> np.int32(13)) & np.int32(0x3FF))
+    word = special if magnitude >= np.int32(0x47800000) else word
+    return np.int16(word | ((bits >> np.int32(16)) & np.int32(-0x8000)))
+
+
+@njit(cache=True, nogil=True)
+def fits(values, dim, width, exact):
+    """``exact[i]`` = whether 16 bits a value hold row i of `values`, flat (K * width,), bit by bit."""
+    for i in range(len(exact)):
+        lost = np.int32(0)
+        for j in range(i * width, i * width + dim):
+            lost |= _bits(_widen(_narrow(values[j]))) ^ _bits(values[j])
+        for j in range(i * width + dim, (i + 1) * width):
+            lost |= _bits(values[j]) & np.int32(0xFFFF)
+        exact[i] = lost == 0
+
+
+@njit(cache=True, nogil=True)
+def read_rows(full, half, chunk_rows, dim, width, rows, out, words):
+    """``out[i]`` = row ``rows[i]``, left as it is where that is negative; `out` is flat, (K * width,).
+
+    `full` and `half` are addresses of chunks; `words` is any int16 array.
+    """
+    for i in range(min(AHEAD, len(rows))):
+        _ask_for(full, half, chunk_rows, width, rows[i], out, words)
+    for i in range(len(rows)):
+        if i + AHEAD < len(rows):
+            _ask_for(full, half, chunk_rows, width, rows[i + AHEAD], out, words)
+        first = i * width
+        if rows[i] >= _HALF:
+            stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)
+            for j in range(dim):
+                out[first + j] = _widen(stored[j])
+            for j in range(dim, width):
+                out[first + j] = float_of_bits(np.int32(stored[j]) << np.int32(16))
+        elif rows[i] >= 0:
+            row = _row(full, rows[i], chunk_rows, width, out)
+            for j in range(width):
+                out[first + j] = row[j]
+
+
+@njit(cache=True, nogil=True)
+def write_rows(full, half, chunk_rows, dim, width, rows, values, words):
+    """Row ``rows[i]`` = ``values[i]``, where that is not negative; `values` is flat, (K * width,)."""
+    for i in range(min(AHEAD, len(rows))):
+        _ask_for(full, half, chunk_rows, width, rows[i], values, words)
+    for i in range(len(rows)):
+        if i + AHEAD < len(rows):
+            _ask_for(full, half, chunk_rows, width, rows[i + AHEAD], values, words)
+        first = i * width
+        if rows[i] >= _HALF:
+            stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)
+            for j in range(dim):
+                stored[j] = _narrow(values[first + j])
+            for j in range(dim, width):
+                stored[j] = np.int16(_bits(values[first + j]) >> np.int32(16))
+        elif rows[i] >= 0:
+            row = _row(full, rows[i], chunk_rows, width, values)
+            for j in range(width):
+                row[j] = values[first + j]
+
+
+@njit(cache=True, nogil=True)
+def first_outside(rows, full_rows, half_rows):
+    """Position of the first row number beyond the rows there are, or -1; negative ones are inside."""
+    for i in range(len(rows)):
+        if rows[i] >= (_HALF + half_rows if rows[i] >= _HALF else full_rows):
+            return i
+    return -1
