@@ -158,7 +158,7 @@ class DynamicTable:
                 self._touched.add(keys)
             self.counters.inserted += new
             self.counters.rejected += rejected
-            self.counters.found += int((rows >= 0).sum()) - new
+            self.counters.found += len(keys) - new  # those not admitted are gone from `keys`
             cold = self._note_use(rows, step) if self._timed else None
         if self._timed:
             self._recent, self._step = keys, step
@@ -501,7 +501,8 @@ class DynamicTable:
         values, heat = values.contiguous(), self.policy.heat
         with self._lock:
             rows = self._index.find(keys)
-            self._touched.add(keys[rows >= 0])
+            if self._touched.on:
+                self._touched.add(keys[rows >= 0])
             if heat:
                 present = (rows >= 0).nonzero().squeeze(1)
                 cold = torch.zeros(len(rows), dtype=torch.bool)
