@@ -8,7 +8,7 @@ from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
-from tritonrec.data.ranking import evaluate, popularity_scores
+from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
 from tritonrec.data.sources import load
 
 __all__ = [
@@ -22,7 +22,10 @@ __all__ = [
     "Lookup",
     "NextItemLoader",
     "SequenceCost",
+    "auc",
     "evaluate",
+    "evaluate_impressions",
+    "gauc",
     "load",
     "payload_inflation",
     "popularity_scores",
