@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from tritonrec.distributed import Communicators, RankPool
+from tritonrec.embedding import Eviction, Heat, TablePolicy
 from tritonrec.harness import train as train_module
 from tritonrec.harness.train import Run, train
 from tritonrec.pipeline import WindowConfig
@@ -25,7 +27,7 @@ def reference(job):
 
 
 def same(a, b):
-    return all(a[name] == b[name] for name in ("step", "loss", "metrics", "popularity", "digest"))
+    return all(a[name] == b[name] for name in ("step", "loss", "metrics", "baseline", "digest"))
 
 
 def test_nestpipe_at_two_ranks_gives_the_digits_of_sync(pool, job, reference):
@@ -74,6 +76,52 @@ def test_resuming_at_another_world_size_changes_nothing(pool, job, reference, tm
     pool.run(train, 3, run, True)
     resumed = pool.run(train, 2, replace(run, mode="dbp", steps=7, resume=True), True)
     assert same(resumed[0], reference)
+
+
+POLICY = TablePolicy(Eviction("lru", capacity=60, every=2), admission=2, heat=Heat(2, every=3))
+
+
+def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):
+    """Deltas at three ranks, one update of two batches at a time; another layout and world size go on."""
+    job = replace(job, policy=POLICY, batch_size=7, num_negatives=1)
+    window = WindowConfig(1, accumulate=2)
+    reference = train(Communicators.local(), Run(job, "sync", window, steps=14), quiet=True)
+    run = Run(
+        job, "nestpipe", replace(window, micro_batches=2), steps=8,
+        checkpoint=str(tmp_path), save_every=2, full_every=3,
+    )  # fmt: skip
+    pool.run(train, 3, run, True)
+    rest = replace(run, job=replace(job, slots=8, chunk_rows=16), mode="fwp", steps=14, resume=True)
+    resumed = pool.run(train, 2, rest, True)
+    assert same(resumed[0], reference)
+    assert reference["tables"]["evicted"] > 0 and reference["tables"]["promoted"] > 0
+
+
+def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
+    run = Run(job, "nestpipe", WindowConfig(2), steps=3, checkpoint=str(tmp_path))
+    train(Communicators.local(), run, quiet=True)
+    with pytest.raises(ValueError, match="made with another accumulate"):
+        train(Communicators.local(), replace(run, window=WindowConfig(2, accumulate=2), steps=4, resume=True))
+
+
+def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
+    log = tmp_path / "ratings.csv"
+    random = Random(5)
+    rows = [
+        f"{user},{random.randint(0, 40)},{time},{random.randint(1, 5)}"
+        for user in range(30)
+        for time in range(random.randint(4, 25))
+    ]
+    log.write_text("\n".join(["user,item,timestamp,rating", *rows]))
+    grm = replace(job, data=f"csv:{log}", model="grm", max_exposed=3)
+    expected = train(
+        Communicators.local(), Run(replace(grm, merge=False), "sync", WindowConfig(1), steps=6), quiet=True
+    )
+    got = pool.run(train, 3, Run(grm, "nestpipe", WindowConfig(2), steps=6), True)
+    assert same(got[0], expected)
+    assert {"GAUC/click", "GAUC/conversion"} < set(expected["metrics"])
+    assert 0 < expected["metrics"]["GAUC/click"] < 1
+    assert got[0]["lookups"]["lookups"] == 6 * 3 * 2  # items and actions in one table, users in another
 
 
 def test_another_job_cannot_resume(job, tmp_path):

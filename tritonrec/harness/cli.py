@@ -51,6 +51,14 @@ class ConsistencyName(StrEnum):
     batch = "batch"
 
 
+class ModelChoice(StrEnum):
+    """Models of `tritonrec train`."""
+
+    hstu = "hstu"
+    fuxi = "fuxi"
+    grm = "grm"
+
+
 class DedupName(StrEnum):
     """Where repeated keys are dropped."""
 
@@ -121,6 +129,9 @@ def verify(
 def train(
     data: DataOption = "ml-100k",
     mode: Annotated[ModeName, typer.Option(help="How the steps are scheduled.")] = ModeName.nestpipe,
+    model: Annotated[
+        ModelChoice, typer.Option(help="hstu, fuxi: the next item. grm: clicks and conversions.")
+    ] = ModelChoice.hstu,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps in all; default: 20 epochs.")] = None,
     world_size: Annotated[
         int, typer.Option(min=1, help="Ranks to start here; under torchrun leave it out.")
@@ -134,14 +145,22 @@ def train(
     dedup: Annotated[
         DedupName, typer.Option(help="Drop repeated keys before the exchange, the lookup, or both.")
     ] = DedupName.both,
+    merge: Annotated[bool, typer.Option(help="Keep tables of one dimension in one.")] = True,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Deal a batch's samples to ranks by cost; no bit changes.")
+    ] = False,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Cut batches by tokens instead of samples.")
+    ] = False,
     evict: Annotated[str, typer.Option(help=EVICT_HELP)] = "",
     admission: Annotated[int, typer.Option(min=1, help="Give a key a row at its n-th step.")] = 1,
     heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
-    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 32,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most; grm: of history.")] = 50,
+    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token; grm has none.")] = 32,
+    max_exposed: Annotated[int, typer.Option(min=1, help="grm: items shown per sample.")] = 8,
     dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
@@ -160,7 +179,11 @@ def train(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
     timeout: TimeoutOption = 60,
 ) -> None:
-    """Train an HSTU next-item model in any mode; print loss, HR@K and NDCG@K beside a popularity ranking."""
+    """Train a model in any mode; print its loss and metrics beside those of a ranking without training.
+
+    Next-item models are ranked by HR@K and NDCG@K, grm by group AUC. What the tables and lookups did is
+    printed below.
+    """
     from ..distributed import RankPool, from_environment
     from ..nn import HSTUConfig
     from ..pipeline import WindowConfig
@@ -178,13 +201,18 @@ def train(
         return _load(
             Job(
                 data,
+                model.value,
                 batch_size=batch_size,
                 max_seq_len=max_seq_len,
                 num_negatives=negatives,
+                max_exposed=max_exposed,
                 sizes=sizes,
                 lr=lr,
                 seed=seed,
+                merge=merge,
                 policy=policy(evict, admission, heat),
+                balance=balance,
+                dynamic=dynamic,
             )
         )
 

@@ -216,6 +216,32 @@ def _restart_without_scores(program: WindowProgram) -> None:
     table.load_state = forgetful  # type: ignore[method-assign]
 
 
+def _ids_of_merged_tables_meet(program: WindowProgram) -> None:
+    for group in program.tables.groups:
+        group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
+
+
+def _rows_in_reverse(program: WindowProgram) -> None:
+    bucket = program._bucket
+
+    def inverse_of_another(group, table, keys, buckets) -> None:
+        bucket(group, table, keys, buckets)
+        table.inverse[-1] = table.inverse[-1].flip(0)
+
+    program._bucket = inverse_of_another  # type: ignore[method-assign]
+
+
+def _evicts_rows_in_a_buffer(program: WindowProgram) -> None:
+    table = program.tables.groups[0].table
+    lookup = table.lookup
+
+    def forgetful(keys, step, all_reduce=None):
+        table._recent = table._recent[:0]
+        return lookup(keys, step, all_reduce)
+
+    table.lookup = forgetful  # type: ignore[method-assign]
+
+
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
     """Hold `stage` back long enough for whoever fails to wait for it to overtake."""
 
@@ -324,6 +350,24 @@ MUTATIONS = [
         "the dropout mask goes by a sample's place in its micro-batch instead of by the sample",
         _case(),
         Plant(_dropout_by_position),
+    ),
+    Mutation(
+        "ids-of-merged-tables-meet",
+        "equal ids of two merged tables share a row",
+        replace(_case(), variant="merged"),
+        Plant(_ids_of_merged_tables_meet),
+    ),
+    Mutation(
+        "rows-handed-out-in-reverse",
+        "after dedup the rows go back to the occurrences in the wrong order",
+        replace(_case(), variant="dedup-exchange"),
+        Plant(_rows_in_reverse),
+    ),
+    Mutation(
+        "evicts-rows-in-a-buffer",
+        "a sweep takes rows that the window before still trains on",
+        replace(_case(), variant="lfu", steps=8),
+        Plant(_evicts_rows_in_a_buffer),
     ),
     Mutation(
         "cold-rows-not-rounded",

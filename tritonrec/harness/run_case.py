@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..data import Batch, Lookup, NextItemLoader
+from ..data import Batch, Lookup
 from ..distributed import Communicators
 from ..embedding import TablePolicy
 from ..pipeline import SCHEDULES, Task, Trainer, Window, WindowConfig
@@ -22,7 +22,7 @@ from ..trace import SupportsRecording
 from .cases import Case, Reference
 from .mutations import Plant, plant
 from .saved import RunSaver, restore
-from .setup import Job
+from .setup import Job, Loader
 from .state import Comparison, Difference, State, dense_state, loss_state, table_state, used_state
 
 MAX_DELAY = 0.004
@@ -209,7 +209,7 @@ def prepared(
     case: Case,
     recorder: SupportsRecording | None = None,
     planted: Plant | None = None,
-) -> Iterator[tuple[Trainer, NextItemLoader]]:
+) -> Iterator[tuple[Trainer, Loader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     planted = planted or Plant()
     job = case.job(job)

@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..data import Interactions, NextItemLoader, load
+from ..data import (
+    DynamicBatchLoader,
+    ImpressionLoader,
+    Interactions,
+    NextItemLoader,
+    load,
+)  # fmt: skip
 from ..embedding import (
     DenseOptimizer,
     FeatureConfig,
@@ -17,9 +23,10 @@ from ..embedding import (
     RowOptimizer,
     TablePolicy,
 )  # fmt: skip
-from ..nn import HSTU, HSTUConfig
+from ..nn import GRM, HSTU, FuXi, FuXiConfig, GRMConfig, HSTUConfig
 
-ModelName = Literal["hstu"]
+ModelName = Literal["hstu", "fuxi", "grm"]
+Loader = NextItemLoader | ImpressionLoader | DynamicBatchLoader
 
 
 @dataclass(frozen=True)
@@ -27,16 +34,19 @@ class Job:
     """A training job, as plain values that travel between processes.
 
     Args:
-        data: ``ml-100k``, ``zipf[:options]`` or ``csv:PATH``.
-        model: which one; ``hstu`` predicts the next item.
-        batch_size: samples of the global batch. max_seq_len: tokens per sample at most.
-        num_negatives: sampled items per token.
-        sizes: sizes and dropout of the dense model.
+        data: a word for `tritonrec.data.load`.
+        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of what is shown.
+        batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
+        num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
+        sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
         lr, eps: of rows and dense parameters. seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
         merge: keep tables of one dimension in one.
         policy: eviction, admission and storage by heat, of every table.
+        balance: deal the samples of a batch to ranks by their cost.
+        dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
+            size then.
     """
 
     data: str = "ml-100k"
@@ -44,7 +54,9 @@ class Job:
     batch_size: int = 32
     max_seq_len: int = 50
     num_negatives: int = 8
-    sizes: HSTUConfig = field(default_factory=lambda: HSTUConfig())
+    max_exposed: int = 8
+    sizes: HSTUConfig = field(default_factory=HSTUConfig)
+    context_dim: int = 16
     lr: float = 1e-3
     eps: float = 1e-8
     seed: int = 0
@@ -52,27 +64,70 @@ class Job:
     chunk_rows: int = 65536
     merge: bool = True
     policy: TablePolicy = field(default_factory=TablePolicy)
+    balance: bool = False
+    dynamic: bool = False
 
-    def loader(self, rank: int = 0, world_size: int = 1) -> NextItemLoader:
+    def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
-        return NextItemLoader(
-            _interactions(self.data), self.batch_size, self.max_seq_len, self.num_negatives, self.seed,
-            rank, world_size,
-        )  # fmt: skip
+        loader = self.epochs(rank, world_size)
+        return DynamicBatchLoader(loader) if self.dynamic else loader
+
+    def epochs(self, rank: int = 0, world_size: int = 1) -> NextItemLoader | ImpressionLoader:
+        """The loader of samples and of what is held out for evaluation."""
+        log = _interactions(self.data)
+        shard = (self.seed, rank, world_size, self.balance)
+        if self.model == "grm":
+            return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
+        return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
 
     def build(self, optimizer: OptimizerName) -> tuple[torch.nn.Module, HashTableCollection, DenseOptimizer]:
         """A fresh model, an empty shard of its tables, and the dense optimizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = HSTU(self.sizes)
+            model = self._model()
         return model, self.tables(optimizer), DenseOptimizer(model.named_parameters(), self.rule(optimizer))
+
+    def _model(self) -> torch.nn.Module:
+        sizes = self.sizes
+        if self.model == "hstu":
+            return HSTU(sizes)
+        names = ("dim", "layers", "heads", "qk_dim", "v_dim", "dropout")
+        shared = {name: getattr(sizes, name) for name in names}
+        if self.model == "fuxi":
+            return FuXi(FuXiConfig(**shared, max_seq_len=sizes.max_seq_len, temperature=sizes.temperature))
+        loader = self.epochs()
+        assert isinstance(loader, ImpressionLoader)
+        context = loader.context
+        return GRM(
+            GRMConfig(
+                **shared,
+                context_dim=self.context_dim,
+                context=context,
+                tasks=loader.tasks,
+                max_seq_len=self.max_seq_len + self.max_exposed + len(context),
+                genres=_interactions(self.data).genres is not None,
+            )
+        )
 
     def tables(self, optimizer: OptimizerName) -> HashTableCollection:
         """Empty tables of the model's features."""
         return HashTableCollection(
-            [FeatureConfig("item", self.sizes.dim, policy=self.policy)], self.rule(optimizer),
-            merge=self.merge, seed=self.seed, slots=self.slots, chunk_rows=self.chunk_rows,
+            self.features(), self.rule(optimizer), merge=self.merge, seed=self.seed, slots=self.slots,
+            chunk_rows=self.chunk_rows,
         )  # fmt: skip
+
+    def features(self) -> list[FeatureConfig]:
+        """What the model looks up."""
+        dim, policy = self.sizes.dim, self.policy
+        features = [FeatureConfig("item", dim, policy=policy)]
+        if self.model == "grm":
+            loader = self.epochs()
+            assert isinstance(loader, ImpressionLoader)
+            features += [FeatureConfig("action", dim, policy=policy)]
+            if _interactions(self.data).genres is not None:
+                features += [FeatureConfig("genre", dim, pooling="mean", policy=policy)]
+            features += [FeatureConfig(name, self.context_dim, policy=policy) for name in loader.context]
+        return features
 
     def rule(self, optimizer: OptimizerName) -> RowOptimizer:
         """The update rule of rows and dense parameters."""

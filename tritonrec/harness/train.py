@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,16 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import checkpoint, ops
-from ..data import Lookup, NextItemLoader, evaluate, popularity_scores
 from ..distributed import Communicator, Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
-from ..nn import HSTU
 from ..pipeline import Mode, Trainer, WindowConfig
 from ..trace import NullRecorder, Recorder, save_joined
+from .evaluate import baseline, evaluate_model
 from .saved import RunSaver, restore
 from .setup import Job
 
-KS = (10, 50)
 LAYOUT = ("job", "slots", "chunk_rows", "merge", "balance")
 """Settings that change no bit, so a run may go on with others."""
 
@@ -60,8 +59,10 @@ class Run:
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
-    The summary has ``step``, ``loss`` (mean per token of the last step), ``metrics`` and ``popularity``
-    (HR@K, NDCG@K), ``seconds_per_step``, and ``digest``, the SHA-256 of all parameters, rows and states.
+    The summary has ``step``, ``loss`` (mean per term of the last step), ``metrics`` and ``baseline`` (HR@K
+    and NDCG@K, or group AUC), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
+    ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
+    states.
     """
     if run.checkpoint and not run.resume and checkpoint.steps(run.checkpoint):
         raise ValueError(
@@ -69,7 +70,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         )
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)
-    loader = run.job.loader(communicators.rank, communicators.world_size)
+    loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     start = _resume(communicators, run, tables, dense) if run.resume else 0
     if start >= run.steps:
@@ -95,19 +96,24 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
                 saver.save(last)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
-                metrics = _evaluate(communicators, model, tables, loader, run.job)
+                metrics = evaluate_model(model, _gathered(communicators, tables, run.job), held_out)
                 console.print(f"step {last}: loss {loss:.4f}, {_format(metrics)}")
     if run.trace:
         _save_trace(communicators, recorder, run.trace)
     summary = {
         "step": run.steps,
+        "steps_run": len(seconds),
+        "world_size": communicators.world_size,
         "loss": loss,
         "metrics": metrics,
-        "popularity": evaluate(popularity_scores(loader), loader, KS),
+        "baseline": baseline(held_out),
         "seconds_per_step": sorted(seconds)[len(seconds) // 2],
+        "tables": _table_totals(communicators, tables),
+        "lookups": _totals(communicators, vars(trainer.counts)),
         "digest": _digest(communicators, tables, dense.rows),
     }
     console.print(_summary_table(run, summary))
+    console.print(_tables_line(summary), highlight=False)
     return summary
 
 
@@ -146,32 +152,28 @@ def _whole_tables(
     return whole
 
 
-def _evaluate(
-    communicators: Communicators,
-    model: torch.nn.Module,
-    tables: HashTableCollection,
-    loader: NextItemLoader,
-    job: Job,
-) -> dict[str, float]:
-    """Full-ranking leave-one-out metrics; every rank computes them from the gathered tables."""
+def _gathered(communicators: Communicators, tables: HashTableCollection, job: Job) -> HashTableCollection:
+    """Every rank's weights in tables of one process."""
     whole = job.tables("sgd")
     for name, (ids, rows) in _whole_tables(communicators, tables).items():
         dim = whole.initial_rows(name, ids[:0]).shape[1]
         whole.load(name, ids, rows[:, :dim].contiguous())
-    items = whole.peek({"item": Lookup(loader.catalogue)})["item"]
-    assert isinstance(model, HSTU)
-    model.eval()
+    return whole
 
-    def scores(batch) -> torch.Tensor:
-        rows = whole.peek({"item": Lookup(batch.ids)})["item"]
-        with torch.no_grad():
-            hidden = model.encode(batch, rows)
-        # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
-        return ops.linear(hidden[batch.offsets[1:] - 1], items, None)
 
-    metrics = evaluate(scores, loader, KS)
-    model.train()
-    return metrics
+def _totals(communicators: Communicators, counts: dict[str, int]) -> dict[str, int]:
+    """The counts of all ranks together."""
+    values = communicators.control.all_reduce(torch.tensor([*counts.values()], dtype=torch.int64), "counts")
+    return dict(zip(counts, values.tolist(), strict=True))
+
+
+def _table_totals(communicators: Communicators, tables: HashTableCollection) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for group in tables.groups:
+        table = group.table
+        totals.update({"rows": len(table), **vars(table.counters), **table.memory()})
+        totals["value_bytes"] += 4 * table.row_width * len(table) - table.memory()["saved_by_fp16"]
+    return _totals(communicators, totals)
 
 
 def _meta(run: Run) -> dict[str, Any]:
@@ -243,14 +245,38 @@ def _format(metrics: dict[str, float]) -> str:
 
 
 def _summary_table(run: Run, summary: dict[str, Any]) -> Table:
-    table = Table(title=f"{run.mode} on {run.job.data}, {run.steps} steps: full ranking, leave one out")
-    table.add_column("ranking")
+    ranking = "group AUC of the last impressions" if run.job.model == "grm" else "full ranking, leave one out"
+    table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {run.steps} steps: {ranking}")
+    table.add_column("")
     for name in summary["metrics"]:
         table.add_column(name, justify="right")
     table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
-    table.add_row("popularity", *(f"{value:.6f}" for value in summary["popularity"].values()))
+    simple = "item's rate" if run.job.model == "grm" else "popularity"
+    table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
     table.caption = (
         f"loss {summary['loss']:.6f}, {summary['seconds_per_step'] * 1e3:.1f} ms per step, "
         f"SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
     )
     return table
+
+
+def _tables_line(summary: dict[str, Any]) -> str:
+    """What the tables did, in a few lines."""
+    tables, lookups, steps = summary["tables"], summary["lookups"], max(summary["steps_run"], 1)
+    done = ", ".join(
+        f"{tables[name]:,} {name}"
+        for name in ("inserted", "evicted", "rejected", "promoted", "demoted")
+        if tables[name]
+    )
+    lines = [f"tables: {tables['rows']:,} rows; {done}"]
+    if tables["saved_by_fp16"]:
+        saved = tables["saved_by_fp16"]
+        share = saved / (saved + tables["value_bytes"])
+        lines.append(f"half precision saves {saved / 1e6:.2f} MB of row values ({share:.0%})")
+    if lookups["occurrences"]:
+        sent, read = lookups["exchanged"] / lookups["occurrences"], lookups["read"] / lookups["occurrences"]
+        lines.append(
+            f"lookups: {lookups['lookups'] / steps / summary['world_size']:.0f} per step and rank; of "
+            f"{lookups['occurrences'] / steps:,.0f} ids a step {sent:.1%} are exchanged, {read:.1%} read"
+        )
+    return "\n".join(lines)

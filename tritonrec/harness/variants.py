@@ -83,6 +83,31 @@ VARIANTS: dict[str, Variant] = {
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
     "heat": _policy("cold rows in 16 bits", "promoted", "demoted", heat=Heat(2, every=2)),
     "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
+    "merged": Variant(
+        "GRM with tables of one dimension merged",
+        {"model": "grm"},
+        {"merge": True},
+        {"merge": False},
+        shows=("lookups",),
+    ),
+    "unmerged": Variant(
+        "GRM with a table for each feature", {"model": "grm"}, {"merge": False}, shows=("lookups",)
+    ),
+    "grm-policies": Variant(
+        "GRM, merged, with all policies",
+        {"model": "grm", "batch_size": 12, "policy": POLICIES},
+        {"merge": True},
+        {"merge": False},
+        shows=("rejected", "promoted"),
+    ),
+    "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
+    "balanced": Variant("a batch's samples dealt to ranks by cost", case={"balance": True}, shows=("found",)),
+    "dynamic": Variant(
+        "batches cut by tokens, gradients weighted by true counts",
+        {"dynamic": True},
+        per_world=True,
+        shows=("found",),
+    ),
     "accumulate": Variant("three batches make one update", window={"accumulate": 3}, shows=("lookups",)),
     RESTART: Variant(
         "eviction, admission and heat across a restart",

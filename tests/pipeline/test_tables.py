@@ -1,0 +1,163 @@
+"""Promise: merging, dedup, accumulation and policies give the bits of plain synchronous training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tritonrec.data import JaggedBatch, NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import (
+    DenseOptimizer,
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Heat,
+    RowOptimizer,
+    TablePolicy,
+)
+from tritonrec.nn import HSTU, HSTUConfig
+from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
+
+DIM = 6
+CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+
+
+def parts(policy=None, config=CONFIG, optimizer="adam"):
+    torch.manual_seed(0)
+    model, rule = HSTU(config), RowOptimizer(optimizer, lr=0.05)
+    feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
+    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
+    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+
+
+def batches(count, seed=3):
+    loader = NextItemLoader(load("zipf:users=60,items=200,seed=1"), 7, 9, 1, seed=seed)
+    return [loader.batch(step) for step in range(count)]
+
+
+def run(mode, run_batches, made=None, **window):
+    made = made or parts()
+    config = WindowConfig(seed=4, **window)
+    with Trainer(*made, Communicators.local(), mode, config) as training:
+        results = list(training.run(run_batches))
+        counts = training.counts
+    return state(made), results, counts
+
+
+def state(made):
+    _, tables, dense = made
+    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def together(first, second):
+    """One batch of the samples of both."""
+    tokens = first.num_tokens
+    joined = {
+        name: torch.cat([getattr(first, name), getattr(second, name)])
+        for name in ("sample_ids", "ids", "timestamps", "labels", "negatives")
+    }
+    return JaggedBatch(first.step, offsets=torch.cat([first.offsets, second.offsets[1:] + tokens]), **joined)
+
+
+@pytest.mark.parametrize("mode", ["sync", *PIPELINED])
+def test_accumulating_two_batches_is_training_on_both_at_once(mode):
+    # without dropout, whose mask goes by the batch's step, and with the optimizers' step counted in updates
+    config = replace(CONFIG, dropout=0.0)
+    four = batches(4)
+    whole = [replace(together(*four[:2]), step=0), replace(together(*four[2:]), step=1)]
+    expected, _, _ = run("sync", whole, parts(config=config))
+    split = {} if mode == "sync" else {"micro_batches": 3}
+    got, results, _ = run(mode, four, parts(config=config), accumulate=2, **split)
+    assert same(got, expected)
+    assert [result.step for result in results] == [0, 1, 2, 3]
+    assert [result.terms for result in results] == [whole[0].num_tokens] * 2 + [whole[1].num_tokens] * 2
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_what_is_left_of_an_update_is_one_too(mode, count):
+    expected, losses, _ = run("sync", batches(count), accumulate=3)
+    got, results, _ = run(mode, batches(count), accumulate=3, micro_batches=2)
+    assert same(got, expected)
+    for a, b in zip(losses, results, strict=True):
+        assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
+
+
+def test_step_takes_the_batches_of_one_update():
+    expected, _, _ = run("sync", batches(4), accumulate=2)
+    made, four = parts(), batches(4)
+    with Trainer(*made, Communicators.local(), "nestpipe", WindowConfig(2, accumulate=2, seed=4)) as training:
+        assert training.step(*four[:2]).step == 1
+        assert training.step(*four[2:]).step == 3
+        with pytest.raises(ValueError, match="one update takes 1 to 2 batches, got 3"):
+            training.step(*four[:3])
+    assert same(state(made), expected)
+
+
+@pytest.mark.parametrize("steps", [[1, 2], [0, 2], [0, 0]])
+def test_an_update_of_other_batches_is_refused(steps):
+    run_batches = [replace(batch, step=step) for batch, step in zip(batches(2), steps, strict=True)]
+    with pytest.raises(ValueError, match="2 consecutive batches from a multiple of 2, got steps"):
+        run("nestpipe", run_batches, accumulate=2)
+
+
+def test_dedup_drops_keys_where_it_says_and_no_bit():
+    expected, _, _ = run("sync", batches(4))
+    counts = {}
+    for dedup in ("none", "exchange", "lookup", "both"):
+        got, _, counts[dedup] = run("nestpipe", batches(4), micro_batches=2, dedup=dedup)
+        assert same(got, expected), dedup
+    occurrences = sum(len(batch.lookups()["item"].ids) for batch in batches(4))
+    per_batch = sum(len(batch.lookups()["item"].ids.unique()) for batch in batches(4))
+    for dedup, found in counts.items():
+        assert found.occurrences == occurrences and found.lookups == 4
+        assert (found.exchanged == occurrences) == (dedup in ("none", "lookup"))
+        assert found.received == found.exchanged
+        assert (found.read == per_batch) == (dedup in ("lookup", "both"))
+        assert found.read in (per_batch, found.received)
+        assert found.key_bytes == found.row_bytes == 0  # one rank sends nothing
+    assert per_batch < counts["both"].exchanged < occurrences
+
+
+POLICIES = {
+    "lru": TablePolicy(Eviction("lru", capacity=30)),
+    "lfu": TablePolicy(Eviction("lfu", capacity=30, every=3)),
+    "ttl": TablePolicy(Eviction("ttl", ttl=1)),
+    "admission": TablePolicy(admission=3),
+    "heat": TablePolicy(heat=Heat(2, every=2)),
+    "all": TablePolicy(Eviction("lru", capacity=30, every=2), admission=2, heat=Heat(3, every=4)),
+}
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
+    expected, losses, _ = run("sync", batches(9), parts(POLICIES[name]))
+    made = parts(POLICIES[name])
+    got, results, _ = run(mode, batches(9), made, micro_batches=3)
+    counters = made[1].groups[0].table.counters
+    did = {"admission": "rejected", "heat": "demoted"}.get(name, "evicted")
+    assert getattr(counters, did) > 0
+    assert same(got, expected)
+    for a, b in zip(losses, results, strict=True):
+        assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+def test_a_cold_weight_beyond_float16_is_an_error_that_names_it(mode):
+    made = parts(TablePolicy(heat=Heat(5, every=2)), optimizer="sgd")
+    ids = batches(1)[0].lookups()["item"].ids.unique()
+    made[1].load("item", ids, made[1].initial_rows("item", ids) * 2e5)
+    with pytest.raises(StageFailedError, match=r"table item.* does not fit 16 bits"):
+        run(mode, batches(1), made)
+
+
+@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"dedup": "twice"}])
+def test_a_bad_window_is_refused(wrong):
+    with pytest.raises(ValueError, match="got"):
+        WindowConfig(**wrong)
