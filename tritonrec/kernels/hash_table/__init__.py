@@ -65,7 +65,7 @@ def hash_insert(
     if not 0 <= next_row < 1 << 31:
         raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
     if free_rows is not None:
-        _validate_rows("free_rows", free_rows[: keys.numel()], slot_rows)
+        _validate_rows("free_rows", free_rows, slot_rows)
     return torch.ops.tritonrec.hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
 
 
@@ -171,6 +171,9 @@ def _validate_rows(name: str, rows: torch.Tensor, slot_rows: torch.Tensor) -> No
         raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
     if rows.device != slot_rows.device:
         raise ValueError(f"slot_rows is on {slot_rows.device}, {name} on {rows.device}")
+
+
+def _check_range(name: str, rows: torch.Tensor) -> None:
     # on an accelerator the look would stall its queue
     if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
         raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
@@ -319,6 +322,8 @@ def _insert_op(
     free_rows: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if free_rows is not None:
+        _check_range("free_rows", free_rows[: keys.numel()])
     return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
 
 
@@ -350,6 +355,7 @@ def _find_fake(
 def _assign_op(
     slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, impl: str
 ) -> torch.Tensor:
+    _check_range("rows", rows)
     return launch_assign(slot_keys, slot_rows, keys, rows, impl)
 
 

@@ -1,12 +1,12 @@
-"""Grouped probing over an open-addressing table, one slot at a time.
+"""Grouped probing over an open-addressing table, one key at a time.
 
 A table of M = 2**n slots is G = M / 8 groups of eight neighbours. A key visits the groups
 ``home, home + step, home + 2 step, ...`` (mod G) with an odd step, so it meets every group once in G visits
 (MTGRBoost, Theorem 1), and takes the first free slot on its way.
 
-A slot is free if it is empty or a tombstone, but a search ends at an empty slot only. Erasing therefore
-empties a slot where its group has an empty slot already, for no path leads past such a group, and leaves a
-tombstone in a group without one.
+A slot is free if it is empty or a tombstone, but a search ends only at a group with an empty slot. Erasing
+therefore empties a slot where its group has an empty one already, for no path leads past such a group, and
+leaves a tombstone in a group without.
 """
 
 import itertools
@@ -20,24 +20,25 @@ EMPTY, TOMBSTONE = -1, -2
 
 
 def probe(key: int, num_slots: int):
-    """Yield the slots that `key` visits, in order, each exactly once."""
+    """Yield the groups that `key` visits, each as its eight slots, in order and each exactly once."""
     groups = num_slots // GROUP
     hashed = mix64(key)
     group, step = hashed % groups, hashed >> 32 | 1
     for _ in range(groups):
-        yield from range(group * GROUP, group * GROUP + GROUP)
+        yield range(group * GROUP, group * GROUP + GROUP)
         group = (group + step) % groups
 
 
 def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, int]:
     """The row of `key` or -1, and the slot where it is or would go (-1: no slot left)."""
     place = -1
-    for slot in probe(key, len(slot_keys)):
-        if slot_rows[slot] >= 0 and slot_keys[slot] == key:
-            return slot_rows[slot], slot
-        if slot_rows[slot] < 0 and place == -1:
-            place = slot
-        if slot_rows[slot] == EMPTY:
+    for group in probe(key, len(slot_keys)):
+        for slot in group:
+            if slot_rows[slot] >= 0 and slot_keys[slot] == key:
+                return slot_rows[slot], slot
+            if slot_rows[slot] < 0 and place == -1:
+                place = slot
+        if EMPTY in slot_rows[group.start : group.stop]:
             break
     return -1, place
 
@@ -112,7 +113,7 @@ def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.T
     table_keys, table_rows = [0] * 2 * slot_keys.numel(), [EMPTY] * 2 * slot_keys.numel()
     for key, row in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True):
         if row >= 0:
-            slot = next(slot for slot in probe(key, len(table_keys)) if table_rows[slot] == EMPTY)
+            _, slot = _search(table_keys, table_rows, key)
             table_keys[slot], table_rows[slot] = key, row
     return (
         torch.tensor(table_keys, dtype=torch.int64, device=slot_keys.device),
