@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse
@@ -135,23 +136,25 @@ class _Reader:
             column: [torch.empty(0, *shape, dtype=getattr(torch, dtype))]
             for column, (dtype, shape) in table["columns"].items()
         }
-        settled = torch.empty(0, dtype=torch.int64)  # keys that newer layers hold or have erased
+        settled = np.empty(0, np.int64)  # keys that newer layers hold or have erased
         for layer in reversed(table["layers"]):
-            newly_settled = []
+            newly_settled = [settled]
             for part in layer["parts"]:
                 if part["file"] and slices.meets((part["begin"], part["end"]), self.owned):
                     tensors = self.read(part)
                     self._check(part, tensors, table["columns"], name)
                     keys = tensors["keys"]
-                    wanted = ops.owner_of(keys, self.world_size) == self.rank
-                    wanted &= ~torch.isin(keys, settled)
+                    wanted = ops.owner_of(keys, self.world_size).numpy() == self.rank
+                    if len(settled):
+                        wanted &= ~np.isin(keys.numpy(), settled)
+                    chosen = torch.from_numpy(np.flatnonzero(wanted))
                     for column, values in found.items():
-                        values.append(tensors[column][wanted])
-                    newly_settled += [keys, tensors[ERASED]]
+                        values.append(slices.take_rows(tensors[column], chosen))
+                    newly_settled += [keys.numpy(), tensors[ERASED].numpy()]
             if layer is not table["layers"][0]:
-                settled = torch.cat([settled, *newly_settled])
-        order = torch.argsort(torch.cat(found["keys"]))
-        return {column: torch.cat(found.pop(column))[order] for column in table["columns"]}
+                settled = np.concatenate(newly_settled)
+        order = torch.from_numpy(np.argsort(torch.cat(found["keys"]).numpy()))
+        return {column: slices.take_rows(torch.cat(found.pop(column)), order) for column in table["columns"]}
 
     def _check(
         self, part: Mapping[str, Any], tensors: dict[str, Tensor], columns: Mapping[str, Any], name: str

@@ -13,7 +13,9 @@ Rank r of W owns a contiguous range of places, the same that `ops.owner_of` give
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,8 +49,21 @@ def slices_of(part: Range) -> Range:
 
 def order_of(keys: Tensor) -> Tensor:
     """The order (K,) of `keys` by (slice, key as a signed number)."""
-    by_key = torch.argsort(keys)
-    return by_key[torch.argsort(slice_of(keys[by_key]), stable=True)]
+    by_key = np.argsort(keys.numpy())
+    slices = slice_of(torch.from_numpy(keys.numpy()[by_key])).numpy()
+    return torch.from_numpy(by_key[np.argsort(slices, kind="stable")])
+
+
+def take_rows(values: Tensor, positions: Tensor) -> Tensor:
+    """``values[positions]`` for a contiguous tensor of any dtype.
+
+    By numpy, in the calling thread: torch would put up a pool of threads beside the one that trains.
+    """
+    shape = (len(positions), *values.shape[1:])
+    width = values.element_size() * prod(values.shape[1:])
+    raw = values.reshape(-1).view(torch.uint8).numpy().reshape(len(values), width)
+    taken = np.take(raw, positions.numpy(), axis=0)
+    return torch.from_numpy(taken.reshape(-1)).view(values.dtype).reshape(shape)
 
 
 def parts_of(owned: Range, num_bytes: int) -> list[Range]:

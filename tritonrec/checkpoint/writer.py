@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -282,16 +283,16 @@ def _write_table(
     world_size: int,
 ) -> list[dict[str, Any]]:
     """Write the rows of one table that this rank owns; the entries of its parts."""
-    columns = {column: values.detach().cpu() for column, values in table.items()}
-    order = _order_of(columns["keys"], f"table {name!r}", rank, world_size)
-    erased = erased.cpu()[_order_of(erased.cpu(), f"erased keys of table {name!r}", rank, world_size)]
+    columns = {column: values.detach().cpu().contiguous() for column, values in table.items()}
+    keys, order = _ordered(columns["keys"], f"table {name!r}", rank, world_size)
+    erased, _ = _ordered(erased.cpu().contiguous(), f"erased keys of table {name!r}", rank, world_size)
 
     owned = slices.range_of(rank, world_size)
     parts = slices.parts_of(owned, sum(values.nbytes for values in columns.values()) + erased.nbytes)
     # All cuts but the ends of the range, which nothing of this rank lies beyond, are bounds of slices.
-    cuts = torch.tensor([slices.slices_of(part)[0] for part in parts[1:]], dtype=torch.int64)
-    row_cuts = torch.searchsorted(slices.slice_of(columns["keys"][order]), cuts).tolist()
-    erased_cuts = torch.searchsorted(slices.slice_of(erased), cuts).tolist()
+    cuts = [slices.slices_of(part)[0] for part in parts[1:]]
+    row_cuts = np.searchsorted(slices.slice_of(keys).numpy(), cuts).tolist()
+    erased_cuts = np.searchsorted(slices.slice_of(erased).numpy(), cuts).tolist()
 
     entries = []
     for part, rows, gone in zip(
@@ -301,7 +302,7 @@ def _write_table(
         entry |= {ERASED: gone[1] - gone[0], "file": None, "bytes": 0, "sha256": None}
         if entry["rows"] or entry[ERASED]:
             chosen = order[rows[0] : rows[1]]
-            tensors = {column: values[chosen].contiguous() for column, values in columns.items()}
+            tensors = {column: slices.take_rows(values, chosen) for column, values in columns.items()}
             tensors[ERASED] = erased[gone[0] : gone[1]]
             first, last = slices.slices_of(part)
             label = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:40]}.{first:04x}-{last:04x}"
@@ -311,17 +312,17 @@ def _write_table(
     return entries
 
 
-def _order_of(keys: Tensor, what: str, rank: int, world_size: int) -> Tensor:
-    """The order of `keys` in the files, or ValueError where one is another rank's or occurs twice."""
-    foreign = keys[ops.owner_of(keys, world_size) != rank]
+def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """`keys` as the files have them and their order, or ValueError where one is foreign or there twice."""
+    foreign = np.flatnonzero(ops.owner_of(keys, world_size).numpy() != rank)
     if len(foreign):
-        raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(foreign[0])}")
+        raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(keys[foreign[0]])}")
     order = slices.order_of(keys)
-    ordered = keys[order]
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    ordered = slices.take_rows(keys, order)
+    repeated = np.flatnonzero(np.diff(ordered.numpy()) == 0)
     if len(repeated):
-        raise ValueError(f"{what}: key {int(repeated[0])} occurs more than once")
-    return order
+        raise ValueError(f"{what}: key {int(ordered[repeated[0]])} occurs more than once")
+    return ordered, order
 
 
 def _write(
