@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+
+from . import numba_sweep
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums an int64 tensor over the ranks; every rank calls it equally often, with equal shapes."""
@@ -33,29 +36,31 @@ def select_smallest(
     Returns:
         (K,) bool, the chosen ones of this rank.
     """
-    chosen = torch.zeros(len(ids), dtype=torch.bool)
+    chosen = np.zeros(len(ids), np.bool_)
     remaining = wanted.clone()
-    candidates = (remaining > 0)[groups].nonzero().squeeze(1)
-    digits = [(scores.to(torch.int64), shift, shift == 24) for shift in (24, 16, 8, 0)]
-    digits += [(ids, shift, shift == 56) for shift in range(56, -1, -8)]
-    for word, shift, top in digits:
+    belongs = groups.contiguous().numpy()
+    candidates = (remaining > 0)[groups].nonzero().squeeze(1).numpy()
+    words = ((scores.to(torch.int64).numpy(), 24), (ids.contiguous().numpy(), 56))
+    rounds = [(word, shift, shift == top) for word, top in words for shift in range(top, -1, -8)]
+    for word, shift, signed in rounds:
         if not bool((remaining > 0).any()):
             break
-        digit = (word[candidates] >> shift) & 255
-        if top:
-            digit ^= 128  # negative numbers come first
-        group = groups[candidates]
-        counts = torch.bincount(group * 256 + digit, minlength=256 * len(wanted)).view(-1, 256)
+        flip = 128 if signed else 0  # negative numbers come first
+        counts = torch.zeros(len(wanted), 256, dtype=torch.int64)
+        numba_sweep.count_digits(word, belongs, candidates, shift, flip, counts.numpy())
         if all_reduce is not None:
             counts = all_reduce(counts)
         reached = counts.cumsum(1)
         # The first digit with which a group has enough; 256 where all its candidates are not.
         edge = (reached < remaining.unsqueeze(1)).sum(1)
-        before = torch.cat([reached.new_zeros(len(wanted), 1), reached], 1).gather(1, edge.unsqueeze(1))
-        remaining -= before.squeeze(1)
-        at_edge = torch.cat([counts, counts.new_zeros(len(wanted), 1)], 1).gather(1, edge.unsqueeze(1))
-        whole = at_edge.squeeze(1) == remaining
+        none = reached.new_zeros(len(wanted), 1)
+        remaining -= torch.cat([none, reached], 1).gather(1, edge.unsqueeze(1)).squeeze(1)
+        whole = torch.cat([counts, none], 1).gather(1, edge.unsqueeze(1)).squeeze(1) == remaining
         remaining[whole | (edge == 256)] = 0
-        chosen[candidates[(digit < edge[group]) | ((digit == edge[group]) & whole[group])]] = True
-        candidates = candidates[(digit == edge[group]) & (remaining > 0)[group]]
-    return chosen
+        kept = np.empty_like(candidates)
+        count = numba_sweep.take_below(
+            word, belongs, candidates, shift, flip, edge.numpy(), whole.numpy(), (remaining > 0).numpy(),
+            chosen, kept,
+        )  # fmt: skip
+        candidates = kept[:count]
+    return torch.from_numpy(chosen)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import ops
-from . import numba_rows
+from . import numba_rows, numba_sweep
 from .candidates import Candidates
 from .changes import ChangeLog
 from .chunks import MAX_ROWS, Chunks
@@ -451,13 +451,15 @@ class DynamicTable:
         with self._lock:
             all_keys, rows = self._index.items()
             pinned = self._index.find(torch.cat([keys, self._recent]))
-            free = {id(store): torch.ones(store.used, dtype=torch.bool) for store in self._stores()}
-            for store, _here, local in self._by_store(pinned[pinned >= 0]):
-                free[id(store)][local] = False
-            chosen = torch.empty(len(rows), dtype=torch.bool)
-            for store, here, local in self._by_store(rows):
-                chosen[here] = free[id(store)][local]
-            return all_keys[chosen], self._noted(note, rows[chosen])
+            notes = [store.notes[note].numpy() for store in self._stores()]
+            marks = [np.zeros(store.used, np.bool_) for store in self._stores()]
+            marks[0][pinned[(pinned >= 0) & (pinned < MAX_ROWS)].numpy()] = True
+            marks[-1][pinned[pinned >= MAX_ROWS].numpy() - MAX_ROWS] = True
+            free_keys, noted = np.empty(len(rows), np.int64), np.empty(len(rows), notes[0].dtype)
+            count = numba_sweep.unpinned(
+                all_keys.numpy(), rows.numpy(), notes[0], notes[-1], marks[0], marks[-1], free_keys, noted
+            )
+        return torch.from_numpy(free_keys[:count]), torch.from_numpy(noted[:count])
 
     # Parts; those that touch index, notes or counters need `_lock`.
 
