@@ -58,14 +58,14 @@ def mmoe(x, module):
 
 def relative(v, weight, heads, times=None):
     """One sample (n, heads * size): weights by relative position, or by the time since, in powers of two."""
-    out = [torch.zeros_like(row) for row in v]
-    size = v.shape[1] // heads
-    for i in range(len(v)):
+    n, last = len(v), weight.shape[1] - 1
+    buckets = torch.zeros(n, n, dtype=torch.int64)
+    for i in range(n):
         for j in range(i + 1):
-            bucket = i - j if times is None else max(1, int(times[i]) - int(times[j])).bit_length() - 1
-            bucket = min(bucket, weight.shape[1] - 1)
-            out[i] = out[i] + weight[:, bucket].repeat_interleave(size) * v[j]
-    return torch.stack(out) if len(out) else v
+            bucket = i - j if times is None else max(1, int(times[i] - times[j])).bit_length() - 1
+            buckets[i, j] = min(bucket, last)
+    values = v.chunk(heads, 1)
+    return torch.cat([row[buckets].tril() @ part for row, part in zip(weight, values, strict=True)], 1)
 
 
 def fuxi_layer(x, module, times):
