@@ -15,9 +15,9 @@ class ChangeLog:
         self._length = self._distinct = 0
         self.on = False
 
-    def start(self, keys: torch.Tensor) -> None:
-        """Forget everything and note `keys` (K,) int64, and others from now on."""
-        self._parts, self._length, self._distinct, self.on = [keys], len(keys), 0, True
+    def start(self) -> None:
+        """Forget everything, and note keys from now on."""
+        self._parts, self._length, self._distinct, self.on = [], 0, 0, True
 
     def add(self, keys: torch.Tensor) -> None:
         """Note `keys` (K,) int64, repeats allowed."""
@@ -33,4 +33,4 @@ class ChangeLog:
         """All that was noted: (n,) int64, ascending, distinct."""
         if not self.on:
             raise ValueError("changes are not noted; call track_changes() first")
-        return torch.cat(self._parts).unique()
+        return torch.cat([torch.empty(0, dtype=torch.int64), *self._parts]).unique()

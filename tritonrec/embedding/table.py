@@ -326,7 +326,8 @@ class DynamicTable:
     def track_changes(self) -> None:
         """Note from now on what changes, for `take_changes`."""
         with self._lock:
-            self._start_log()
+            self._touched.start()
+            self._counted.start()
 
     def take_changes(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """What changed since the last call or `track_changes`.
@@ -339,7 +340,8 @@ class DynamicTable:
         with self._copying:
             with self._lock:
                 keys, counted = self._touched.keys(), self._counted.keys()
-                self._start_log()
+                self._touched.start()
+                self._counted.start()
                 rows = self._index.find(keys)
                 present = rows >= 0
             changed = {"rows": self._columns(keys[present], rows[present])}
@@ -350,11 +352,6 @@ class DynamicTable:
                     changed["candidates"] = self._candidates.columns(counted[present])
                     erased["candidates"] = counted[~present]
         return changed, erased
-
-    def _start_log(self) -> None:
-        # The last lookup's keys cease to be recent at the next one.
-        self._touched.start(self._recent)
-        self._counted.start(torch.empty(0, dtype=torch.int64))
 
     def _columns(self, keys: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Columns of `state` for `keys` (n,) and their row numbers; needs `_copying`."""
@@ -383,7 +380,7 @@ class DynamicTable:
         if heat and step % heat.every == 0:
             self._cool(keys, heat.threshold)
         with self._lock:
-            self._touched.add(self._recent)
+            self._touched.add(self._recent)  # recent no longer
 
     def _evict(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         eviction = self.policy.eviction
