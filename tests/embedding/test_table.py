@@ -160,6 +160,12 @@ def test_cold_rows_take_half_the_bytes_and_hot_ones_keep_every_bit():
     assert not torch.equal(values[0].half().float(), values[0])
 
 
+def test_heat_stops_at_255():
+    store = table(policy=TablePolicy(heat=Heat(threshold=255, every=10**6)))
+    cold = [bool(store.lookup(tensor([-1]), step).cold) for step in range(1, 301)]
+    assert cold == [True] * 254 + [False] * 46
+
+
 def test_a_second_moment_too_small_for_float16_survives_in_a_cold_row():
     store = table(policy=HALF)
     keys = tensor([3])
