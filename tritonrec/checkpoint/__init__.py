@@ -15,7 +15,15 @@ Files are written under another name, flushed to the disk and renamed, the manif
 rank or a full disk at any moment leaves the checkpoints before it as they were. The last two are kept, with
 what they build upon. Nothing is pickled. One run writes into a directory at a time.
 
-`save` writes one checkpoint, `load` reads a rank's part of one, `Saver` saves beside training.
+::
+
+    save(directory, step, dense, tables, meta, *, rank=0, world_size=1, gather=alone, base=None, erased=None)
+        -> Saved(step, path, sha256, bytes)                     one checkpoint, on all ranks at once
+    load(directory, step=None, *, rank=0, world_size=1, like=None)
+        -> Checkpoint(step, dense, tables, meta, saved_by, files, bytes_read, bytes_needed)     a rank's part
+    Saver(directory, *, rank=0, world_size=1, gather=alone, full_every=1)
+        .next_is_full(), .save(step, dense, tables, meta, *, erased=None, owned=False), .wait(), .close()
+
 `docs/checkpoints.md` says what is guaranteed and how to read the files with safetensors alone.
 """
 
