@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.data.balancing import SequenceCost, deal, dynamic_batches, token_spread
@@ -107,7 +107,8 @@ def test_dealing_gives_every_sample_to_one_rank(lengths, world_size):
     assert max(sums) <= sum(sums) / world_size + largest + 1e-6
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 3))
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
 def test_dealing_is_within_four_thirds_of_the_best(lengths, world_size):
     dealt = deal(torch.tensor(lengths).double(), world_size)
     longest = max(sum(lengths[place] for place in part) for part in dealt)

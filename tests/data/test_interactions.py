@@ -60,9 +60,11 @@ def test_a_column_of_another_shape_or_dtype_is_named():
         Interactions(three, three, three, three)
 
 
-@pytest.mark.parametrize("spec", ["", "ml-1m", "ml-100k:x", "csv", "csv:", "parquet:x"])
+@pytest.mark.parametrize("spec", ["", "ml-1m", "ml-100k:x", "csv", "csv:", "parquet:", "kuairand"])
 def test_an_unknown_spec_lists_the_known_ones(spec):
-    with pytest.raises(ValueError, match=r"unknown data .*ml-100k.*zipf.*csv:PATH"):
+    with pytest.raises(
+        ValueError, match=r"unknown data .*ml-100k.*zipf.*csv:PATH.*parquet:PATH.*kuairand:PATH"
+    ):
         load(spec)
 
 

@@ -66,6 +66,11 @@ class ItemGenres:
         return self.offsets[places], np.append(np.diff(self.offsets), 0)[places]
 
 
+def numbered(words: list[str]) -> np.ndarray:
+    """(n,) int64: the place of each word among all in the order of the alphabet, from 1."""
+    return np.unique(np.array(words, dtype=str), return_inverse=True)[1].astype(np.int64) + 1
+
+
 def _check_ids(name: str, ids: np.ndarray) -> None:
     if ids.dtype != np.int64 or ids.ndim != 1:
         raise ValueError(f"{name} must be int64 of one dimension, got {ids.dtype} of shape {ids.shape}")

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from tritonrec.data import csv_log
-from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
 
 PACKAGE = "recbole==1.2.1"
@@ -95,8 +95,8 @@ def _users(path: Path) -> UserFeatures:
     ids = np.array(columns["user_id"], dtype=np.int64)
     features = {
         "age": np.searchsorted(AGE_BUCKETS, np.array(columns["age"], dtype=np.int64), side="right") + 1,
-        "gender": _numbered(columns["gender"]),
-        "occupation": _numbered(columns["occupation"]),
+        "gender": numbered(columns["gender"]),
+        "occupation": numbered(columns["occupation"]),
     }
     order = np.argsort(ids)
     return UserFeatures(ids[order], {name: column[order] for name, column in features.items()})
@@ -109,7 +109,7 @@ def _genres(path: Path) -> ItemGenres:
     bags = [columns["class"][row].split() for row in order]
     lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
     return ItemGenres(
-        ids[order], np.append(0, np.cumsum(lengths)), _numbered([word for bag in bags for word in bag])
+        ids[order], np.append(0, np.cumsum(lengths)), numbered([word for bag in bags for word in bag])
     )
 
 
@@ -118,11 +118,6 @@ def _columns(path: Path) -> dict[str, list[str]]:
     with path.open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     return {name.partition(":")[0]: [row[at] for row in rows] for at, name in enumerate(header)}
-
-
-def _numbered(words: list[str]) -> np.ndarray:
-    """(n,) int64: the place of each word among all in the order of the alphabet, from 1."""
-    return np.unique(np.array(words, dtype=str), return_inverse=True)[1].astype(np.int64) + 1
 
 
 def _download(directory: Path) -> Path:

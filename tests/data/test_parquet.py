@@ -1,0 +1,312 @@
+"""A log written as Parquet is read back exactly; ranks share its shards; bad files and columns are named."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tritonrec.data import parquet
+from tritonrec.data.convert import convert, write
+from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.parquet import ParquetShards
+from tritonrec.data.sources import load
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def made_log(rows: int = 500, seed: int = 1) -> Interactions:
+    random = np.random.default_rng(seed)
+    user = random.integers(-20, 20, rows)
+    user[:2] = INT64_MIN, INT64_MAX
+    return Interactions(
+        user,
+        random.integers(INT64_MIN, INT64_MAX, rows),
+        random.integers(-300_000, 600_000, rows) // 1000 * 1000,
+        random.integers(0, 50, rows) / 7,
+        {"like": random.integers(0, 2, rows), "share": random.integers(0, 2, rows)},
+    )
+
+
+def same(left: Interactions, right: Interactions) -> bool:
+    columns = [(getattr(left, name), getattr(right, name)) for name in ("user", "item", "timestamp")]
+    columns += [(left.feedback[name], right.feedback[name]) for name in left.feedback]
+    if left.rating is not None and right.rating is not None:
+        columns.append((left.rating, right.rating))
+    return (
+        (left.rating is None) == (right.rating is None)
+        and list(left.feedback) == list(right.feedback)
+        and all(mine.dtype == other.dtype and np.array_equal(mine, other) for mine, other in columns)
+    )
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_csv_file_comes_back_exactly(tmp_path):
+    log = made_log()
+    csv = tmp_path / "log.csv"
+    columns = (log.user.tolist(), log.item.tolist(), log.timestamp.tolist(), log.rating.tolist())
+    lines = [f"{user},{item},{time},{rating!r}" for user, item, time, rating in zip(*columns, strict=True)]
+    csv.write_text("user,item,timestamp,rating\n" + "\n".join(lines))
+    source = load(f"csv:{csv}")
+    assert same(source, replace(log, feedback={}))
+    write(source, tmp_path / "out", rows_per_file=90, rows_per_group=40)
+    assert same(load(f"parquet:{tmp_path / 'out'}"), source)
+    assert files_of(tmp_path / "out") == [f"part-0000{n}.parquet" for n in range(6)]
+
+
+def test_feedback_and_features_come_back(tmp_path):
+    features = UserFeatures(np.array([-4, 7]), {"age": np.array([3, 1]), "zone": np.array([0, 9])})
+    genres = ItemGenres(np.array([-1, 0, 5]), np.array([0, 2, 2, 3]), np.array([4, 1, 1]))
+    log = replace(made_log(), user_features=features, genres=genres)
+    write(log, tmp_path / "out", partition_by="date", rows_per_file=50)
+    back = load(f"parquet:{tmp_path / 'out'}")
+    assert list(back.feedback) == ["like", "share"]
+    assert back.user_features.user_ids.tolist() == [-4, 7] and list(back.user_features.columns) == [
+        "age",
+        "zone",
+    ]
+    assert {name: column.tolist() for name, column in back.user_features.columns.items()} == {
+        "age": [3, 1], "zone": [0, 9]
+    }  # fmt: skip
+    for name in ("item_ids", "offsets", "genres"):
+        assert np.array_equal(getattr(back.genres, name), getattr(genres, name))
+    plain = made_log()
+    write(plain, tmp_path / "plain")
+    assert load(f"parquet:{tmp_path / 'plain'}").user_features is None
+
+
+def test_partitions_are_days_and_keep_every_sequence(tmp_path):
+    log = made_log()
+    write(log, tmp_path / "out", partition_by="date", rows_per_file=60)
+    days = sorted({path.parent.name for path in (tmp_path / "out").rglob("part-*")})
+    assert days == [
+        f"date={1969 + (n >= 4)}-{'12-%02d' % (28 + n) if n < 4 else '01-%02d' % (n - 3)}" for n in range(11)
+    ]
+    for path in (tmp_path / "out").rglob("part-*"):
+        times = pq.ParquetFile(path).read().column("timestamp").to_numpy()
+        assert {f"date={day}" for day in times.astype("datetime64[s]").astype("datetime64[D]")} == {
+            path.parent.name
+        }
+        assert len(times) <= 60
+    back = load(f"parquet:{tmp_path / 'out'}")
+    for name in ("user_ids", "offsets", "items", "timestamps"):
+        assert np.array_equal(getattr(back.sequences, name), getattr(log.sequences, name)), name
+    assert np.array_equal(back.rating[back.sequences.rows], log.rating[log.sequences.rows])
+    milliseconds = replace(log, timestamp=log.timestamp * 1000)
+    write(milliseconds, tmp_path / "ms", partition_by="date", time_unit="ms", rows_per_file=60)
+    assert files_of(tmp_path / "ms") == files_of(tmp_path / "out")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 60),
+    per_file=st.integers(1, 25),
+    per_group=st.integers(1, 25),
+    world=st.integers(1, 5),
+)
+def test_ranks_share_the_shards_in_order(tmp_path_factory, rows, per_file, per_group, world):
+    log, out = made_log(max(rows, 2)), tmp_path_factory.mktemp("data") / "out"
+    write(log, out, rows_per_file=per_file, rows_per_group=per_group)
+    ranks = [list(ParquetShards(out, rank, world)) for rank in range(world)]
+    total = sum(map(len, ranks))
+    assert [len(own) for own in ranks] == [len(range(rank, total, world)) for rank in range(world)]
+    in_order = [ranks[at % world][at // world] for at in range(total)]
+    assert same(parquet.concat(in_order), log)
+    assert all(1 <= len(shard) <= min(per_file, per_group) for shard in in_order)
+    again = ParquetShards(out, 0, world)
+    assert [same(*pair) for pair in zip(again.read(1), ranks[0][1:], strict=True)] == [True] * (
+        len(again) - 1
+    )
+
+
+def test_more_than_ten_files_stay_in_order(tmp_path):
+    log = made_log(12)
+    write(log, tmp_path / "out", rows_per_file=1)
+    assert same(load(f"parquet:{tmp_path / 'out'}"), log)
+
+
+def test_a_single_file_and_narrow_integers(tmp_path):
+    table = pa.table(
+        {
+            "seen_in": pa.array(["a", "b"]),
+            "timestamp": pa.array([5, 6], pa.uint32()),
+            "item": pa.array([-1, 2], pa.int16()),
+            "user": pa.array([3, 4], pa.uint64()),
+            "rating": pa.array([1, 2], pa.int8()),
+        }
+    )
+    pq.write_table(table, tmp_path / "log.parquet")
+    log = load(f"parquet:{tmp_path / 'log.parquet'}")
+    assert (log.user.tolist(), log.item.tolist(), log.timestamp.tolist()) == ([3, 4], [-1, 2], [5, 6])
+    assert log.rating.tolist() == [1.0, 2.0] and log.feedback == {}
+
+
+def test_shards_are_read_while_another_is_in_use(tmp_path, monkeypatch):
+    write(made_log(), tmp_path / "out", rows_per_group=50)
+    shards = ParquetShards(tmp_path / "out", depth=3)
+    read_shard, started = shards.read_shard, [threading.Event() for _ in range(10)]
+
+    def counted(shard):
+        started[shard.row_group].set()
+        return read_shard(shard)
+
+    monkeypatch.setattr(shards, "read_shard", counted)
+    stream = iter(shards)
+    first = next(stream)
+    assert all(event.wait(60) for event in started[:4])
+    assert same(parquet.concat([first, *stream]), made_log())
+
+
+def columns(**changes) -> dict[str, pa.Array]:
+    whole = {name: pa.array([1, 2], pa.int64()) for name in ("user", "item", "timestamp")}
+    return {name: column for name, column in (whole | changes).items() if column is not None}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(item=None), r"b\.parquet: no column 'item'; found user, timestamp"),
+        (dict(user=pa.array(["x", "y"])), r"b\.parquet: column 'user' must hold integers, got string"),
+        (
+            dict(timestamp=pa.array([1.0, 2.0])),
+            r"b\.parquet: column 'timestamp' must hold integers, got double",
+        ),
+        (dict(user=pa.array([1, None])), r"b\.parquet: column 'user' has 1 nulls"),
+        (dict(item=pa.array([1, 2**63], pa.uint64())), r"b\.parquet: column 'item' does not fit"),
+        (dict(rating=pa.array([1.0, 2.0])), r"b\.parquet: has the columns .*rating.* but .*a\.parquet has"),
+        (dict(like=pa.array([True, False])), r"b\.parquet: has the columns .*like"),
+    ],
+)
+def test_a_bad_column_is_named_with_its_file(tmp_path, changes, message):
+    pq.write_table(pa.table(columns()), tmp_path / "a.parquet")
+    pq.write_table(pa.table(columns(**changes)), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=message):
+        load(f"parquet:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "rating, message",
+    [
+        (pa.array(["5", "4"]), r"column 'rating' must hold numbers, got string"),
+        (pa.array([1.0, float("nan")]), r"column 'rating' has a value that is not finite"),
+        (pa.array([1.0, None]), r"column 'rating' has 1 nulls"),
+    ],
+)
+def test_a_bad_rating_is_named(tmp_path, rating, message):
+    pq.write_table(pa.table(columns(rating=rating)), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        load(f"parquet:{tmp_path}")
+
+
+def test_an_empty_or_broken_dataset_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
+        load(f"parquet:{tmp_path / 'nowhere'}")
+    with pytest.raises(ValueError, match="holds no Parquet file"):
+        load(f"parquet:{tmp_path}")
+    empty = {name: pa.array([], pa.int64()) for name in ("user", "item", "timestamp")}
+    pq.write_table(pa.table(empty), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="the dataset holds no rows"):
+        load(f"parquet:{tmp_path}")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and then nothing of the kind")
+    with pytest.raises(ValueError, match=r"not a Parquet dataset: .*b\.parquet"):
+        load(f"parquet:{tmp_path}")
+
+
+def test_a_shard_that_is_damaged_later_is_named(tmp_path):
+    write(made_log(), tmp_path / "out", rows_per_file=100)
+    shards = ParquetShards(tmp_path / "out")
+    path = tmp_path / "out" / "part-00003.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    stream = iter(shards)
+    for _ in range(3):
+        next(stream)
+    with pytest.raises(ValueError, match=r"part-00003\.parquet: row group 0 cannot be read"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(rank=2, world_size=2), r"rank must be in \[0, 2\), got 2"),
+        (dict(world_size=0), "world_size must be at least 1, got 0"),
+        (dict(depth=0), "depth must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ParquetShards(tmp_path, **arguments)
+
+
+def test_an_output_with_anything_in_it_is_refused(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    write(made_log(), out)
+    before = files_of(out)
+    with pytest.raises(FileExistsError, match="out exists and is not an empty folder"):
+        write(made_log(seed=2), out)
+    assert files_of(out) == before and same(load(f"parquet:{out}"), made_log())
+    with pytest.raises(FileExistsError, match="is not an empty folder"):
+        write(made_log(), out / before[0])
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path):
+    def interrupt(rows):
+        assert (tmp_path / "out").exists() is False
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(made_log(), tmp_path / "out", report=interrupt)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(rows_per_file=0), "rows_per_file must be at least 1, got 0"),
+        (dict(rows_per_group=0), "rows_per_group must be at least 1, got 0"),
+        (dict(partition_by="user"), "partition_by must be 'date' or None, got 'user'"),
+        (dict(log=Interactions(*np.zeros((3, 0), dtype=np.int64))), "the log holds no interactions"),
+        (dict(log=replace(made_log(), feedback={"item": np.zeros(500, dtype=np.int64)})),
+         "feedback cannot be called 'item'"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_named(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        write(**(dict(log=made_log(), out=tmp_path / "out") | arguments))
+    assert os.listdir(tmp_path) == []
+
+
+def run(*arguments: str):
+    import typer
+
+    app = typer.Typer()
+    app.command()(convert)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_converts_and_reports(tmp_path):
+    out = str(tmp_path / "out")
+    done = run("zipf:users=40,seed=3", out, "--rows-per-file", "100", "--partition-by", "date")
+    assert done.exit_code == 0, done.output
+    log = load("zipf:users=40,seed=3")
+    assert f"{len(log):,} interactions in" in done.output.replace("\n", " ")
+    assert np.array_equal(load(f"parquet:{out}").sequences.items, log.sequences.items)
+    refused = run("zipf:users=40", out)
+    assert refused.exit_code == 1 and "is not an empty folder" in refused.output.replace("\n", " ")
+    unknown = run("nothing", str(tmp_path / "other"))
+    assert unknown.exit_code == 1 and "unknown data 'nothing'" in unknown.output
+    unit = run("zipf:users=40", str(tmp_path / "other"), "--time-unit", "h")
+    assert unit.exit_code == 1 and "--time-unit must be s, ms, us or ns, got 'h'" in unit.output

@@ -1,0 +1,126 @@
+"""Write a log as Parquet: ``python -m tritonrec.data.convert SOURCE OUT``.
+
+``--partition-by date`` makes a folder for each day (UTC) of the events' timestamps; within a day the rows
+keep their order, so the sequences of users are those of the source. OUT appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+import typer
+from rich.progress import Progress
+
+from tritonrec.data import parquet
+from tritonrec.data.epochs import at_least
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.sources import load
+
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
+
+def write(
+    log: Interactions,
+    out: Path | str,
+    partition_by: Literal["date"] | None = None,
+    time_unit: TimeUnit = "s",
+    rows_per_file: int = 1_000_000,
+    rows_per_group: int = 65_536,
+    report: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Write `log` into the folder `out`, in the layout of `tritonrec.data.parquet`.
+
+    Args:
+        partition_by: ``"date"`` for a folder a day, which takes `time_unit` of the timestamps.
+        rows_per_file, rows_per_group: most rows of a file, and of a row group, which is a shard.
+        report: called with the number of rows after each file.
+
+    Raises FileExistsError for an `out` that is a file or a folder with anything in it, and ValueError for an
+    empty log and numbers below 1.
+    """
+    at_least("rows_per_file", rows_per_file, 1)
+    at_least("rows_per_group", rows_per_group, 1)
+    if partition_by not in (None, "date"):
+        raise ValueError(f"partition_by must be 'date' or None, got {partition_by!r}")
+    if len(log) == 0:
+        raise ValueError("the log holds no interactions")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = parquet.table_of(log)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))  # on the same file system
+    try:
+        scratch.chmod(0o755)
+        for folder, rows in _partitions(log, partition_by, time_unit):
+            (scratch / folder).mkdir(exist_ok=True)
+            digits = max(len(str(len(rows) // rows_per_file)), 5)  # names in the order of their numbers
+            for number, first in enumerate(range(0, len(rows), rows_per_file)):
+                part = rows[first : first + rows_per_file]
+                path = scratch / folder / f"part-{number:0{digits}}.parquet"
+                pq.write_table(table.take(part), path, row_group_size=rows_per_group)
+                report(len(part))
+        parquet.write_features(log, scratch)
+        os.replace(scratch, out)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _partitions(
+    log: Interactions, partition_by: str | None, time_unit: TimeUnit
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Folder and rows of each partition."""
+    if partition_by is None:
+        yield ".", np.arange(len(log))
+        return
+    days = log.timestamp.astype(f"datetime64[{time_unit}]").astype("datetime64[D]")
+    order = np.argsort(days, kind="stable")
+    names, starts = np.unique(days[order], return_index=True)
+    for name, rows in zip(names, np.split(order, starts[1:]), strict=True):
+        yield f"date={name}", rows
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="ml-100k, csv:PATH, kuairand:PATH, zipf, parquet:PATH")],
+    out: Annotated[Path, typer.Argument(help="a folder that does not exist yet, or is empty")],
+    partition_by: Annotated[str | None, typer.Option(help="'date': a folder for each day")] = None,
+    time_unit: Annotated[
+        str | None, typer.Option(help="s, ms, us or ns; ms for kuairand, else s by default")
+    ] = None,
+    rows_per_file: Annotated[int, typer.Option(help="most rows of a file")] = 1_000_000,
+    rows_per_group: Annotated[int, typer.Option(help="most rows of a row group")] = 65_536,
+) -> None:
+    """Write the log SOURCE as Parquet into the folder OUT."""
+    unit = time_unit or ("ms" if source.startswith("kuairand:") else "s")
+    try:
+        if unit not in ("s", "ms", "us", "ns"):
+            raise ValueError(f"--time-unit must be s, ms, us or ns, got {unit!r}")
+        log = load(source)
+        with Progress(transient=True) as progress:
+            task = progress.add_task("writing", total=len(log))
+            write(
+                log,
+                out,
+                partition_by,  # type: ignore[arg-type]
+                unit,  # type: ignore[arg-type]
+                rows_per_file,
+                rows_per_group,
+                report=lambda rows: progress.advance(task, rows),
+            )
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}")
+        raise typer.Exit(1) from error
+    files = len(list(out.rglob("part-*.parquet")))
+    print(f"{out}: {len(log):,} interactions in {files} file{'s' if files > 1 else ''}")
+
+
+if __name__ == "__main__":
+    typer.run(convert)
