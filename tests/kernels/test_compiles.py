@@ -99,3 +99,38 @@ def test_relative_aggregate_compiles_for_sm_90(channel, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 9
+
+
+HASH_TABLE = r"""
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tritonrec.kernels.hash_table import triton_hash_table
+
+types = {"slot_rows_ptr": "*i32", "wanted_ptr": "*i1", "num_keys": "i32", "num_groups": "i32"}
+for name, assign, erase in (
+    ("_find_kernel", False, False),
+    ("_find_kernel", True, False),
+    ("_find_kernel", False, True),
+    ("_claim_kernel", False, False),
+):
+    kernel = getattr(triton_hash_table, name)
+    constants = {"ASSIGN": assign, "ERASE": erase, "BLOCK": triton_hash_table.BLOCK}
+    constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
+    signature = {one: "constexpr" if one in constants else types.get(one, "*i64") for one in kernel.arg_names}
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    atomics = set(re.findall(r"\b(?:atom|red)\.\S+", compiled.asm["ptx"]))
+    assert atomics == ({"atom.global.relaxed.gpu.cas.b32"} if name == "_claim_kernel" else set()), atomics
+    print(name, assign, erase)
+"""
+
+
+@pytest.mark.slow
+def test_hash_table_compiles_for_sm_90(tmp_path):
+    """Finding, assigning and erasing take no atomics; a claim is one compare-and-swap of a row."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", HASH_TABLE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 4
