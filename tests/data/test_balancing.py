@@ -55,6 +55,7 @@ def as_chunks(chunks: list[list[int]]) -> list[np.ndarray]:
 CHUNKS = st.lists(st.lists(st.integers(1, 30), max_size=8), max_size=8)
 
 
+@settings(deadline=None)
 @given(CHUNKS, st.integers(1, 80))
 def test_cuts_are_those_of_algorithm_1(chunks, target):
     expected = [len(batch) for batch in algorithm_1(chunks, target)]
@@ -95,6 +96,7 @@ def test_a_batch_is_yielded_before_a_later_chunk_is_read():
     assert next(dynamic_batches(chunks(), 6)) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 9))
 def test_dealing_gives_every_sample_to_one_rank(lengths, world_size):
     costs = SequenceCost().of(torch.tensor(lengths, dtype=torch.int64))

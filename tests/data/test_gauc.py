@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.data.impression_loader import ImpressionLoader
@@ -57,6 +57,7 @@ IMPRESSIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(IMPRESSIONS)
 def test_equals_a_double_loop(impressions):
     users, scores, labels = ([row[at] for row in impressions] for at in range(3))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.data.batch import JaggedBatch, Lookup
@@ -123,6 +123,7 @@ def test_sample_keys_are_the_items_of_each_sample():
 SAMPLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=6)
 
 
+@settings(deadline=None)
 @given(samples=SAMPLES, genres=st.booleans(), data=st.data())
 def test_selected_samples_keep_everything(samples, genres, data):
     batch = made(samples, genres)
@@ -131,6 +132,7 @@ def test_selected_samples_keep_everything(samples, genres, data):
     assert plain(batch.select(tensor(indices))) == [whole[index] for index in indices]
 
 
+@settings(deadline=None)
 @given(parts=st.lists(SAMPLES, min_size=1, max_size=4), genres=st.booleans())
 def test_joined_batches_keep_every_sample_in_order(parts, genres):
     batches = [made(part, genres) for part in parts]
@@ -236,6 +238,7 @@ def jagged(lengths: list[int], first: int = 0, step: int = 1, negatives: int = 2
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size=4))
 def test_joined_jagged_batches_select_their_parts(parts):
     batches = [jagged(lengths, first=100 * at) for at, lengths in enumerate(parts)]
