@@ -172,12 +172,14 @@ def contract_table(
             ]
     chosen += extra_cases(size, factors[0], factors[2], factors[3], steps)
     order = {mode: place for place, mode in enumerate(factors[0])}
-    return sorted(
-        chosen,
-        key=lambda c: (
-            c.restart > 0, c.variant, order[c.mode], c.consistency, c.world_size, c.micro_batches, c.steps
-        ),
-    )  # fmt: skip
+
+    def place(c: Case) -> tuple[Any, ...]:
+        if c.restart:
+            return 2, c.world_size, c.restart
+        plain = (c.consistency, c.world_size, c.micro_batches, c.steps)
+        return (1, c.variant, order[c.mode], *plain) if c.variant else (0, order[c.mode], *plain)
+
+    return sorted(chosen, key=place)
 
 
 def extra_cases(

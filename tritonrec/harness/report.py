@@ -153,17 +153,17 @@ def _embedding(results: list[CaseResult]) -> Table:
     table = Table(
         title="Embedding system: bit-identical to the reference?",
         caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
-        + ". W > W': saved half way by W ranks, continued by W'.",
+        + ". W > W': saved half way by W ranks, continued by W'. Batch level, * window level.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("variant", "mode", "level", "W", "N", "s", "counts", "result"):
-        table.add_column(name, justify="right" if name in "Ns" else "left", no_wrap=name != "counts")
+    for name in ("variant", "mode", "W", "N", "counts", "result"):
+        table.add_column(name, justify="right" if name == "N" else "left", no_wrap=name != "counts")
     for result in results:
         case = result.case
         ranks = f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
         table.add_row(
-            case.variant, case.mode, case.consistency, ranks, str(case.micro_batches),
-            f"{result.seconds:.1f}", _counts(result), _outcome(result),
+            case.variant, case.mode + "*" * (case.consistency == "window"), ranks, str(case.micro_batches),
+            _counts(result), _outcome(result),
         )  # fmt: skip
     return table
 
