@@ -20,8 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.hstu_attention.triton_attention import MOST_PROGRAMS, load_rows, place, store_rows
+from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
+MOST_PROGRAMS = 65535
 ENTRIES = 16  # of the table, owned by one program
 
 
@@ -68,9 +69,7 @@ def forward_kernel(
     """out for OWN query rows at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         # the last rows have the most keys to walk, so they go first
-        block, head, begin, length, _ = place(
-            num_tiles - 1 - tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False
-        )
+        block, head, _, begin, length = locate(num_tiles - 1 - tile, num_sequences, num_heads, offsets_ptr)
         first = block * OWN
         if first < length:
             row = first + tl.arange(0, OWN)
@@ -97,7 +96,7 @@ def values_kernel(
 ):  # fmt: skip
     """dv for OWN key rows at a time; keys are the rows of every matrix here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
-        block, head, begin, length, _ = place(tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False)
+        block, head, _, begin, length = locate(tile, num_sequences, num_heads, offsets_ptr)
         first = block * OWN
         if first < length:
             column = first + tl.arange(0, OWN)
@@ -125,7 +124,7 @@ def table_kernel(
 ):  # fmt: skip
     """Each sequence's gradient of ENTRIES entries of the table at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
-        block, head, begin, length, _ = place(tile, num_sequences, num_heads, offsets_ptr, offsets_ptr, False)
+        block, head, sequence, begin, length = locate(tile, num_sequences, num_heads, offsets_ptr)
         first = block * ENTRIES
         entry = first + tl.arange(0, ENTRIES)
         acc = tl.zeros((ENTRIES,), tl.float32)
@@ -152,7 +151,6 @@ def table_kernel(
                 for e in range(ENTRIES):
                     mine = tl.where(seen & (bucket == first + e), score, 0.0)
                     acc += tl.where(entry == first + e, tl.sum(tl.sum(mine, axis=1), axis=0), 0.0)
-        sequence = tile // num_heads % num_sequences
         to = dtable_ptr + (sequence * num_heads + head) * buckets + entry
         tl.store(to, acc, mask=entry < buckets)
 

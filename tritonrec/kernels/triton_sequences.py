@@ -1,0 +1,39 @@
+# mypy: ignore-errors
+"""What Triton kernels over jagged (L, H, D) tensors share: where a tile lies, and its rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate(tile, num_sequences, num_heads, offsets_ptr):
+    """Block, head, sequence, first token and length of a tile; blocks change slowest.
+
+    A token's place among all is int64, its place in a sequence int32.
+    """
+    block = tile // (num_sequences * num_heads)
+    sequence = tile // num_heads % num_sequences
+    begin = tl.load(offsets_ptr + sequence).to(tl.int64)
+    length = (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
+    return block.to(tl.int32), tile % num_heads, sequence, begin, length
+
+
+@triton.jit
+def tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+    """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
+    feature = tl.arange(0, BLOCK_D)
+    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
+    return address, (row < length)[:, None] & (feature < dim)[None, :]
+
+
+@triton.jit
+def load_rows(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+    """Rows of a sequence, zero where there is none."""
+    address, exists = tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D)
+    return tl.load(address, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+    address, exists = tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D)
+    tl.store(address, value, mask=exists)
