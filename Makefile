@@ -2,6 +2,7 @@
 # make test     the test suite
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
+# make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
 # make clean    remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv; TRACES=folder where verify records.
@@ -10,7 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
 
-.PHONY: verify test lint bench clean
+.PHONY: verify test lint bench compile-matrix clean
 
 verify: .venv/installed
 	$(BIN)/python -m tritonrec.data.movielens
@@ -28,6 +29,9 @@ bench: .venv/installed
 	mkdir -p out
 	$(BIN)/python -m pytest -q ci/bench_*.py --benchmark-json out/bench.json
 	$(BIN)/python ci/ratios.py out/bench.json
+
+compile-matrix: .venv/installed
+	$(BIN)/python ci/compile_matrix.py --check
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
-
-BLOCK = 256
 
 
 @triton.jit
@@ -69,14 +68,16 @@ def build(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_slots = triton.next_power_of_2(2 * keys.numel())
     holders = torch.full((num_slots,), -1, dtype=torch.int32, device=keys.device)
     slots = torch.empty_like(keys)
-    grid = (triton.cdiv(keys.numel(), BLOCK),)
-    _build_kernel[grid](keys, holders, slots, keys.numel(), num_slots, BLOCK=BLOCK)
+    config = tuned.config("unique", "any", keys.device)
+    grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+    _build_kernel[grid](keys, holders, slots, keys.numel(), num_slots, **config)
     return holders, slots
 
 
 def lookup(keys: torch.Tensor, table_keys: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
     """Position in `table_keys` of each of the K >= 1 `keys`, or -1; `holders` comes from `build`."""
     found = torch.empty_like(keys)
-    grid = (triton.cdiv(keys.numel(), BLOCK),)
-    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), holders.numel(), BLOCK=BLOCK)
+    config = tuned.config("unique", "any", keys.device)
+    grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), holders.numel(), **config)
     return found

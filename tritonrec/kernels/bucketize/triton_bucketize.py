@@ -5,9 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
-
-BLOCK = 1024
 
 
 @triton.jit
@@ -59,8 +58,9 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     keys = keys.contiguous()
     owners = torch.empty_like(keys)
     if keys.numel():
-        grid = (triton.cdiv(keys.numel(), BLOCK),)
-        _owner_kernel[grid](keys, owners, keys.numel(), world_size, BLOCK=BLOCK)
+        config = tuned.config("bucketize", "any", keys.device)
+        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+        _owner_kernel[grid](keys, owners, keys.numel(), world_size, **config)
     return owners
 
 
@@ -69,11 +69,12 @@ def bucketize(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.
     keys = keys.contiguous()
     if keys.numel() == 0:
         return keys.new_empty(0), keys.new_zeros(world_size)
-    num_blocks = triton.cdiv(keys.numel(), BLOCK)
+    config = tuned.config("bucketize", "any", keys.device)
+    num_blocks = triton.cdiv(keys.numel(), config["BLOCK"])
     histogram = keys.new_empty((world_size, num_blocks))
     permutation = torch.empty_like(keys)
     grid = (num_blocks,)
-    _count_kernel[grid](keys, histogram, keys.numel(), world_size, num_blocks, BLOCK=BLOCK)
+    _count_kernel[grid](keys, histogram, keys.numel(), world_size, num_blocks, **config)
     starts = torch.cumsum(histogram.flatten(), 0) - histogram.flatten()
-    _place_kernel[grid](keys, starts, permutation, keys.numel(), world_size, num_blocks, BLOCK=BLOCK)
+    _place_kernel[grid](keys, starts, permutation, keys.numel(), world_size, num_blocks, **config)
     return permutation, histogram.sum(1)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_ROWS = 16
+from tritonrec.kernels import tuned
 
 
 @triton.jit
@@ -47,7 +47,8 @@ def _move(source, destination, rows, gather: bool) -> None:
     if rows.numel() == 0 or dim == 0:
         return
     block_dim = min(triton.next_power_of_2(dim), 128)
-    grid = (triton.cdiv(rows.numel(), BLOCK_ROWS), triton.cdiv(dim, block_dim))
+    config = tuned.config("gather_rows", tuned.row_class(dim, most=128), rows.device)
+    grid = (triton.cdiv(rows.numel(), config["BLOCK_ROWS"]), triton.cdiv(dim, block_dim))
     _move_kernel[grid](
         source,
         rows,
@@ -58,8 +59,8 @@ def _move(source, destination, rows, gather: bool) -> None:
         *source.stride(),
         *destination.stride(),
         GATHER=gather,
-        BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_DIM=block_dim,
+        **config,
     )
 
 

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
+
 NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -47,19 +49,19 @@ def from_grid_kernel(sums_ptr, values_ptr, scale_ptr, length, BLOCK: tl.constexp
 
 def to_grid(values: torch.Tensor, bits: int, grid: torch.Tensor) -> int:
     """Fill `grid`; the flat position of the first value that has no place on it, or -1."""
-    block = 1024
-    programs = triton.cdiv(values.numel(), block)
+    config = tuned.config("grid", "any", values.device)
+    programs = triton.cdiv(values.numel(), config["BLOCK"])
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
     to_grid_kernel[(programs,)](
-        values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), BLOCK=block, enable_fp_fusion=False
+        values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), **config, enable_fp_fusion=False
     )
     first = int(bad.min())
     return -1 if first == NONE.value else first
 
 
 def from_grid(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
-    block = 1024
+    config = tuned.config("grid", "any", sums.device)
     scale = torch.tensor([2.0**-bits, divisor], dtype=torch.float64, device=sums.device)
-    from_grid_kernel[(triton.cdiv(sums.numel(), block),)](
-        sums, values, scale, sums.numel(), BLOCK=block, enable_fp_fusion=False
+    from_grid_kernel[(triton.cdiv(sums.numel(), config["BLOCK"]),)](
+        sums, values, scale, sums.numel(), **config, enable_fp_fusion=False
     )

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
 
-BLOCK = 32  # edge of every tile; sums run over blocks of as many terms
 MOST_PROGRAMS = 65535
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -119,14 +119,21 @@ def add_weight_gradients_kernel(
     tl.store(value_ptr + program, value)
 
 
+def configuration(product: str, x: torch.Tensor) -> dict[str, int]:
+    """BLOCK, edge of every tile and terms of a partial sum, and warps: by dtype, never by tokens."""
+    return tuned.config("linear", f"{product} {str(x.dtype).removeprefix('torch.')}", x.device)
+
+
 def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """``out = x @ weight + bias``: x (L, I), weight (I, O) with any strides, bias (O,), out contiguous."""
     (tokens, inner), columns = x.shape, weight.shape[1]
-    grid = (min(triton.cdiv(tokens, BLOCK), MOST_PROGRAMS), triton.cdiv(columns, BLOCK))
+    config = configuration("rows", x)
+    block = config["BLOCK"]
+    grid = (min(triton.cdiv(tokens, block), MOST_PROGRAMS), triton.cdiv(columns, block))
     rows_times_kernel[grid](
         x, weight, x if bias is None else bias.contiguous(), out, *x.stride(), *weight.stride(),
         tokens, inner, columns,
-        HAS_BIAS=bias is not None, BLOCK=BLOCK, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        HAS_BIAS=bias is not None, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -135,13 +142,14 @@ def add_weight_gradients(
 ) -> tuple[int, int, int, float] | None:
     """(sample, row, column, value) of the first value that cannot be added to `grid`, or None."""
     outputs, inputs = grid.shape
-    programs = triton.cdiv(outputs, BLOCK), triton.cdiv(inputs, BLOCK)
+    config = configuration("weights", x)
+    programs = triton.cdiv(outputs, config["BLOCK"]), triton.cdiv(inputs, config["BLOCK"])
     bad = torch.empty(programs, dtype=torch.int64, device=grid.device)
     values = torch.empty(programs, dtype=torch.float32, device=grid.device)
     add_weight_gradients_kernel[programs](
         grid, dy, x, seq_offsets.contiguous(), bad, values, *grid.stride(), *dy.stride(), *x.stride(),
         len(seq_offsets) - 1, outputs, inputs, 2.0**bits, 2.0 ** (62 - bits),
-        BLOCK=BLOCK, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
     first = int(bad.min())
     if first == NONE.value:

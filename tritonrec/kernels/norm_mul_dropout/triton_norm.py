@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 
 MOST_PROGRAMS = 65535
@@ -96,9 +97,11 @@ def backward_kernel(
         tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
 
 
-def _arguments(dim: int, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
+def _arguments(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
     """Constants of a launch; a Philox block needs four columns."""
-    return {"GATED": u is not None, "DROPS": p > 0, "BLOCK_D": max(4, triton.next_power_of_2(dim))}
+    config = tuned.config("norm_mul_dropout", tuned.row_class(x.shape[1], most=4096), x.device)
+    block = max(4, triton.next_power_of_2(x.shape[1]))
+    return {"GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block, **config}
 
 
 def _or(tensor: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
@@ -118,7 +121,7 @@ def forward(
     forward_kernel[(min(rows, MOST_PROGRAMS),)](
         x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, y, means, rstds,
         *x.stride(), *gate.stride(), eps, seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
-        **_arguments(dim, u, p), enable_fp_fusion=False,
+        **_arguments(x, u, p), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -136,5 +139,5 @@ def backward(
         dy, x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, means, rstds,
         dx, du, dweight, dbias, *dy.stride(), *x.stride(), *gate.stride(),
         seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
-        **_arguments(dim, u, p), enable_fp_fusion=False,
+        **_arguments(x, u, p), enable_fp_fusion=False,
     )  # fmt: skip

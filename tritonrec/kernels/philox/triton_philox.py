@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
+
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
@@ -108,26 +110,26 @@ def random_indices_kernel(
     tl.store(out + 3, bounded(w3, limit), mask=(row < num_rows) & (column + 3 < count))
 
 
-def _tile(num_rows: int, columns: int) -> tuple[tuple[int, int], int, int]:
-    """Grid and tile: about 256 counter blocks a program, as wide as the row needs."""
-    blocks = min(64, triton.next_power_of_2(triton.cdiv(columns, 4)))
-    rows = 256 // blocks
-    return (triton.cdiv(num_rows, rows), triton.cdiv(triton.cdiv(columns, 4), blocks)), rows, blocks
+def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile of counter blocks, as wide as the row needs."""
+    num_rows, counters = out.shape[0], triton.cdiv(out.shape[1], 4)
+    config = tuned.config("philox", "any", out.device)
+    blocks = min(64, triton.next_power_of_2(counters))
+    rows = config.pop("COUNTERS") // blocks
+    return (triton.cdiv(num_rows, rows), triton.cdiv(counters, blocks)), {
+        "ROWS": rows, "BLOCKS": blocks, **config,
+    }  # fmt: skip
 
 
 def initial_rows(
     seed: int, table: int, tag: int, keys: torch.Tensor, scale: float, rows: torch.Tensor
 ) -> None:
-    grid, tile_rows, tile_blocks = _tile(*rows.shape)
-    initial_rows_kernel[grid](
-        keys, rows, seed, table, tag, scale, *rows.shape, ROWS=tile_rows, BLOCKS=tile_blocks
-    )
+    grid, tile = _tile(rows)
+    initial_rows_kernel[grid](keys, rows, seed, table, tag, scale, *rows.shape, **tile)
 
 
 def random_indices(
     seed: int, tag: int, sample_ids: torch.Tensor, positions: torch.Tensor, upper: int, indices: torch.Tensor
 ) -> None:
-    grid, tile_rows, tile_blocks = _tile(*indices.shape)
-    random_indices_kernel[grid](
-        sample_ids, positions, indices, seed, tag, upper, *indices.shape, ROWS=tile_rows, BLOCKS=tile_blocks
-    )
+    grid, tile = _tile(indices)
+    random_indices_kernel[grid](sample_ids, positions, indices, seed, tag, upper, *indices.shape, **tile)

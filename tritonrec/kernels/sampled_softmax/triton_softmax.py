@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_float import exp
 
-TILE = 4096  # elements of a tile of negatives
 MOST_PROGRAMS = 65535
 
 
@@ -104,8 +104,10 @@ def backward_kernel(
 def _tile(negatives: torch.Tensor) -> dict[str, int]:
     """Tile of negatives, by K and D alone."""
     _, count, dim = negatives.shape
+    config = tuned.config("sampled_softmax", tuned.row_class(dim), negatives.device)
     block = triton.next_power_of_2(max(dim, 1))
-    return {"BLOCK_D": block, "ITEMS": min(triton.next_power_of_2(max(count, 1)), max(1, TILE // block))}
+    items = min(triton.next_power_of_2(max(count, 1)), max(1, config.pop("TILE") // block))
+    return {"BLOCK_D": block, "ITEMS": items, **config}
 
 
 def forward(

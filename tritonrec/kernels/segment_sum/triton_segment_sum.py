@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
 
 MOST_PROGRAMS = 65535
@@ -88,6 +89,7 @@ def segment_sum(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor,
         2.0 ** (62 - bits),
         LEVEL=level,
         BLOCK_D=block,
+        **tuned.config("segment_sum", tuned.row_class(dim, most=128), out.device),
         enable_fp_fusion=False,
     )
     if not exact:

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_float import exp
 
-BLOCK = 1024
 MOST_PROGRAMS = 65535
 
 
@@ -39,17 +39,19 @@ def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
         tl.store(dx_ptr + place, dy * (s * (1.0 + x * (1.0 - s))), mask=place < length)
 
 
-def _programs(length: int) -> tuple[int]:
-    return (min(triton.cdiv(length, BLOCK), MOST_PROGRAMS),)
+def _launch(kernel, *tensors) -> None:
+    length = tensors[0].numel()
+    if length:
+        config = tuned.config("silu", "any", tensors[0].device)
+        programs = min(triton.cdiv(length, config["BLOCK"]), MOST_PROGRAMS)
+        kernel[(programs,)](*tensors, length, **config, enable_fp_fusion=False)
 
 
 def forward(x: torch.Tensor, y: torch.Tensor) -> None:
     """Fill `y`; both contiguous."""
-    if x.numel():
-        forward_kernel[_programs(x.numel())](x, y, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
+    _launch(forward_kernel, x, y)
 
 
 def backward(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor) -> None:
     """Fill `dx`; all contiguous."""
-    if x.numel():
-        backward_kernel[_programs(x.numel())](dy, x, dx, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
+    _launch(backward_kernel, dy, x, dx)

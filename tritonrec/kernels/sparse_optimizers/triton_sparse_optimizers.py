@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
+
 
 @triton.jit
 def tile_of(indices_ptr, num_rows, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -118,15 +120,17 @@ def adam_kernel(
     tl.store(place, tl.load(place, mask=mask, other=0.0) - change, mask=mask)
 
 
-def _tile(num_rows: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and tile: about 1,024 elements a program."""
+def _tile(grad: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile."""
+    num_rows, dim = grad.shape
+    config = tuned.config("sparse_optimizers", tuned.row_class(dim, most=128), grad.device)
     block = min(128, triton.next_power_of_2(dim))
-    rows = 1024 // block
-    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), {"ROWS": rows, "BLOCK_D": block}
+    rows = config.pop("ELEMENTS") // block
+    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), {"ROWS": rows, "BLOCK_D": block, **config}
 
 
 def sgd(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-    grid, tile = _tile(*grad.shape)
+    grid, tile = _tile(grad)
     sgd_kernel[grid](
         weight,
         weight.stride(0),
@@ -148,8 +152,8 @@ def rowwise_adagrad(
     lr: float,
     eps: float,
 ) -> None:
-    rows = 32
-    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], rows),)](
+    config = tuned.config("sparse_optimizers", "rowwise", grad.device)
+    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], config["ROWS"]),)](
         weight,
         weight.stride(0),
         state,
@@ -160,7 +164,7 @@ def rowwise_adagrad(
         *grad.shape,
         lr,
         eps,
-        ROWS=rows,
+        **config,
         enable_fp_fusion=False,
     )
 
@@ -173,7 +177,7 @@ def adam(
     grad: torch.Tensor,
     *scalars: float,
 ) -> None:
-    grid, tile = _tile(*grad.shape)
+    grid, tile = _tile(grad)
     adam_kernel[grid](
         weight,
         weight.stride(0),

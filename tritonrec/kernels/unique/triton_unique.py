@@ -8,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import triton_scratch
-
-BLOCK = 256
+from tritonrec.kernels import triton_scratch, tuned
 
 
 @triton.jit
@@ -47,13 +45,14 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     keys = keys.contiguous()
     holders, slots = triton_scratch.build(keys)
     first = torch.full_like(holders, count)
-    grid = (triton.cdiv(count, BLOCK),)
-    _first_kernel[grid](slots, first, count, BLOCK=BLOCK)
+    config = tuned.config("unique", "any", keys.device)
+    grid = (triton.cdiv(count, config["BLOCK"]),)
+    _first_kernel[grid](slots, first, count, **config)
     representative = first[slots]
     # ranks count from 1 at the first key, and their last one is the number of distinct keys
     rank = torch.cumsum(representative == torch.arange(count, device=keys.device), 0)
     distinct = int(rank[-1])
     order, inverse = keys.new_empty(distinct), torch.empty_like(keys)
     counts = torch.zeros(distinct, dtype=torch.int32, device=keys.device)
-    _emit_kernel[grid](keys, representative, rank, order, inverse, counts, count, BLOCK=BLOCK)
+    _emit_kernel[grid](keys, representative, rank, order, inverse, counts, count, **config)
     return order, inverse, counts.to(torch.int64)

@@ -1,0 +1,397 @@
+"""What tritonrec launches, without a GPU: every Triton kernel with the arguments it gets in use.
+
+The public ops are called on small CPU tensors while `JITFunction.run` takes notes instead of launching, so a
+kernel is compiled later with the signature, constants, alignment and options that its launcher gives it.
+An op of a new kernel is added to `CASES`; `uncovered` names every ``@triton.jit`` function no case reaches.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default, said so that it stays and nobody warns
+
+import torch
+import triton.runtime.jit
+
+import tritonrec.kernels
+from tritonrec import ops
+from tritonrec.kernels import tuned
+
+JIT = triton.runtime.jit.JITFunction
+# constants by which a kernel knows the interpreter, which is not what is compiled here
+FOR_THE_DEVICE = {"WIDEN": False, "INTERPRETED": False}
+TYPES = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and everything its compiler is told."""
+
+    kernel: Any
+    label: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    aligned: tuple[tuple[int, ...], ...]  # paths of arguments that 16 divides
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """``silu.forward_kernel``: the folder, or the file that lies in none, and the function."""
+        return f"{folder_of(self.kernel)}.{self.kernel.__name__.removeprefix('_')}"
+
+    @property
+    def key(self) -> str:
+        """Name, what the case says beyond it, and the switches that are on: stable when a tile changes."""
+        switches = [
+            n if v is True else f"{n}={v}" for n, v in self._named_constants() if v is True or type(v) is str
+        ]
+        return " ".join([self.name, *self.label.split()[1:], *switches])
+
+    def _named_constants(self) -> list[tuple[str, Any]]:
+        names = self.kernel.arg_names
+        return [(names[path[0]], value) for path, value in self.constants.items() if len(path) == 1]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Tile sizes and launch options."""
+        sizes = {n: v for n, v in self._named_constants() if type(v) is int and n.isupper()}
+        return sizes | self.options
+
+    @property
+    def identity(self) -> str:
+        """Equal for launches that compile alike."""
+        parts = self.signature, sorted(self.constants.items(), key=str), self.aligned, self.options
+        return repr((self.name, *parts))
+
+
+def folder_of(kernel: Any) -> str:
+    return kernel.__module__.removeprefix("tritonrec.kernels.").split(".")[0].removeprefix("triton_")
+
+
+def note(kernel: Any, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """The signature Triton's own launcher would compile for these arguments."""
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in kernel.arg_names})
+    bound.apply_defaults()
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: list[tuple[int, ...]] = []
+
+    def kind(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(kind(item, (*path, i)) for i, item in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() % 16 == 0:
+                aligned.append(path)
+            return "*" + TYPES[value.dtype]
+        if isinstance(value, bool):
+            return "i1"
+        if isinstance(value, float):
+            return "fp32"
+        if isinstance(value, int) and value != 1:
+            if value % 16 == 0:
+                aligned.append(path)
+            return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+        constants[path] = value
+        return "constexpr"
+
+    for i, parameter in enumerate(kernel.params):
+        value = bound.arguments[parameter.name]
+        if parameter.is_constexpr:
+            constants[(i,)] = FOR_THE_DEVICE.get(parameter.name, value)
+            signature[parameter.name] = "constexpr"
+        else:
+            signature[parameter.name] = kind(value, (i,))
+    return Launch(kernel, label, signature, constants, tuple(aligned), options)
+
+
+@contextmanager
+def recording(notes: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Launches are noted as (kernel, args, kwargs), and tensors that a kernel would fill hold zeros."""
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        notes.append((kernel, args, kwargs))
+
+    patches = [
+        (JIT, "run", run),
+        (torch, "empty", torch.zeros),
+        (torch, "empty_like", torch.zeros_like),
+        (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in patches]
+    for owner, name, stand_in in patches:
+        setattr(owner, name, stand_in)
+    os.environ["TRITON_INTERPRET"] = "1"  # by this the ops take Triton on CPU tensors
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_INTERPRET", None)
+        for (owner, name, _), original in zip(patches, before, strict=True):
+            setattr(owner, name, original)
+
+
+@contextmanager
+def tables_of(architecture: str, rank: int = 0) -> Iterator[list[int]]:
+    """The tables answer as on `architecture`, with the row of this rank where a class has one.
+
+    Gives a list whose only number is the most rows that a class asked for has.
+    """
+    before = tuned.architecture, tuned.config
+    tuned.architecture = lambda device: architecture
+    longest = [1]
+
+    def config(kernel, klass, device):
+        rows = tuned.rows(kernel, klass, architecture)
+        longest[0] = max(longest[0], len(rows))
+        return dict(rows[min(rank, len(rows) - 1)]["config"])
+
+    tuned.config = config
+    try:
+        yield longest
+    finally:
+        tuned.architecture, tuned.config = before
+
+
+def launches(architecture: str, only: str = "", ranks: int = tuned.MOST_ROWS) -> list[Launch]:
+    """Every distinct launch of every case on an architecture, for all committed configurations."""
+    modules()  # before the ops are told that they are interpreted
+    found: dict[str, Launch] = {}
+    for label, case in CASES.items():
+        rank, rows = 0, 1
+        while only in label and rank < min(rows, ranks):
+            notes: list[Any] = []
+            with recording(notes), tables_of(architecture, rank) as longest:
+                case()
+            if not notes:
+                raise AssertionError(f"the case {label!r} launches nothing")
+            rank, rows = rank + 1, longest[0]
+            for kernel, args, kwargs in notes:
+                launch = note(kernel, label if rank == 1 else f"{label} #{rank}", args, kwargs)
+                found.setdefault(launch.identity, launch)
+    return list(found.values())
+
+
+def modules() -> list[Any]:
+    """Every module of ``tritonrec.kernels`` that holds Triton code."""
+    names = [
+        module.name for module in pkgutil.walk_packages(tritonrec.kernels.__path__, "tritonrec.kernels.")
+    ]
+    return [importlib.import_module(name) for name in names if name.split(".")[-1].startswith("triton_")]
+
+
+def functions() -> dict[str, Any]:
+    """``module.function`` -> JITFunction, each under the module that defines it."""
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, JIT) and value.__module__ == module.__name__
+    }
+
+
+def uncovered(reached: list[Any]) -> list[str]:
+    """The ``@triton.jit`` functions that neither are in `reached` nor are called from there."""
+    seen, todo = set(), list(reached)
+    while todo:
+        function = todo.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.Attribute):
+                with suppress(AttributeError, KeyError):
+                    value = _value(node, function.fn.__globals__)
+                    todo += [value] if isinstance(value, JIT) else []
+    return sorted(name for name, function in functions().items() if id(function) not in seen)
+
+
+def _value(node: ast.expr, scope: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, scope), node.attr)
+    return scope[node.id]
+
+
+CASES: dict[str, Callable[[], Any]] = {}
+# Rows, occurrences or tokens of every case, and the longest sequence: small to compile, large to be timed.
+size, longest = 99, 64
+
+
+@contextmanager
+def sized(rows: int, most: int) -> Iterator[None]:
+    """Cases of other sizes, for a measurement."""
+    global size, longest
+    before, (size, longest) = (size, longest), (rows, most)
+    try:
+        yield
+    finally:
+        size, longest = before
+
+
+def run(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`op` in Triton. Where nothing was launched, zeros may tell of a value that does not fit."""
+    with suppress(ops.ExactSumError):
+        return op(*args, **options, impl="triton")
+
+
+def keys(count: int = 0) -> torch.Tensor:
+    return torch.arange(count or size)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, requires_grad=grad)
+
+
+def offsets() -> torch.Tensor:
+    """Of sequences whose lengths run from 0 to the longest, over and over."""
+    cuts, length = [0], 0
+    while cuts[-1] < size:
+        length = (length * 5 + 41) % (longest + 1)
+        cuts.append(min(size, cuts[-1] + length))
+    return torch.tensor(cuts)
+
+
+def case(*labels: str, **values: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a function under its label, once for each value of its only argument."""
+
+    def add(function):
+        for name, choices in values.items():
+            for choice in choices:
+                text = TYPES.get(choice, f"d{choice}")
+                CASES[f"{labels[0]} {text}"] = lambda choice=choice, name=name: function(**{name: choice})
+        if not values:
+            CASES[labels[0]] = function
+        return function
+
+    return add
+
+
+@case("bucketize")
+def _bucketize():
+    run(ops.owner_of, keys(), 8)
+    run(ops.bucketize, keys(), 8)
+
+
+@case("unique")
+def _unique():
+    run(ops.unique, keys() // 3)
+
+
+@case("intersect")
+def _intersect():
+    run(ops.intersect, keys(), keys() + 50)
+
+
+@case("hash_table")
+def _hash_table():
+    slots = 8 << (size // 4).bit_length()
+    table = torch.zeros(slots, dtype=torch.int64), torch.full((slots,), -1, dtype=torch.int32)
+    with suppress(ValueError):  # a table of zeros may look full
+        run(ops.hash_insert, *table, keys(), 0)
+    run(ops.hash_find, *table, keys())
+    run(ops.hash_assign, *table, keys(), keys())
+    run(ops.hash_erase, *table, keys())
+    run(ops.hash_grow, *table)
+
+
+@case("grid")
+def _grid():
+    run(ops.to_grid, ones(size))
+    run(ops.from_grid, torch.ones(size, dtype=torch.int64))
+
+
+@case("silu")
+def _silu():
+    run(ops.silu, ones(size, grad=True)).sum().backward()
+
+
+@case("gather_rows", dim=(50, 128))
+def _rows(dim):
+    source, rows = ones(size, dim), keys(size // 2)
+    run(ops.scatter_rows, source, rows, run(ops.gather_rows, source, rows))
+
+
+@case("segment_sum", dim=(50, 128))
+def _segment_sum(dim):
+    values, segments = ones(size, dim), keys() // 4
+    run(ops.segment_sum, values, segments, size)
+    run(ops.segment_sum, values, segments, size, level="batch")
+    run(ops.segment_sum, values.long(), segments, size, level="batch")
+
+
+@case("sparse_optimizers", dim=(50, 128))
+def _optimizers(dim):
+    weight, indices, grad = ones(size, dim), keys(size // 2), ones(size // 2, dim)
+    run(ops.sparse_sgd, weight, indices, grad, 0.1)
+    run(ops.sparse_rowwise_adagrad, weight, ones(size, 1), indices, grad, 0.1)
+    run(ops.sparse_adam, weight, weight.clone(), weight.clone(), indices, grad, 0.1, step=3)
+
+
+@case("philox", dim=(50, 128))
+def _philox(dim):
+    run(ops.initial_rows, 7, 2**31 + 1, keys(), dim, 0.05)
+    run(ops.random_indices, 7, 2, 3, keys(), keys(), dim, 10**7)
+
+
+@case("norm_mul_dropout", dim=(50, 256, 1024))
+def _norm(dim):
+    x, u, weight, bias = ones(size, dim, grad=True), ones(size, dim), ones(dim), ones(dim)
+    draws = {"dropout": 0.2, "seed": 2**40 + 1, "sample_ids": keys(), "positions": keys()}
+    run(ops.norm_mul_dropout, x, None, weight, bias).sum().backward()
+    run(ops.norm_mul_dropout, x, u, weight, bias, **draws).sum().backward()
+
+
+@case("sampled_softmax", dim=(50, 256))
+def _softmax(dim):
+    hidden, valid = ones(size, dim, grad=True), torch.ones(size, 32, dtype=torch.bool)
+    run(ops.sampled_softmax, hidden, ones(size, dim), ones(size, 32, dim), valid).sum().backward()
+
+
+@case("linear", dtype=(torch.float32, torch.bfloat16))
+def _linear(dtype):
+    x, weight, bias = ones(size, 64, dtype=dtype), ones(128, 64, dtype=dtype), ones(128, dtype=dtype)
+    run(ops.linear, x, weight, bias)
+    run(ops.linear, ones(size, 128, dtype=dtype), weight.t())
+    if dtype == torch.float32:
+        grid = torch.zeros(128, 64, dtype=torch.int64)
+        run(ops.linear_weight_grad, grid, ones(size, 128), x, offsets())
+
+
+@case("relative_aggregate", dim=(32, 50, 128))
+def _relative(dim):
+    v, table, cuts = ones(size, 2, dim, grad=True), ones(2, 64, grad=True), offsets()
+    run(ops.relative_aggregate, v, table, cuts, longest).sum().backward()
+    run(ops.relative_aggregate, v, table, cuts, longest, keys()).sum().backward()
+
+
+def _attention(dtype, dim_qk, dim_v, **options):
+    q, k = (ones(size, 2, dim_qk, dtype=dtype, grad=True) for _ in range(2))
+    v = ones(size, 2, dim_v, dtype=dtype, grad=True)
+    out = run(ops.hstu_attention, q, k, v, offsets(), longest, alpha=0.1, scaling_seqlen=64, **options)
+    out.sum().backward()
+
+
+def _targets(dtype):
+    _attention(dtype, 50, 64, num_targets=offsets().diff() // 4)
+
+
+for _dtype in (torch.float32, torch.bfloat16):
+    for _qk, _v in ((32, 32), (50, 64), (128, 128), (256, 256)):
+        _label = f"hstu_attention {TYPES[_dtype]} d{_qk}x{_v}"
+        CASES[_label] = lambda dtype=_dtype, qk=_qk, v=_v: _attention(dtype, qk, v)
+    CASES[f"hstu_attention {TYPES[_dtype]} d50x64 targets"] = lambda dtype=_dtype: _targets(dtype)
