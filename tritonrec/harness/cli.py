@@ -262,6 +262,21 @@ def trace(
 
 
 @app.command()
+def bench(
+    only: Annotated[str, typer.Option(help="Suites, or benchmarks, whose name contains this.")] = "",
+    compare: Annotated[Path | None, typer.Option(help="Fail where a ratio leaves this one's band.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; their spread is the band of a baseline.")] = 1,
+    record: Annotated[bool, typer.Option("--record", help="Append to ci/baselines/history.jsonl.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Draw the recorded runs to this PNG.")] = None,
+) -> None:
+    """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
+    from .bench import bench as run_bench
+
+    raise typer.Exit(_checked(lambda: run_bench(only, repeat, json_file, compare, record, chart)))
+
+
+@app.command()
 def doctor() -> None:
     """What this machine has, and whether batch invariance holds on it."""
     from .doctor import doctor as run_doctor

@@ -1,0 +1,260 @@
+"""Kernels beside their peers: runs the suites under ``ci/``, keeps ratios, finds what got slower.
+
+A ratio is a peer's median time over ours in the same run on the same input: above 1 we win. Times of two runs
+on different machines, or on one that is busy, say little; a ratio within a run says more, and is what a
+baseline holds. Its noise band comes from repeated runs (``--repeat``): the greatest ratio over the smallest,
+at least `LEAST_BAND`, since a few runs do not see all the noise. A comparison fails where a ratio is below
+the baseline's median divided by the row's band.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LEAST_BAND = 1.25
+HOW = (
+    "ratio: median over the repeats of peer's median time over ours; band: the greatest ratio of the repeats "
+    f"over the smallest, at least {LEAST_BAND}; a comparison fails below ratio / band"
+)
+# Seconds of a benchmark that pytest-benchmark would run for one: all suites then take a few minutes.
+SECONDS = "0.2"
+
+Rows = dict[str, dict[str, Any]]
+
+
+def checkout() -> Path:
+    """The root of the source tree, which holds the suites; FileNotFoundError in an installed package."""
+    root = Path(__file__).resolve().parent.parent.parent
+    if not (root / "ci" / "ratios.py").exists():
+        raise FileNotFoundError(
+            f"tritonrec bench needs a checkout: {root} has no ci/ with the benchmark suites. Clone the "
+            "repository and install it from there (pip install -e '.[bench]')"
+        )
+    return root
+
+
+def suites(root: Path, only: str) -> list[Path]:
+    """The files ``ci/bench_*.py`` whose name contains `only`, or all of them if none does."""
+    files = sorted((root / "ci").glob("bench_*.py"))
+    return [path for path in files if only in path.stem.removeprefix("bench_")] or files
+
+
+def run_suites(root: Path, only: str, seconds: str = SECONDS) -> dict[str, Any]:
+    """pytest-benchmark's report of the suites, or of what in them is named `only`."""
+    files = suites(root, only)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bench.json"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:randomly",
+            "--timeout=600",
+            *map(str, files),
+        ]
+        command += [f"--benchmark-max-time={seconds}", "--benchmark-min-rounds=5", f"--benchmark-json={path}"]
+        if only and not any(only in file.stem for file in files):
+            command += ["-k", only]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        if done.returncode or not path.exists():
+            raise RuntimeError(f"the benchmark suites failed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+        return json.loads(path.read_text())
+
+
+def rows_of(report: dict[str, Any], root: Path) -> Rows:
+    """``group / peer`` -> ratio and times of one run."""
+    spec = importlib.util.spec_from_file_location("ratios", root / "ci" / "ratios.py")
+    assert spec and spec.loader
+    ratios = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ratios)
+    rows: Rows = {}
+    for group, (ours, *peers) in ratios.groups(report).items():
+        for peer in peers:
+            mine, theirs = ours["stats"]["median"], peer["stats"]["median"]
+            rows[f"{group} / {ratios.contender(peer)}"] = {
+                "ratio": theirs / mine,
+                "ours_seconds": mine,
+                "peer_seconds": theirs,
+                "spread": ours["stats"]["iqr"] / mine + peer["stats"]["iqr"] / theirs,
+            }
+    for row in report["benchmarks"]:
+        extra = row["extra_info"]
+        for name, value in extra.items():
+            if "_over_" in name:
+                what = row["name"].removeprefix("test_").partition("[")[0]
+                parts = [what, str(extra.get("workload", "")), str(extra.get("direction", ""))]
+                label = " ".join(part for part in parts if part)
+                rows[f"{label} / {name.partition('_over_')[2]} (alternating)"] = {"ratio": 1 / value}
+    return rows
+
+
+def provenance(root: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Machine, load, versions, commit, date, seed."""
+    machine, commit = report["machine_info"], report["commit_info"]
+    versions: dict[str, str] = {"python": machine["python_version"]}
+    for row in report["benchmarks"]:
+        versions |= row["extra_info"].get("versions", {})
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "machine": machine["cpu"].get("brand_raw", "unknown"),
+        "cores": machine["cpu"].get("count"),
+        "gpu": gpu,
+        "load": round(os.getloadavg()[0], 2),
+        "versions": versions | {"torch": torch.__version__},
+        "commit": (commit.get("id") or "unknown")[:12],
+        "dirty": bool(commit.get("dirty")),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": 0,
+    }
+
+
+def summary(runs: list[Rows], made: dict[str, Any]) -> dict[str, Any]:
+    """Repeated runs in one: the median ratio of each row, and the band in which it moved."""
+    rows = {}
+    for name in runs[0]:
+        ratios = [run[name]["ratio"] for run in runs if name in run]
+        band = max(LEAST_BAND, max(ratios) / min(ratios))
+        rows[name] = {**runs[0][name], "ratio": median(ratios), "ratios": ratios, "band": band}
+    return {"provenance": made, "repeats": len(runs), "how": HOW, "rows": rows}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A baseline; ValueError if it is none."""
+    report = json.loads(path.read_text())
+    if "rows" not in report:
+        raise ValueError(f"{path} is no baseline: write one with tritonrec bench --repeat 3 --json {path}")
+    return report
+
+
+def slower(before: dict[str, Any], now: dict[str, Any], only: str = "") -> list[str]:
+    """Rows whose ratio fell out of the baseline's band, and rows that are gone, one line each."""
+    found = []
+    for name, old in before["rows"].items():
+        new = now["rows"].get(name)
+        if new is None:
+            if not only:
+                found.append(f"{name}: in the baseline ({old['ratio']:.2f}), not measured now")
+        elif new["ratio"] < old["ratio"] / old["band"]:
+            least = old["ratio"] / old["band"]
+            found.append(
+                f"{name}: {new['ratio']:.2f} times as fast as the peer now, {old['ratio']:.2f} in the "
+                f"baseline (noise reaches down to {least:.2f})"
+            )
+    return found
+
+
+def dump(report: dict[str, Any]) -> str:
+    """JSON with a line for each row, numbers of four digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.4g}")
+        return [short(item) for item in value] if isinstance(value, list) else value
+
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps({key: short(value) for key, value in row.items()})}"
+        for name, row in report["rows"].items()
+    ]
+    head = {key: value for key, value in report.items() if key != "rows"}
+    return json.dumps(head)[:-1] + ',\n "rows": {\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
+def show(report: dict[str, Any], console: Console, before: dict[str, Any] | None = None) -> None:
+    """The ratios as a table; a loss is called one."""
+    made = report["provenance"]
+    table = Table(title=f"{made['machine']}, {made['cores']} cores, load {made['load']}, {made['commit']}")
+    for column in ("what", "ours", "peer", "faster by", *(["baseline"] if before else [])):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, row in report["rows"].items():
+        times = [f"{row[key] * 1e3:.3g} ms" if key in row else "" for key in ("ours_seconds", "peer_seconds")]
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] >= 1 else f"[red]{row['ratio']:.2f} loss[/]"
+        old = before["rows"].get(name) if before else None
+        table.add_row(name, *times, ratio, *([f"{old['ratio']:.2f}" if old else "new"] if before else []))
+    wins = sum(row["ratio"] >= 1 for row in report["rows"].values())
+    console.print(table)
+    console.print(f"{wins} of {len(report['rows'])} ratios are wins, {len(report['rows']) - wins} are losses")
+
+
+def record(report: dict[str, Any], history: Path) -> None:
+    """Append this run to the history, one JSON line."""
+    ratios = {name: float(f"{row['ratio']:.4g}") for name, row in report["rows"].items()}
+    with history.open("a") as file:
+        file.write(json.dumps({"provenance": report["provenance"], "ratios": ratios}) + "\n")
+
+
+def chart(history: Path, png: Path) -> None:
+    """A line for each kernel: the geometric mean of its ratios, over the recorded runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = [json.loads(line) for line in history.read_text().splitlines() if line.strip()]
+    kernels = sorted({_kernel(name) for run in runs for name in run["ratios"]})
+    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    for kernel in kernels:
+        means = []
+        for run in runs:
+            logs = [math.log(ratio) for name, ratio in run["ratios"].items() if _kernel(name) == kernel]
+            means.append(math.exp(sum(logs) / len(logs)) if logs else math.nan)
+        axes.plot(range(len(runs)), means, marker="o", label=kernel)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(runs)), [run["provenance"]["commit"][:7] for run in runs], rotation=45)
+    axes.set_ylabel("times as fast as the peers (geometric mean)")
+    axes.legend(ncols=2, fontsize="small")
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+
+
+def _kernel(name: str) -> str:
+    return name.split()[0].partition(":")[0]
+
+
+def bench(
+    only: str = "",
+    repeat: int = 1,
+    json_file: Path | None = None,
+    compare: Path | None = None,
+    keep: bool = False,
+    png: Path | None = None,
+    console: Console | None = None,
+    run: Callable[[Path, str], dict[str, Any]] = run_suites,
+) -> int:
+    """Run, print, write, compare; 0, or 1 if a ratio fell out of its band."""
+    console, root = console or Console(), checkout()
+    before = load(compare) if compare else None
+    history = root / "ci" / "baselines" / "history.jsonl"
+    reports = [run(root, only) for _ in range(repeat)]
+    now = summary([rows_of(report, root) for report in reports], provenance(root, reports[0]))
+    show(now, console, before)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(dump(now))
+    if keep:
+        record(now, history)
+    if png:
+        chart(history, png)
+    lines = slower(before, now, only) if before else []
+    for line in lines:
+        console.print(f"slower: {line}", markup=False, highlight=False, soft_wrap=True)
+    return 1 if lines else 0
