@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tritonrec.data import prefetch as prefetching
 from tritonrec.data.prefetch import prefetch
 
 LONG = 60  # seconds after which a test that waits for an event has failed
@@ -40,18 +41,27 @@ def test_making_runs_beside_consuming(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_nothing_is_made_further_ahead_than_depth(depth):
-    taken, furthest = [0], []
+def test_nothing_is_made_further_ahead_than_depth(depth, monkeypatch):
+    """Once the thread waits for room while item k is in use, items 0 ... k + depth are made, and no other."""
+    made, blocked_with, blocked = [], [], threading.Condition()
 
-    def items():
-        for number in range(30):
-            furthest.append(number - taken[0])
-            yield number
+    class Watched(threading.Semaphore):
+        def acquire(self):
+            if not super().acquire(blocking=False):
+                with blocked:
+                    blocked_with.append(len(made))
+                    blocked.notify()
+                super().acquire()
 
-    for number in prefetch(items(), depth):
-        assert number == taken[0]
-        taken[0] += 1
-    assert len(furthest) == 30 and max(furthest) <= depth
+    monkeypatch.setattr(prefetching, "Semaphore", Watched)
+    ahead = prefetch((made.append(number) or number for number in range(30)), depth)
+    for number in range(30 - depth):
+        assert next(ahead) == number
+        with blocked:
+            enough = number + depth + 1
+            assert blocked.wait_for(lambda least=enough: max(blocked_with, default=0) >= least, LONG)
+            assert blocked_with[-1] == enough
+    assert list(ahead) == list(range(30 - depth, 30)) and made == list(range(30))
 
 
 def test_an_error_comes_where_its_item_would_have_come():

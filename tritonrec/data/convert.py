@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pyarrow.parquet as pq
 import typer
+from rich.console import Console
 from rich.progress import Progress
 
 from tritonrec.data import parquet
@@ -104,7 +105,7 @@ def convert(
         if unit not in ("s", "ms", "us", "ns"):
             raise ValueError(f"--time-unit must be s, ms, us or ns, got {unit!r}")
         log = load(source)
-        with Progress(transient=True) as progress:
+        with Progress(transient=True, console=Console(stderr=True)) as progress:
             task = progress.add_task("writing", total=len(log))
             write(
                 log,
