@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.kernels.hstu_attention import hstu_attention
+from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.masks import Mask
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -237,14 +239,14 @@ def test_every_element_is_written_and_nothing_else(impl, name):
     tensors, (offsets, longest, alpha, normaliser, targets) = case(name)
     expected = run(impl, tensors, (offsets, longest, alpha, normaliser, targets))
     do, q, k, v = (on(impl, tensor) for tensor in tensors)
-    rest = (on(impl, offsets), longest, alpha, normaliser, on(impl, targets))
+    call = Call(on(impl, offsets), longest, alpha, normaliser, list(Mask()), on(impl, targets))
     guarded = []
     for tensor in (v, q, k, v):
         tokens, heads, dim = tensor.shape
         guarded.append(torch.full((tokens + 2, heads + 2, dim + 2), float("nan"), device=q.device))
     out, dq, dk, dv = inner = [buffer[1:-1, 1:-1, 1:-1] for buffer in guarded]
-    triton_attention.forward(q, k, v, *rest, out)
-    triton_attention.backward(do, q, k, v, *rest, dq, dk, dv)
+    triton_attention.forward(q, k, v, call, out)
+    triton_attention.backward(do, q, k, v, call, dq, dk, dv, *call.new_table_gradients())
     for what, got, value, buffer in zip(GRADIENTS, inner, expected, guarded, strict=True):
         assert torch.equal(got.cpu(), value), what
         assert buffer.isnan().sum() == buffer.numel() - got.numel(), f"guard band of {what}"
@@ -266,6 +268,8 @@ def test_every_element_is_written_and_nothing_else(impl, name):
         ({"k": torch.ones(5, 2, 3)}, r"\(5, 2, 3\)"),
         ({"v": torch.ones(4, 2, 3)}, r"\(4, 2, 3\)"),
         ({"v": torch.ones(5, 2, 3, dtype=torch.float64)}, "float64"),
+        ({"scaling_seqlen": None}, "scaling_seqlen or attn_scale"),
+        ({"attn_scale": torch.ones(5)}, "scaling_seqlen or attn_scale"),
     ],
 )
 @pytest.mark.parametrize("impl", IMPLS[:2])
@@ -302,9 +306,11 @@ def test_compiles_as_one_graph(impl):
 def test_registration(impl):
     (do, *leaves), rest = case("non_contiguous")
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    torch.library.opcheck(torch.ops.tritonrec.hstu_attention.default, (*leaves, *rest, impl))
+    offsets, longest, alpha, normaliser, targets = rest
+    call = Call(offsets, longest, alpha, normaliser, list(Mask()), targets, impl=impl)
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention.default, (*leaves, *call))
     leaves = [leaf.detach() for leaf in leaves]
-    torch.library.opcheck(torch.ops.tritonrec.hstu_attention_backward.default, (do, *leaves, *rest, impl))
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention_backward.default, (do, *leaves, *call))
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,12 +1,14 @@
 """Jagged HSTU attention: pointwise SiLU instead of softmax, over sequences stored end to end.
 
-    S = alpha * Q K^T,   P = silu(S) * mask / scaling_seqlen,   O = P V
-    dV = P^T dO,   dS = (dO V^T) * sigmoid(S) * (1 + S * (1 - sigmoid(S))) * mask / scaling_seqlen
-    dQ = alpha * dS K,   dK = alpha * dS^T Q
+    S = alpha * Q K^T + factor * bias,   P = silu(S) * mask * scale,   O = P V
+    dV = P^T dO,   dS = (dO V^T) * sigmoid(S) * (1 + S * (1 - sigmoid(S))) * mask * scale
+    dQ = alpha * dS K,   dK = alpha * dS^T Q,   d table[r] = factor * sum of dS over pairs that use entry r
 
-Source: Zhai et al., "Actions speak louder than words", ICML 2024, equation 2, without the relative bias.
-Two sequences of lengths 3 and 2 and an empty one between them, seq_offsets = [0, 3, 3, 5]; the last one has
-one target (t), which sees history and itself::
+    bias(i, j) = pos_weights[position of j relative to i] + ts_weights[floor(log2(max(1, t_i - t_j)))]
+
+Source: Zhai et al., "Actions speak louder than words", ICML 2024, equation 2. Two sequences of lengths 3 and
+2 and an empty one between them, seq_offsets = [0, 3, 3, 5]; the last one has one target (t), which sees
+history and itself::
 
     L = 5 rows     0 1 2 | 3 4        mask    1 . . | . .
                    a a a | b t                1 1 . | . .
@@ -14,25 +16,36 @@ one target (t), which sees history and itself::
                                               . . . | 1 .
                                               . . . | 1 1
 
+`masks` draws what contextual tokens, target groups, a window and a prefix do to it, together.
+
 The normaliser is an argument and never the longest sequence of the batch, and a sum runs along one sequence
 in a fixed order: a sequence's output and gradients do not depend, bit for bit, on what it is batched with.
-There are no atomics and no locks: dQ is summed by query rows, dK and dV by key rows. Only the inputs are
-kept for backward; scores are computed again.
+Gradients of the tables leave the kernel one sequence at a time, (B, entries), for a caller who rounds each of
+them once to the exact grid. There are no atomics and no locks, unless ``deterministic=False`` asks for them:
+dQ is summed by query rows, dK and dV by key rows. Only the inputs are kept for backward; scores are computed
+again, and no (L, L) matrix exists at any moment.
 
-Dimensions: B sequences, L tokens, H heads, Dqk and Dv features of a head.
+Dimensions: B sequences, L tokens, M queries (= L without `delta_offsets`), H heads, Dqk and Dv features of a
+head.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.hstu_attention import reference
-from tritonrec.kernels.offsets import check_lengths, check_offsets
+from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.checks import check_arguments, check_values
+from tritonrec.kernels.hstu_attention.masks import Mask
 from tritonrec.kernels.workers import over_ranges
 
 __all__ = ["attention_backward", "attention_forward", "hstu_attention"]
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def hstu_attention(
@@ -43,76 +56,83 @@ def hstu_attention(
     max_seq_len: int,
     *,
     alpha: float,
-    scaling_seqlen: int,
+    scaling_seqlen: int | None = None,
+    attn_scale: torch.Tensor | None = None,
     num_targets: torch.Tensor | None = None,
+    target_group_size: int = 1,
+    num_contexts: torch.Tensor | None = None,
+    contextual_seq_len: int = 0,
+    max_attn_len: int = 0,
+    min_full_attn_seq_len: int = 0,
+    attn_prefix_len: int = 0,
+    pos_weights: torch.Tensor | None = None,
+    ts_weights: torch.Tensor | None = None,
+    timestamps: torch.Tensor | None = None,
+    query_timestamps: torch.Tensor | None = None,
+    bias_scaled_by_alpha: bool = False,
+    delta_offsets: torch.Tensor | None = None,
+    deterministic: bool = True,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Causal HSTU attention, diagonal included, over jagged sequences.
+    """Causal HSTU attention, diagonal included, over jagged sequences. All masks combine.
 
     Args:
-        q, k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32; bf16 and fp16 too in Triton. The last dimension
-            contiguous, other strides free (slices of one projection will do).
+        q: (M, H, Dqk). k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32; bf16 and fp16 too in Triton. The
+            last dimension contiguous, other strides free (slices of one projection will do). In Triton no
+            head has more than 256 features.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].
-        max_seq_len: no sequence is longer; it sizes the launch and changes no value.
-        alpha: factor of the scores. scaling_seqlen: the normaliser N >= 1, the same for every batch.
+        max_seq_len: no sequence is longer. It sizes the launch and `pos_weights`, and changes no value else.
+        alpha: factor of the scores.
+        scaling_seqlen: the normaliser N >= 1, the same for every batch: scale = 1 / N. Or, instead,
+        attn_scale: (M,) float32, the scale of each query's row, or one element for all; not differentiated.
         num_targets: (B,) int32 or int64: the last so many tokens of a sequence see the tokens before them
-            all and themselves, not each other.
+            all and themselves, not each other. In groups of `target_group_size` they also see the earlier
+            ones of their group.
+        num_contexts: (B,) int32 or int64: the first so many tokens of a sequence see each other and all of
+            history. Or `contextual_seq_len`, the same number for all sequences; one that is shorter without
+            its targets has no history then.
+        max_attn_len: history and targets see at most so many places back, and themselves; 0: no limit.
+        min_full_attn_seq_len: the last so many rows of history, and the targets, have no such limit.
+        attn_prefix_len: nor do the first so many tokens of a sequence, as keys.
+        pos_weights: (2 N - 1,) float32 with N = max_seq_len, weight of query i and key j at j - i + N - 1; or
+            (N,), at i - j, for masks without contextual tokens. One table for all heads.
+        ts_weights: (buckets,) float32; floor(log2(max(1, t_i - t_j))), at most the last bucket, exact for all
+            int64. timestamps: (L,) int64, needed with it. query_timestamps: (L,) int64, the t_i where they
+            are others (HSTU takes the time of the next token).
+        bias_scaled_by_alpha: False: alpha * q k + bias, as Meta's code has it. True: alpha * (q k + bias), as
+            NVIDIA's and FBGEMM's.
+        delta_offsets: (B + 1,): sequence b has queries for its last delta_offsets[b + 1] - delta_offsets[b]
+            tokens only, for serving with cached keys and values. Output rows have the bits of the full call.
+        deterministic: False lets Triton's backward add dq by float32 atomics, five products instead of seven:
+            faster, and not the same bits each time. The CPU is deterministic anyway.
     Returns:
-        (L, H, Dv) of v's dtype. Differentiable in q, k and v.
+        (M, H, Dv) of v's dtype. Differentiable in q, k, v, pos_weights and ts_weights.
     Raises:
-        ValueError: shapes, dtypes, offsets, lengths or numbers of targets that do not fit.
+        ValueError: shapes, dtypes, offsets, lengths or numbers of tokens that do not fit.
     """
-    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"q and k must be (L, H, Dqk) and v (L, H, Dv), got q {tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"v {tuple(v.shape)}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if scaling_seqlen < 1:
-        raise ValueError(f"scaling_seqlen must be at least 1, got {scaling_seqlen}")
-    if num_targets is not None and num_targets.shape != (seq_offsets.shape[0] - 1,):
-        raise ValueError(f"num_targets must be ({seq_offsets.shape[0] - 1},), got {tuple(num_targets.shape)}")
-    if num_targets is not None and num_targets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"num_targets must be int32 or int64, got {num_targets.dtype}")
-    return _hstu_attention(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl)
+    if contextual_seq_len:
+        if num_contexts is not None:
+            raise ValueError("give num_contexts or contextual_seq_len, not both")
+        rest = seq_offsets[1:] - seq_offsets[:-1]
+        rest = rest if num_targets is None else rest - num_targets
+        num_contexts = rest.clamp(0, contextual_seq_len)
+    mask = Mask(target_group_size, max_attn_len, min_full_attn_seq_len, attn_prefix_len)
+    call = Call(
+        seq_offsets, max_seq_len, alpha, 1 if scaling_seqlen is None else scaling_seqlen, list(mask),
+        num_targets, num_contexts, delta_offsets, attn_scale, pos_weights, ts_weights, timestamps,
+        query_timestamps, alpha if bias_scaled_by_alpha else 1.0, deterministic, impl,
+    )  # fmt: skip
+    if (scaling_seqlen is None) == (attn_scale is None):
+        raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
+    check_arguments(q, k, v, call, contextual_seq_len)
+    return _hstu_attention(q, k, v, *call)
 
 
-def _check(seq_offsets: torch.Tensor, tokens: int, max_seq_len: int, targets: torch.Tensor | None) -> None:
-    check_offsets("seq_offsets", seq_offsets, tokens)
-    check_lengths(seq_offsets, max_seq_len)
-    lengths = seq_offsets[1:] - seq_offsets[:-1]
-    if seq_offsets.device.type != "cpu":
-        if targets is not None:
-            fits = ((targets >= 0) & (targets <= lengths)).all()
-            torch._assert_async(fits, "num_targets must lie between 0 and a sequence's length")
-        return
-    if targets is not None:
-        wrong = ((targets < 0) | (targets > lengths)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise ValueError(
-                f"num_targets[{at}] = {int(targets[at])} for a sequence of {int(lengths[at])} tokens"
-            )
-
-
-def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    scaling_seqlen: int,
-    num_targets: torch.Tensor | None,
-    impl: str,
-) -> torch.Tensor:
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """`hstu_attention` without the checks and the dispatcher: the door for hot callers."""
-    chosen = implementation(impl, q)  # type: ignore[arg-type]
+    chosen = implementation(call.impl, q)  # type: ignore[arg-type]
     if chosen == "reference":
-        return reference.forward(
-            q, k, v, seq_offsets, alpha, scaling_seqlen, _targets(num_targets, seq_offsets)
-        )
+        return reference.forward(q, k, v, call)
     shape = (*q.shape[:2], v.shape[2])
     if q.numel() == 0 or v.numel() == 0:
         return v.new_zeros(shape)
@@ -120,69 +140,51 @@ def attention_forward(
         from tritonrec.kernels.hstu_attention import triton_attention
 
         out = v.new_empty(shape)
-        triton_attention.forward(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, out)
+        triton_attention.forward(q, k, v, call, out)
         return out
     from tritonrec.kernels.hstu_attention import numba_attention
 
     out = v.new_zeros(shape)
-    offsets, targets, sizes, cost = _plan(q, v, seq_offsets, num_targets)
-    arguments = (
-        *_flat(q), *_flat(k), *_flat(v), offsets, targets, np.float32(alpha), np.float32(1 / scaling_seqlen),
-        out.view(-1).numpy(),
-    )  # fmt: skip
+    described, sizes, cost = _plan(q, v, call)
+    arguments = (*_flat(q), *_flat(k), *_flat(v), *described, out.view(-1).numpy())
 
     def run(start: int, stop: int) -> None:
-        numba_attention.forward(*arguments, np.uintp(start), np.uintp(stop), *sizes)
+        numba_attention.forward(*arguments, np.uintp(start), np.uintp(stop), *sizes)  # type: ignore[call-arg]
 
-    over_ranges(run, len(targets), cost)
+    over_ranges(run, call.num_sequences, cost)
     return out
 
 
 def attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    scaling_seqlen: int,
-    num_targets: torch.Tensor | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, each contiguous."""
-    chosen = implementation(impl, q)  # type: ignore[arg-type]
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> Gradients:
+    """dq, dk, dv, each contiguous, and each sequence's gradients of the tables, (B, entries) float32."""
+    chosen = implementation(call.impl, q)  # type: ignore[arg-type]
     if chosen == "reference":
-        targets = _targets(num_targets, seq_offsets)
-        return reference.backward(do, q, k, v, seq_offsets, alpha, scaling_seqlen, targets)
+        return reference.backward(do, q, k, v, call)
+    dpos, dts = call.new_table_gradients()
     if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
         from tritonrec.kernels.hstu_attention import triton_attention
 
         dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
-        triton_attention.backward(
-            do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, dq, dk, dv
-        )
-        return dq, dk, dv
+        triton_attention.backward(do, q, k, v, call, dq, dk, dv, dpos, dts)
+        return dq, dk, dv, dpos, dts
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     if q.numel() == 0 or v.numel() == 0:
-        return dq, dk, dv
+        return dq, dk, dv, dpos, dts
     from tritonrec.kernels.hstu_attention import numba_attention
 
-    plan_offsets, plan_targets, sizes, cost = _plan(q, v, seq_offsets, num_targets)
+    described, sizes, cost = _plan(q, v, call)
     arguments = (
-        *_flat(do), *_flat(q), *_flat(k), *_flat(v), plan_offsets, plan_targets, np.float32(alpha),
-        np.float32(1 / scaling_seqlen), dq.view(-1).numpy(), dk.view(-1).numpy(), dv.view(-1).numpy(),
+        *_flat(do), *_flat(q), *_flat(k), *_flat(v), *described, dq.view(-1).numpy(), dk.view(-1).numpy(),
+        dv.view(-1).numpy(), dpos.numpy(), dts.numpy(),
     )  # fmt: skip
 
     def run(start: int, stop: int) -> None:
-        numba_attention.backward(*arguments, np.uintp(start), np.uintp(stop), *sizes)
+        numba_attention.backward(*arguments, np.uintp(start), np.uintp(stop), *sizes)  # type: ignore[call-arg]
 
-    over_ranges(run, len(plan_targets), 2.5 * cost)
-    return dq, dk, dv
-
-
-def _targets(num_targets: torch.Tensor | None, seq_offsets: torch.Tensor) -> torch.Tensor:
-    return seq_offsets.new_zeros(seq_offsets.shape[0] - 1) if num_targets is None else num_targets
+    over_ranges(run, call.num_sequences, 2.5 * cost)
+    return dq, dk, dv, dpos, dts
 
 
 def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, np.uintp, np.uintp]:
@@ -195,72 +197,102 @@ def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, np.uintp, np.uintp]:
     return flat, np.uintp(tensor.stride(0)), np.uintp(tensor.stride(1))
 
 
-def _plan(
-    q: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, num_targets: torch.Tensor | None
-) -> tuple[np.ndarray, np.ndarray, tuple[np.uintp, ...], float]:
+_NO_TIMES, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+def _array(tensor: torch.Tensor | None, absent: np.ndarray) -> np.ndarray:
+    return absent if tensor is None else tensor.detach().contiguous().numpy()
+
+
+@lru_cache(maxsize=8)
+def _zeros(count: int) -> np.ndarray:
+    return np.zeros(count, np.int64)
+
+
+def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np.uintp, ...], float]:
+    """What numba's kernels take beside their tensors, their sizes, and what forward costs."""
     if q.dtype != torch.float32:
-        raise ValueError(f"hstu_attention on the CPU computes in float32, got {q.dtype}")
-    offsets = seq_offsets.contiguous().numpy()
+        raise ValueError(
+            f"hstu_attention on the CPU computes in float32, got {q.dtype}: convert q, k and v with "
+            ".float(), or take impl='reference'"
+        )
+    offsets = call.seq_offsets.contiguous().numpy()
+    row_offsets = _array(call.delta_offsets, offsets)
     lengths = np.diff(offsets).astype(np.float64)
-    targets = _targets(num_targets, seq_offsets).contiguous().numpy()
+    none = _zeros(call.num_sequences)
+    if call.attn_scale is None:
+        scales = np.full(1, np.float32(1 / call.scaling_seqlen))
+    else:
+        scales = call.attn_scale.contiguous().view(-1).numpy()
+    base, sign = (0, 0) if call.pos_weights is None else call.position_index
+    times = _array(call.timestamps, _NO_TIMES)
+    described = (
+        offsets, row_offsets, _array(call.num_targets, none), _array(call.num_contexts, none),
+        np.array(call.mask_numbers, np.int64), scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
+        _array(call.pos_weights, _NO_WEIGHTS), base, sign, _array(call.ts_weights, _NO_WEIGHTS),
+        _array(call.query_timestamps, times), times, np.float32(call.bias_factor),
+    )  # fmt: skip
     heads, dim_qk, dim_v = q.shape[1], q.shape[2], v.shape[2]
     sizes = tuple(map(np.uintp, (heads, dim_qk, dim_v, int(lengths.max()))))
-    return offsets, targets, sizes, float((lengths * lengths).sum()) * heads * (dim_qk + dim_v)
+    return described, sizes, float((lengths * np.diff(row_offsets)).sum()) * heads * (dim_qk + dim_v)
 
 
-@torch.library.custom_op("tritonrec::hstu_attention", mutates_args=())
-def _hstu_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    scaling_seqlen: int,
-    num_targets: torch.Tensor | None,
-    impl: str,
-) -> torch.Tensor:
-    _check(seq_offsets, q.shape[0], max_seq_len, num_targets)
-    return attention_forward(
-        q.detach(), k.detach(), v.detach(), seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl
-    )
+_CALL = (
+    "Tensor seq_offsets, SymInt max_seq_len, float alpha, SymInt scaling_seqlen, SymInt[] mask_numbers, "
+    "Tensor? num_targets, Tensor? num_contexts, Tensor? delta_offsets, Tensor? attn_scale, "
+    "Tensor? pos_weights, Tensor? ts_weights, Tensor? timestamps, Tensor? query_timestamps, "
+    "float bias_factor, bool deterministic, str impl"
+)
+
+
+@torch.library.custom_op(
+    "tritonrec::hstu_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor"
+)
+def _hstu_attention(q, k, v, *described):
+    call = Call(*described)
+    check_values(q, k, call)
+    return attention_forward(q.detach(), k.detach(), v.detach(), call)
 
 
 @_hstu_attention.register_fake
-def _(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl):
+def _(q, k, v, *described):
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-@torch.library.custom_op("tritonrec::hstu_attention_backward", mutates_args=())
-def _hstu_attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_offsets: torch.Tensor,
-    max_seq_len: int,
-    alpha: float,
-    scaling_seqlen: int,
-    num_targets: torch.Tensor | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_backward(do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl)
+@torch.library.custom_op(
+    "tritonrec::hstu_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _hstu_attention_backward(do, q, k, v, *described):
+    return attention_backward(do, q, k, v, Call(*described))
 
 
 @_hstu_attention_backward.register_fake
-def _(do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, impl):
-    return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+def _(do, q, k, v, *described):
+    return *(t.new_empty(t.shape) for t in (q, k, v)), *Call(*described).new_table_gradients()
 
 
 def _save(ctx, inputs, output):
-    q, k, v, seq_offsets, *ctx.numbers, num_targets, ctx.impl = inputs
-    ctx.save_for_backward(q, k, v, seq_offsets, num_targets)
+    q, k, v, *described = inputs
+    ctx.tensors = [n for n, value in enumerate(described) if isinstance(value, torch.Tensor)]
+    ctx.described = [None if isinstance(value, torch.Tensor) else value for value in described]
+    ctx.save_for_backward(q, k, v, *(described[n] for n in ctx.tensors))
 
 
 def _backward(ctx, do):
-    q, k, v, seq_offsets, num_targets = ctx.saved_tensors
-    dq, dk, dv = _hstu_attention_backward(do, q, k, v, seq_offsets, *ctx.numbers, num_targets, ctx.impl)
-    return dq, dk, dv, None, None, None, None, None, None
+    q, k, v, *tensors = ctx.saved_tensors
+    described = list(ctx.described)
+    for n, tensor in zip(ctx.tensors, tensors, strict=True):
+        described[n] = tensor
+    call = Call(*described)
+    dq, dk, dv, dpos, dts = _hstu_attention_backward(do, q, k, v, *call)
+    rest = dict.fromkeys(Call._fields)
+    if call.pos_weights is not None:
+        rest["pos_weights"] = dpos.sum(0)
+    if call.ts_weights is not None:
+        rest["ts_weights"] = dts.sum(0)
+    return dq, dk, dv, *rest.values()
 
 
 _hstu_attention.register_autograd(_backward, setup_context=_save)

@@ -1,20 +1,24 @@
+# mypy: ignore-errors
 """HSTU attention on the CPU: four query rows at a time, one head of one sequence after another.
 
 A sequence is read where it lies; only the keys (and in backward the values) of the current head are copied,
-transposed, so that scores of neighbouring keys lie side by side. Columns to the right of the four rows'
-diagonal are never computed. Every sum is one ascending chain (`kernels.numba_matmul`), so a sequence's bits
-depend on that sequence alone.
+transposed, so that scores of neighbouring keys lie side by side. Columns that none of the four rows sees are
+left out in runs (`numba_mask`). Every sum is one ascending chain (`kernels.numba_matmul`), so a sequence's
+bits depend on that sequence alone, and a row of the output on that row.
 """
 
 import numpy as np
 from numba import njit
 
+from tritonrec.kernels.hstu_attention.numba_bias import add_bias, add_bias_gradient
+from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.numba_float import exp
 from tritonrec.kernels.numba_matmul import add_products
 
 F32 = np.float32
+I = np.int64
 U = np.uintp
-ONE, FOUR = U(1), U(4)
+ONE, THREE, FOUR = U(1), U(3), U(4)
 
 
 @njit(cache=True, nogil=True)
@@ -26,123 +30,219 @@ def transpose(source, first, stride, rows, columns, out, out_stride):
             out[c * out_stride + r] = source[start + c]
 
 
+@njit(cache=True, nogil=True, inline="always")
+def clear(x, start, count):
+    for j in range(count):
+        x[start + j] = F32(0.0)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def spans_of(spans, row, n):
+    """The n-th of the three spans of a row."""
+    if n == 0:
+        return U(0), U(spans[row, 0])
+    if n == 1:
+        return U(spans[row, 1]), U(spans[row, 2])
+    return U(spans[row, 3]), row + ONE
+
+
+@njit(cache=True, nogil=True, inline="always")
+def clear_hidden(x, at, spans, row, left, right):
+    """Zero what `row` does not see in the run of columns [left, right)."""
+    done = left
+    for n in range(3):
+        start, stop = spans_of(spans, row, n)
+        if start < stop:
+            start, stop = min(max(start, done), right), min(max(stop, done), right)
+            clear(x, at + done, start - done)
+            done = stop
+    clear(x, at + done, right - done)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def weigh(p, start, count, alpha, scale):
+    """p = silu(alpha p) * scale."""
+    for j in range(count):
+        x = alpha * p[start + j]
+        p[start + j] = x / (F32(1.0) + exp(-x)) * scale
+
+
+@njit(cache=True, nogil=True, inline="always")
+def weigh_with_slope(p, ds, start, count, alpha, scale, gain):
+    """p = silu(alpha p) * scale, ds = ds * silu'(alpha p) * scale * gain."""
+    for j in range(count):
+        x = alpha * p[start + j]
+        s = F32(1.0) / (F32(1.0) + exp(-x))
+        p[start + j] = x * s * scale
+        ds[start + j] = ds[start + j] * (s * (F32(1.0) + x * (F32(1.0) - s))) * scale * gain
+
+
 @njit(cache=True, nogil=True)
-def last_visible(row, history):
-    """Keys before this position are visible to the query `row`, and the row itself is; no others."""
-    return min(row + ONE, history)
+def add_bias_to_row(p, at, spans, row, pos, base, sign, ts, row_time, times, begin, alpha, factor):
+    """p = alpha p + factor * bias where `row` sees."""
+    for n in range(3):
+        start, stop = spans_of(spans, row, n)
+        for j in range(start, stop):
+            p[at + j] *= alpha
+        add_bias(p, at, I(row), I(start), I(stop), pos, base, sign, ts, row_time, times, I(begin), factor)
 
 
 @njit(cache=True, nogil=True)
 def forward(
-    q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, targets, alpha, scale, out,
+    q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, row_offsets, targets, contexts, mask,
+    scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor, out,
     start, stop, heads, dim_qk, dim_v, longest,
 ):  # fmt: skip
-    """Sequences [start, stop); `out` is contiguous and zero; `targets` has one entry per sequence."""
+    """Sequences [start, stop); `out` is contiguous and zero; `targets` has one entry per sequence.
+
+    `row_offsets` are the offsets of q: the last so many tokens of each sequence. The scale of row t is
+    ``scales[t * scale_step]``.
+    """
     width = longest + U(16)  # rows of a power of two would fall into one set of the cache
     keys = np.empty(dim_qk * width, F32)
     p = np.empty(FOUR * width, F32)
+    spans = np.empty((longest, 4), np.int64)
+    runs = np.empty((3, 2), np.int64)
     out_token = heads * dim_v
+    biased = pos.shape[0] + ts.shape[0] > 0
+    slope = F32(1.0) if biased else alpha
+    row_time = I(0)
     for b in range(start, stop):
-        begin = U(offsets[b])
+        begin, row_begin = U(offsets[b]), U(row_offsets[b])
         length = U(offsets[b + 1]) - begin
-        history = length - U(targets[b])
+        hidden = length - (U(row_offsets[b + 1]) - row_begin)  # tokens before the first query
+        find_spans(spans, I(hidden), I(length), I(length) - I(targets[b]), I(contexts[b]), mask)
         for h in range(heads):
-            q_first, v_first = begin * q_token + h * q_head, begin * v_token + h * v_head
-            out_first = begin * out_token + h * dim_v
+            v_first = begin * v_token + h * v_head
             transpose(k, begin * k_token + h * k_head, k_token, length, dim_qk, keys, width)
-            i = U(0)
+            i = hidden
             while i < length:
-                rows = min(FOUR, length - i)
-                columns = i + rows
+                rows = min(FOUR - (i & THREE), length - i)
+                count = find_runs(runs, spans, I(i), I(i + rows))
+                t = row_begin + (i - hidden)
+                for n in range(count):
+                    left, right = U(runs[n, 0]), U(runs[n, 1])
+                    for r in range(rows):
+                        clear(p, r * width + left, right - left)
+                    add_products(
+                        p, left, width, q, t * q_token + h * q_head, q_token, ONE, keys, left, width,
+                        rows, dim_qk, right - left,
+                    )  # fmt: skip
                 for r in range(rows):
-                    p[r * width : r * width + columns] = 0
-                add_products(
-                    p, U(0), width, q, q_first + i * q_token, q_token, ONE, keys, U(0), width,
-                    rows, dim_qk, columns,
-                )  # fmt: skip
-                for r in range(rows):
-                    at = r * width
-                    own = p[at + i + r]
-                    seen = last_visible(i + r, history)
-                    for j in range(seen):
-                        x = alpha * p[at + j]
-                        p[at + j] = x / (F32(1.0) + exp(-x)) * scale
-                    for j in range(seen, columns):
-                        p[at + j] = F32(0.0)
-                    if i + r >= seen:
-                        x = alpha * own
-                        p[at + i + r] = x / (F32(1.0) + exp(-x)) * scale
-                add_products(
-                    out, out_first + i * out_token, out_token, p, U(0), width, ONE, v, v_first, v_token,
-                    rows, columns, dim_v,
-                )  # fmt: skip
-                i += FOUR
+                    at, row = r * width, i + r
+                    for n in range(count):
+                        clear_hidden(p, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
+                    if biased:
+                        if row_times.shape[0] > 0:
+                            row_time = row_times[begin + row]
+                        add_bias_to_row(
+                            p, at, spans, row, pos, base, sign, ts, row_time, times, begin, alpha, factor
+                        )
+                    scale = scales[(t + r) * scale_step]
+                    for n in range(3):
+                        left, right = spans_of(spans, row, n)
+                        weigh(p, at + left, right - left, slope, scale)
+                for n in range(count):
+                    left, right = U(runs[n, 0]), U(runs[n, 1])
+                    add_products(
+                        out, t * out_token + h * dim_v, out_token, p, left, width, ONE,
+                        v, v_first + left * v_token, v_token, rows, right - left, dim_v,
+                    )  # fmt: skip
+                i += rows
 
 
 @njit(cache=True, nogil=True)
 def backward(
-    do, do_token, do_head, q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, targets,
-    alpha, scale, dq, dk, dv, start, stop, heads, dim_qk, dim_v, longest,
+    do, do_token, do_head, q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, row_offsets,
+    targets, contexts, mask, scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor,
+    dq, dk, dv, dpos, dts, start, stop, heads, dim_qk, dim_v, longest,
 ):  # fmt: skip
-    """As `forward`; dq, dk and dv are contiguous and zero. A key's gradient adds its queries in order."""
+    """As `forward`; dq, dk and dv are contiguous and zero. A key's gradient adds its queries in order.
+
+    dpos and dts (B, entries) are overwritten with each sequence's gradients of the tables.
+    """
     width = longest + U(16)
     keys = np.empty(dim_qk * width, F32)
     values = np.empty(dim_v * width, F32)
     p = np.empty(FOUR * width, F32)
     ds = np.empty(FOUR * width, F32)
+    spans = np.empty((longest, 4), np.int64)
+    runs = np.empty((3, 2), np.int64)
+    pos_sums, ts_sums = np.empty(pos.shape[0], np.float64), np.empty(ts.shape[0], np.float64)
     qk_token, o_token = heads * dim_qk, heads * dim_v
+    biased = pos.shape[0] + ts.shape[0] > 0
+    slope, gain = (F32(1.0), F32(1.0)) if biased else (alpha, alpha)
+    row_time = I(0)
     for b in range(start, stop):
-        begin = U(offsets[b])
+        begin, row_begin = U(offsets[b]), U(row_offsets[b])
         length = U(offsets[b + 1]) - begin
-        history = length - U(targets[b])
+        hidden = length - (U(row_offsets[b + 1]) - row_begin)
+        find_spans(spans, I(hidden), I(length), I(length) - I(targets[b]), I(contexts[b]), mask)
+        pos_sums[:] = 0
+        ts_sums[:] = 0
         for h in range(heads):
-            q_first, k_first = begin * q_token + h * q_head, begin * k_token + h * k_head
-            do_first = begin * do_token + h * do_head
-            dqk_first, dv_first = begin * qk_token + h * dim_qk, begin * o_token + h * dim_v
+            k_first = begin * k_token + h * k_head
+            dk_first, dv_first = begin * qk_token + h * dim_qk, begin * o_token + h * dim_v
             transpose(k, k_first, k_token, length, dim_qk, keys, width)
             transpose(v, begin * v_token + h * v_head, v_token, length, dim_v, values, width)
-            i = U(0)
+            i = hidden
             while i < length:
-                rows = min(FOUR, length - i)
-                columns = i + rows
+                rows = min(FOUR - (i & THREE), length - i)
+                count = find_runs(runs, spans, I(i), I(i + rows))
+                t = row_begin + (i - hidden)
+                q_first, do_first = t * q_token + h * q_head, t * do_token + h * do_head
+                for n in range(count):
+                    left, right = U(runs[n, 0]), U(runs[n, 1])
+                    for r in range(rows):
+                        clear(p, r * width + left, right - left)
+                        clear(ds, r * width + left, right - left)
+                    add_products(
+                        p, left, width, q, q_first, q_token, ONE, keys, left, width,
+                        rows, dim_qk, right - left,
+                    )  # fmt: skip
+                    add_products(
+                        ds, left, width, do, do_first, do_token, ONE, values, left, width,
+                        rows, dim_v, right - left,
+                    )  # fmt: skip
                 for r in range(rows):
-                    p[r * width : r * width + columns] = 0
-                    ds[r * width : r * width + columns] = 0
-                add_products(
-                    p, U(0), width, q, q_first + i * q_token, q_token, ONE, keys, U(0), width,
-                    rows, dim_qk, columns,
-                )  # fmt: skip
-                add_products(
-                    ds, U(0), width, do, do_first + i * do_token, do_token, ONE, values, U(0), width,
-                    rows, dim_v, columns,
-                )  # fmt: skip
-                for r in range(rows):
-                    at = r * width
-                    own, own_slope = p[at + i + r], ds[at + i + r]
-                    seen = last_visible(i + r, history)
-                    for j in range(seen):
-                        x = alpha * p[at + j]
-                        s = F32(1.0) / (F32(1.0) + exp(-x))
-                        p[at + j] = x * s * scale
-                        ds[at + j] = ds[at + j] * (s * (F32(1.0) + x * (F32(1.0) - s))) * scale * alpha
-                    for j in range(seen, columns):
-                        p[at + j] = F32(0.0)
-                        ds[at + j] = F32(0.0)
-                    if i + r >= seen:
-                        x = alpha * own
-                        s = F32(1.0) / (F32(1.0) + exp(-x))
-                        p[at + i + r] = x * s * scale
-                        ds[at + i + r] = own_slope * (s * (F32(1.0) + x * (F32(1.0) - s))) * scale * alpha
-                add_products(
-                    dq, dqk_first + i * qk_token, qk_token, ds, U(0), width, ONE, k, k_first, k_token,
-                    rows, columns, dim_qk,
-                )  # fmt: skip
-                add_products(
-                    dk, dqk_first, qk_token, ds, U(0), ONE, width, q, q_first + i * q_token, q_token,
-                    columns, rows, dim_qk,
-                )  # fmt: skip
-                add_products(
-                    dv, dv_first, o_token, p, U(0), ONE, width, do, do_first + i * do_token, do_token,
-                    columns, rows, dim_v,
-                )  # fmt: skip
-                i += FOUR
+                    at, row = r * width, i + r
+                    for n in range(count):
+                        clear_hidden(p, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
+                        clear_hidden(ds, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
+                    if biased:
+                        if row_times.shape[0] > 0:
+                            row_time = row_times[begin + row]
+                        add_bias_to_row(
+                            p, at, spans, row, pos, base, sign, ts, row_time, times, begin, alpha, factor
+                        )
+                    scale = scales[(t + r) * scale_step]
+                    for n in range(3):
+                        left, right = spans_of(spans, row, n)
+                        weigh_with_slope(p, ds, at + left, right - left, slope, scale, gain)
+                        if biased:
+                            add_bias_gradient(
+                                ds, at, I(row), I(left), I(right), pos_sums, base, sign, ts_sums, row_time,
+                                times, I(begin),
+                            )  # fmt: skip
+                            for j in range(at + left, at + right):
+                                ds[j] *= alpha
+                for n in range(count):
+                    left, right = U(runs[n, 0]), U(runs[n, 1])
+                    columns = right - left
+                    add_products(
+                        dq, t * qk_token + h * dim_qk, qk_token, ds, left, width, ONE,
+                        k, k_first + left * k_token, k_token, rows, columns, dim_qk,
+                    )  # fmt: skip
+                    add_products(
+                        dk, dk_first + left * qk_token, qk_token, ds, left, ONE, width,
+                        q, q_first, q_token, columns, rows, dim_qk,
+                    )  # fmt: skip
+                    add_products(
+                        dv, dv_first + left * o_token, o_token, p, left, ONE, width,
+                        do, do_first, do_token, columns, rows, dim_v,
+                    )  # fmt: skip
+                i += rows
+        for e in range(pos_sums.shape[0]):
+            dpos[b, e] = F32(factor * pos_sums[e])
+        for e in range(ts_sums.shape[0]):
+            dts[b, e] = F32(factor * ts_sums[e])

@@ -1,52 +1,85 @@
-"""HSTU attention one sequence and head at a time, with the mask spelled out; any float dtype."""
+"""HSTU attention one sequence and head at a time, with mask and bias spelled out; any float dtype."""
 
 from __future__ import annotations
 
 import torch
 
-
-def visible(length: int, targets: int) -> torch.Tensor:
-    """(length, length) bool: the query of a row sees the key of a column.
-
-    Three history tokens and two targets::
-
-        1 . . . .
-        1 1 . . .
-        1 1 1 . .
-        1 1 1 1 .      a target sees history and itself
-        1 1 1 . 1
-    """
-    row, column = torch.arange(length)[:, None], torch.arange(length)[None, :]
-    return (row == column) | ((column < row) & (column < length - targets))
+from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.masks import visible
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor, alpha: float,
-    scaling_seqlen: int, targets: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    for b, (start, stop) in enumerate(zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)):
-        mask = visible(stop - start, int(targets[b])).to(q.device)
+def buckets(row_times: list[int], times: list[int], count: int) -> torch.Tensor:
+    """(rows, columns) int64: floor(log2(max(1, t_row - t_column))), at most ``count - 1``."""
+    powers = [[max(1, late - early).bit_length() - 1 for early in times] for late in row_times]
+    return torch.tensor(powers, dtype=torch.int64).view(len(row_times), len(times)).clamp(max=count - 1)
+
+
+class _Sequence:
+    """One sequence of a call: its rows of q and of k, its mask times scale, its bias and places in tables."""
+
+    def __init__(self, call: Call, b: int, device: torch.device):
+        start, stop = int(call.seq_offsets[b]), int(call.seq_offsets[b + 1])
+        first, last = (start, stop) if call.delta_offsets is None else call.delta_offsets[b : b + 2].tolist()
+        self.rows, self.columns = slice(first, last), slice(start, stop)
+        length, hidden = stop - start, (stop - start) - (last - first)
+        targets = 0 if call.num_targets is None else int(call.num_targets[b])
+        contexts = 0 if call.num_contexts is None else int(call.num_contexts[b])
+        seen = visible(length, targets, contexts, call.mask)[hidden:].to(device)
+        if call.attn_scale is None:
+            self.scale = seen / call.scaling_seqlen
+        else:
+            self.scale = seen * call.attn_scale[self.rows, None]
+        self.bias: torch.Tensor | None = None
+        self.places: dict[str, torch.Tensor] = {}
+        if call.pos_weights is not None:
+            base, sign = call.position_index
+            ahead = torch.arange(length)[None, :] - torch.arange(hidden, length)[:, None]
+            self.places["pos"] = (base + sign * ahead).clamp(0, len(call.pos_weights) - 1).to(device)
+            self.bias = call.pos_weights[self.places["pos"]]
+        if call.ts_weights is not None:
+            assert call.timestamps is not None
+            row_times = call.timestamps if call.query_timestamps is None else call.query_timestamps
+            self.places["ts"] = buckets(
+                row_times[start + hidden : stop].tolist(), call.timestamps[start:stop].tolist(),
+                len(call.ts_weights),
+            ).to(device)  # fmt: skip
+            by_time = call.ts_weights[self.places["ts"]]
+            self.bias = by_time if self.bias is None else self.bias + by_time
+
+    def scores(self, call: Call, q: torch.Tensor, k: torch.Tensor, h: int) -> torch.Tensor:
+        s = call.alpha * (q[self.rows, h] @ k[self.columns, h].t())
+        return s if self.bias is None else s + (call.bias_factor * self.bias).to(s.dtype)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+    out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    for b in range(len(call.seq_offsets) - 1):
+        sequence = _Sequence(call, b, q.device)
         for h in range(q.shape[1]):
-            s = alpha * (q[start:stop, h] @ k[start:stop, h].t())
-            p = s / (1 + torch.exp(-s)) * mask / scaling_seqlen
-            out[start:stop, h] = p @ v[start:stop, h]
+            s = sequence.scores(call, q, k, h)
+            p = s / (1 + torch.exp(-s)) * sequence.scale
+            out[sequence.rows, h] = p.to(v.dtype) @ v[sequence.columns, h]
     return out
 
 
 def backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_offsets: torch.Tensor,
-    alpha: float, scaling_seqlen: int, targets: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
-    for b, (start, stop) in enumerate(zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)):
-        mask = visible(stop - start, int(targets[b])).to(q.device) / scaling_seqlen
+    dpos, dts = call.new_table_gradients(q.dtype if q.dtype == torch.float64 else torch.float32)
+    for b in range(len(call.seq_offsets) - 1):
+        sequence = _Sequence(call, b, q.device)
         for h in range(q.shape[1]):
-            qh, kh, vh, doh = (tensor[start:stop, h] for tensor in (q, k, v, do))
-            s = alpha * (qh @ kh.t())
+            rows, columns = sequence.rows, sequence.columns
+            s = sequence.scores(call, q, k, h)
             sigmoid = 1 / (1 + torch.exp(-s))
-            ds = (doh @ vh.t()) * sigmoid * (1 + s * (1 - sigmoid)) * mask
-            dq[start:stop, h] = alpha * ds @ kh
-            dk[start:stop, h] = alpha * ds.t() @ qh
-            dv[start:stop, h] = (s * sigmoid * mask).t() @ doh
-    return dq, dk, dv
+            p = (s * sigmoid * sequence.scale).to(v.dtype)
+            ds = (do[rows, h] @ v[columns, h].t()) * sigmoid * (1 + s * (1 - sigmoid)) * sequence.scale
+            dv[columns, h] = p.t() @ do[rows, h]
+            dq[rows, h] = (call.alpha * ds).to(k.dtype) @ k[columns, h]
+            dk[columns, h] = (call.alpha * ds).to(q.dtype).t() @ q[rows, h]
+            for name, table in (("pos", dpos), ("ts", dts)):
+                if name in sequence.places:
+                    terms = (call.bias_factor * ds).flatten().to(table.dtype)
+                    table[b].index_add_(0, sequence.places[name].flatten(), terms)
+    return dq, dk, dv, dpos, dts

@@ -263,32 +263,41 @@ def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype) -> dict[str, int]
     }  # fmt: skip
 
 
-def launch(kernel, tensors, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets) -> None:
+def launch(kernel, tensors, call) -> None:
     """One program per block, head and sequence, counted for `max_seq_len`; those past an end do nothing."""
     q, v = tensors["q"], tensors["v"]
     if q.dtype not in DTYPES:
         raise ValueError(f"hstu_attention in Triton takes float32, bfloat16 or float16, got {q.dtype}")
-    sequences, heads = seq_offsets.shape[0] - 1, q.shape[1]
+    if tuple(call.mask) != (1, 0, 0, 0) or any(
+        option is not None
+        for option in (
+            call.num_contexts,
+            call.delta_offsets,
+            call.attn_scale,
+            call.pos_weights,
+            call.ts_weights,
+        )
+    ):
+        raise ValueError("hstu_attention in Triton has no such mask or bias yet: take impl='reference'")
+    sequences, heads = call.num_sequences, q.shape[1]
     config = configuration(q.shape[2], v.shape[2], q.dtype)
-    tiles = triton.cdiv(max_seq_len, config["OWN"]) * sequences * heads
+    tiles = triton.cdiv(call.max_seq_len, config["OWN"]) * sequences * heads
     if tiles == 0:
         return
     kernel[(min(tiles, MOST_PROGRAMS),)](
-        *tensors.values(), *(tensor.stride() for tensor in tensors.values()), seq_offsets.contiguous(),
-        seq_offsets if num_targets is None else num_targets.contiguous(), tiles, sequences, heads, q.shape[2],
-        v.shape[2], float(alpha), 1.0 / scaling_seqlen, HAS_TARGETS=num_targets is not None,
-        WIDEN=q.device.type == "cpu", **config,
+        *tensors.values(), *(tensor.stride() for tensor in tensors.values()), call.seq_offsets.contiguous(),
+        call.seq_offsets if call.num_targets is None else call.num_targets.contiguous(), tiles, sequences, heads,
+        q.shape[2], v.shape[2], float(call.alpha), 1.0 / call.scaling_seqlen,
+        HAS_TARGETS=call.num_targets is not None, WIDEN=q.device.type == "cpu", **config,
     )  # fmt: skip
 
 
-def forward(q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, out) -> None:
+def forward(q, k, v, call, out) -> None:
     """Overwrite `out` (L, H, Dv), whatever it held."""
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    launch(forward_kernel, tensors, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets)
+    launch(forward_kernel, {"q": q, "k": k, "v": v, "out": out}, call)
 
 
-def backward(do, q, k, v, seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets, dq, dk, dv) -> None:
+def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     """Overwrite dq, dk (L, H, Dqk) and dv (L, H, Dv), whatever they held."""
-    rest = (seq_offsets, max_seq_len, alpha, scaling_seqlen, num_targets)
-    launch(rows_kernel, {"do": do, "q": q, "k": k, "v": v, "dq": dq}, *rest)
-    launch(columns_kernel, {"do": do, "q": q, "k": k, "v": v, "dk": dk, "dv": dv}, *rest)
+    launch(rows_kernel, {"do": do, "q": q, "k": k, "v": v, "dq": dq}, call)
+    launch(columns_kernel, {"do": do, "q": q, "k": k, "v": v, "dk": dk, "dv": dv}, call)
