@@ -176,7 +176,7 @@ def test_equals_the_reference(impl, size):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_growth_keeps_rows_and_leaves_the_old_table_alone(impl):
-    keys = [*same_home(40), *EXTREMES[2:]]
+    keys = [*same_home(60), *EXTREMES[2:]]  # every slot is taken, the first and the last too
     table = empty(64, impl)
     hash_insert(*table, keys_of(keys, impl), 5, impl=impl)
     before = [part.clone() for part in table]
