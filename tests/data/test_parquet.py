@@ -253,6 +253,7 @@ def test_an_output_with_anything_in_it_is_refused(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     write(made_log(), out)
+    assert os.listdir(tmp_path) == ["out"]
     before = files_of(out)
     with pytest.raises(FileExistsError, match="out exists and is not an empty folder"):
         write(made_log(seed=2), out)
