@@ -32,6 +32,8 @@ HOW = (
 )
 # Seconds of a benchmark that pytest-benchmark would run for one: all suites then take a few minutes.
 SECONDS = "0.2"
+# CPU seconds of the process hide what else runs on the machine, and add up threads.
+TIMERS = {"wall": "time.perf_counter", "cpu": "time.process_time"}
 
 Rows = dict[str, dict[str, Any]]
 
@@ -53,7 +55,7 @@ def suites(root: Path, only: str) -> list[Path]:
     return [path for path in files if only in path.stem.removeprefix("bench_")] or files
 
 
-def run_suites(root: Path, only: str, seconds: str = SECONDS) -> dict[str, Any]:
+def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
     """pytest-benchmark's report of the suites, or of what in them is named `only`."""
     files = suites(root, only)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +70,8 @@ def run_suites(root: Path, only: str, seconds: str = SECONDS) -> dict[str, Any]:
             "--timeout=600",
             *map(str, files),
         ]
-        command += [f"--benchmark-max-time={seconds}", "--benchmark-min-rounds=5", f"--benchmark-json={path}"]
+        command += [f"--benchmark-max-time={SECONDS}", "--benchmark-min-rounds=5", f"--benchmark-json={path}"]
+        command += [f"--benchmark-timer={TIMERS[timer]}"]
         if only and not any(only in file.stem for file in files):
             command += ["-k", only]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -77,8 +80,8 @@ def run_suites(root: Path, only: str, seconds: str = SECONDS) -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-def rows_of(report: dict[str, Any], root: Path) -> Rows:
-    """``group / peer`` -> ratio and times of one run."""
+def rows_of(report: dict[str, Any], root: Path, timer: str = "wall") -> Rows:
+    """``group / peer`` -> ratio and times of one run; of CPU seconds, those of one thread only."""
     spec = importlib.util.spec_from_file_location("ratios", root / "ci" / "ratios.py")
     assert spec and spec.loader
     ratios = importlib.util.module_from_spec(spec)
@@ -86,6 +89,8 @@ def rows_of(report: dict[str, Any], root: Path) -> Rows:
     rows: Rows = {}
     for group, (ours, *peers) in ratios.groups(report).items():
         for peer in peers:
+            if timer == "cpu" and peer["extra_info"].get("threads", 1) != 1:
+                continue
             mine, theirs = ours["stats"]["median"], peer["stats"]["median"]
             rows[f"{group} / {ratios.contender(peer)}"] = {
                 "ratio": theirs / mine,
@@ -104,7 +109,7 @@ def rows_of(report: dict[str, Any], root: Path) -> Rows:
     return rows
 
 
-def provenance(root: Path, report: dict[str, Any]) -> dict[str, Any]:
+def provenance(report: dict[str, Any], timer: str) -> dict[str, Any]:
     """Machine, load, versions, commit, date, seed."""
     machine, commit = report["machine_info"], report["commit_info"]
     versions: dict[str, str] = {"python": machine["python_version"]}
@@ -118,6 +123,7 @@ def provenance(root: Path, report: dict[str, Any]) -> dict[str, Any]:
         "cores": machine["cpu"].get("count"),
         "gpu": gpu,
         "load": round(os.getloadavg()[0], 2),
+        "timer": timer,
         "versions": versions | {"torch": torch.__version__},
         "commit": (commit.get("id") or "unknown")[:12],
         "dirty": bool(commit.get("dirty")),
@@ -145,7 +151,15 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def slower(before: dict[str, Any], now: dict[str, Any], only: str = "") -> list[str]:
-    """Rows whose ratio fell out of the baseline's band, and rows that are gone, one line each."""
+    """Rows whose ratio fell out of the baseline's band, and rows that are gone, one line each.
+
+    ValueError where the two were timed by different clocks.
+    """
+    clocks = [report["provenance"].get("timer", "wall") for report in (before, now)]
+    if clocks[0] != clocks[1]:
+        raise ValueError(
+            f"the baseline holds {clocks[0]} seconds, this run {clocks[1]}: add --timer {clocks[0]}"
+        )
     found = []
     for name, old in before["rows"].items():
         new = now["rows"].get(name)
@@ -237,15 +251,16 @@ def bench(
     compare: Path | None = None,
     keep: bool = False,
     png: Path | None = None,
+    timer: str = "wall",
     console: Console | None = None,
-    run: Callable[[Path, str], dict[str, Any]] = run_suites,
+    run: Callable[[Path, str, str], dict[str, Any]] = run_suites,
 ) -> int:
     """Run, print, write, compare; 0, or 1 if a ratio fell out of its band."""
     console, root = console or Console(), checkout()
     before = load(compare) if compare else None
     history = root / "ci" / "baselines" / "history.jsonl"
-    reports = [run(root, only) for _ in range(repeat)]
-    now = summary([rows_of(report, root) for report in reports], provenance(root, reports[0]))
+    reports = [run(root, only, timer) for _ in range(repeat)]
+    now = summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
     show(now, console, before)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,13 @@ class DedupName(StrEnum):
     both = "both"
 
 
+class TimerName(StrEnum):
+    """Clocks of `tritonrec bench`."""
+
+    wall = "wall"
+    cpu = "cpu"
+
+
 class OptimizerChoice(StrEnum):
     """Optimizers."""
 
@@ -269,11 +276,16 @@ def bench(
     repeat: Annotated[int, typer.Option(min=1, help="Runs; their spread is the band of a baseline.")] = 1,
     record: Annotated[bool, typer.Option("--record", help="Append to ci/baselines/history.jsonl.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Draw the recorded runs to this PNG.")] = None,
+    timer: Annotated[
+        TimerName, typer.Option(help="cpu: seconds of the process, for a machine that is busy.")
+    ] = TimerName.wall,
 ) -> None:
     """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
     from .bench import bench as run_bench
 
-    raise typer.Exit(_checked(lambda: run_bench(only, repeat, json_file, compare, record, chart)))
+    raise typer.Exit(
+        _checked(lambda: run_bench(only, repeat, json_file, compare, record, chart, timer.value))
+    )
 
 
 @app.command()
