@@ -104,3 +104,11 @@ def test_parse():
 def test_parse_names_a_bad_option(text, message):
     with pytest.raises(ValueError, match=message):
         ZipfOptions.parse(text)
+
+
+def test_ratings_are_whole_from_1_to_5_and_change_nothing_else():
+    plain, rated = (generate(ZipfOptions(users=200, items=50, seed=4, ratings=on)) for on in (False, True))
+    assert plain.rating is None and set(rated.rating) == {1.0, 2.0, 3.0, 4.0, 5.0}
+    for name in ("user", "item", "timestamp"):
+        assert (getattr(plain, name) == getattr(rated, name)).all()
+    assert rated.rating[rated.item < 5].mean() > rated.rating[rated.item >= 40].mean() + 0.5

@@ -66,7 +66,7 @@ def test_train_reports_and_saves(tmp_path):
     ]  # fmt: skip
     result = invoke(*arguments, "--steps", 3, "--trace", trace)
     assert result.exit_code == 0, result.output
-    assert "baseline" in result.stdout
+    assert "popularity" in result.stdout
     assert json.loads(summary.read_text())["step"] == 3
     assert invoke("trace", trace).exit_code in (0, 1)
     resumed = invoke(*arguments, "--steps", 5, "--resume", "--mode", "sync")

@@ -32,6 +32,7 @@ class ZipfOptions:
     communities: int = 1
     affinity: float = 0.8
     extreme_ids: bool = False  # ids all over int64, negative ones and both ends included
+    ratings: bool = False  # ratings from 1 to 5, higher for popular items
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,9 +104,13 @@ def generate(options: ZipfOptions) -> Interactions:
 
     in_time = np.argsort(timestamp, kind="stable")
     user, rank, timestamp = user[in_time], rank[in_time], timestamp[in_time]
+    rating = None
+    if options.ratings:
+        liking = 4.5 - 2.0 * rank / options.items + random.standard_normal(len(rank))
+        rating = np.clip(np.rint(liking), 1, 5).astype(np.float64)
     if options.extreme_ids:
-        return Interactions(_spread(options.users)[user], _spread(options.items)[rank], timestamp)
-    return Interactions(user.astype(np.int64), rank.astype(np.int64), timestamp)
+        return Interactions(_spread(options.users)[user], _spread(options.items)[rank], timestamp, rating)
+    return Interactions(user.astype(np.int64), rank.astype(np.int64), timestamp, rating)
 
 
 def _zipf_rank(pick: np.ndarray, sizes: np.ndarray, exponent: float) -> np.ndarray:

@@ -67,6 +67,12 @@ class Job:
     balance: bool = False
     dynamic: bool = False
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether the log tells what was liked, as GRM needs it."""
+        log = _interactions(self.data)
+        return log.rating is not None or bool(log.feedback)
+
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
         loader = self.epochs(rank, world_size)

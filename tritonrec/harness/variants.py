@@ -40,15 +40,22 @@ class Variant:
 
     def job(self, job: Job) -> Job:
         """The case's job."""
-        return replace(job, **self.both, **self.case)
+        return _with_labels(replace(job, **self.both, **self.case))
 
     def reference_job(self, job: Job) -> Job:
         """The reference's job."""
-        return replace(job, **self.both, **self.reference)
+        return _with_labels(replace(job, **self.both, **self.reference))
+
+
+def _with_labels(job: Job) -> Job:
+    """The job, on a made log if its own has no labels for a model that needs them."""
+    return job if job.model != "grm" or job.has_labels else replace(job, data=RATED)
 
 
 MADE = "zipf:users=150,items=600,median_length=9,seed=3"
 """A log of many keys that come and go: what a policy does to it shows within a few steps."""
+RATED = "zipf:users=120,items=300,ratings=1,seed=7"
+"""A log with ratings."""
 SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
 """So few keys a step that not all of a table is in use at once."""
 POLICIES = TablePolicy(Eviction("lru", capacity=90, every=2), admission=2, heat=Heat(2, every=3))
