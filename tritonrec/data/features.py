@@ -83,4 +83,4 @@ def _places(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Places of `wanted` in `known`, ascending; its length where absent."""
     places = np.searchsorted(known, wanted)
     found = np.append(known, 0)[places] == wanted
-    return np.where(found & (places < len(known)), places, len(known))
+    return np.where(found, places, len(known))
