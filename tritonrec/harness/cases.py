@@ -20,6 +20,8 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
+VARIANT_STEPS = 6
+"""Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 
 
@@ -192,9 +194,9 @@ def extra_cases(
     """Every variant, and restarts from every world size up to the largest at every other.
 
     ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
-    with modes and micro-batches dealt in turn; ``"quick"`` restarts once.
+    with modes and micro-batches dealt in turn; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
     """
-    length, largest = steps or 6, max(world_sizes)
+    length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
 
     def case(index: int, **changes: Any) -> Case:
         mode, count = modes[-1 - index % len(modes)], micro_batches[-1 - index % len(micro_batches)]

@@ -26,7 +26,8 @@ app = typer.Typer(
 )
 
 DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), or zipf[:users=...,items=...,seed=...]"
+    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
+    "or zipf[:users=...,items=...,seed=...]"
 )
 DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
 TimeoutOption = Annotated[
@@ -91,7 +92,9 @@ def verify(
     modes: Annotated[str, typer.Option(help="Modes to prove, separated by commas.")] = "dbp,fwp,nestpipe",
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,4",
     micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = "1,2,3,4,8",
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each case.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of each case; of embedding variants at least six.")
+    ] = None,
     mutations: Annotated[
         bool, typer.Option("--mutations", help="Also plant known bugs and demand their discovery.")
     ] = False,

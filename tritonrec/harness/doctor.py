@@ -158,8 +158,7 @@ def _backends() -> str:
 def _movielens() -> str:
     from ..data import movielens
 
-    path = movielens.cache_directory() / "ml-100k.inter"
-    if not path.exists():
+    if not all((movielens.cache_directory() / name).exists() for name in movielens.FILES):
         return "not in the cache; `python -m tritonrec.data.movielens` fetches it"
     try:
         return f"verified, {movielens.fetch()}"
