@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, save_on, whole
 
 from tritonrec import ops
-from tritonrec.checkpoint import SLICES, CheckpointError, load, range_of, save, slice_of
+from tritonrec.checkpoint import SLICES, CheckpointError, load, range_of, save, slice_of, writer
 from tritonrec.checkpoint import slices as slices_module
 from tritonrec.checkpoint.files import manifest_of, read_manifest, seal
 
@@ -221,7 +222,15 @@ def test_slices_missing_or_there_twice_are_refused(tmp_path, change, words):
 
 
 def test_ranks_that_do_not_cover_the_ring_publish_nothing(tmp_path, monkeypatch):
-    """Two ranks that both think they are rank 0 of 2: caught although each wrote what it owns."""
+    """Two ranks that both take the first half for theirs, and write at the same moment."""
+    both, original = threading.Barrier(2), writer.save_file
+
+    def save_file(tensors, path, header):
+        original(tensors, path, header)
+        if "dense" not in path.name:
+            both.wait(20)
+
+    monkeypatch.setattr(writer, "save_file", save_file)
     monkeypatch.setattr(slices_module, "range_of", lambda rank, world_size: (0, 2**31))
     with pytest.raises(CheckpointError, match="table 't': two files hold slices 0 to 32767"):
         save_on(2, tmp_path, 1, {"t": random_table(16, 50)})
