@@ -17,8 +17,12 @@ from ..ops import GRID_BITS, ExactSumError
 TIMEOUT = timedelta(seconds=60)
 """How long a collective waits for a rank that does not come before it raises."""
 
+SAVE_TIMEOUT = timedelta(minutes=30)
+"""The same for the group that saves, where ranks wait for each other's disks; a rank that died is noticed at
+once, by its closed connection."""
+
 GROUPS = 6
-"""Process groups of `Communicators`."""
+"""Process groups of `Communicators`; the one that saves comes last."""
 
 
 class Communicator:
@@ -115,7 +119,8 @@ class Communicators:
     @classmethod
     def over(cls, ranks: list[int], timeout: timedelta = TIMEOUT) -> Communicators | None:
         """Groups over `ranks`; collective over the whole world. None on ranks outside."""
-        groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(GROUPS)]
+        timeouts = [timeout] * (GROUPS - 1) + [max(timeout, SAVE_TIMEOUT)]
+        groups = [dist.new_group(ranks, timeout=each, backend="gloo") for each in timeouts]
         if dist.get_rank() not in ranks:
             return None
         return cls(*(Communicator(group) for group in groups))

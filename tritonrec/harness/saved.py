@@ -44,11 +44,12 @@ class RunSaver:
         """
         full = self._saver.next_is_full()
         changes = self.tables.take_changes() if self._incremental else None
+        dense = {name: rows.clone() for name, rows in self.dense.rows.items()}
         if full or changes is None:
-            self._saver.save(step, self.dense.rows, self.tables.state(), self.meta)
+            self._saver.save(step, dense, self.tables.state(), self.meta, owned=True)
         else:
             changed, erased = changes
-            self._saver.save(step, self.dense.rows, changed, self.meta, erased=erased)
+            self._saver.save(step, dense, changed, self.meta, erased=erased, owned=True)
 
     def __enter__(self) -> RunSaver:
         return self
