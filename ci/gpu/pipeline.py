@@ -1,0 +1,92 @@
+"""NestPipe steps with the dense model on a GPU and the tables in host memory, beside other modes.
+
+Host memory holds the key structures, rows and optimizer states; lookups, dedup, routing and row updates run
+on the CPU. Samples, buffers of looked-up rows, the model and its gradients are on the device. Every mode must
+give the losses of the sequential one, bit for bit; against the CPU they agree to rounding only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import DenseOptimizer
+from tritonrec.harness.setup import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.trace import Recorder
+
+MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
+
+
+def run(job: Job, mode: str, steps: int, device: str, trace: Path | None):
+    """Losses of all steps, in float64, and the median seconds of a step."""
+    torch.manual_seed(job.seed)
+    model = job._model().to(device)
+    tables = job.tables("adam")
+    dense = DenseOptimizer(model.named_parameters(), job.rule("adam"))
+    recorder = Recorder(0, 1) if trace else None
+    config = WindowConfig(4, "batch", seed=job.seed)
+    loader, losses, times = job.loader(), [], []
+    with Trainer(model, tables, dense, Communicators.local(), mode, config, recorder) as trainer:
+        trainer.program.device = torch.device(device)
+        began = time.perf_counter()
+        for result in trainer.run(loader.batch(step) for step in range(steps)):
+            losses.append(result.losses.double().cpu())
+            times.append(time.perf_counter() - began)
+            began = time.perf_counter()
+    if recorder and trace:
+        recorder.save(str(trace))
+    return torch.cat(losses), median(times[len(times) // 4 :])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--trace", type=Path)
+    arguments = parser.parse_args()
+    job = Job("zipf", batch_size=arguments.batch_size, num_negatives=32, sizes=MODEL)
+    report: dict = {
+        "device": arguments.device,
+        "tables": "host memory",
+        "steps": arguments.steps,
+        "seconds": {},
+    }
+    code, expected = 0, None
+    for mode in ("sequential", "dbp", "fwp", "nestpipe"):
+        trace = arguments.trace if mode == "nestpipe" else None
+        try:
+            losses, took = run(job, mode, arguments.steps, arguments.device, trace)
+        except Exception as error:
+            traceback.print_exc()
+            report["error"] = f"{mode}: {type(error).__name__}: {error}"
+            code = 1
+            break
+        expected = losses if expected is None else expected
+        report["seconds"][mode] = round(took, 5)
+        report.setdefault("identical", {})[mode] = bool(torch.equal(losses, expected))
+        code |= not report["identical"][mode]
+    if arguments.device != "cpu" and expected is not None:
+        on_cpu, _ = run(job, "sequential", arguments.steps, "cpu", None)
+        report["largest_difference_to_cpu"] = float((on_cpu - expected).abs().max())
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
