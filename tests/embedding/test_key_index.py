@@ -217,6 +217,13 @@ def test_tombstones_are_dropped_in_the_same_size():
     assert rehashed and index.slots == 1024
 
 
+@pytest.mark.parametrize("slots", [8, 64, 1 << 16])
+def test_groups_are_cache_lines(slots):
+    index = KeyIndex(slots)
+    assert index._now.keys.ctypes.data % 64 == 0 and index._now.rows.ctypes.data % 64 == 0
+    assert len(index._now.keys) == len(index._now.rows) == slots
+
+
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 5000])
 def test_many_keys_in_one_call(size):
     """A call with more keys than slots makes room for all of them at once."""

@@ -207,7 +207,7 @@ class _Structure:
 
     def __init__(self, slots: int):
         self.slots, self.done, self.tombstones = slots, 0, 0
-        self.keys, self.rows = np.empty(slots, np.uint64), np.empty(slots, np.int32)
+        self.keys, self.rows = _on_lines(slots, np.uint64), _on_lines(slots, np.int32)
 
     def clear(self, slots: int) -> int:
         """Clear the next `slots` slots; how many there were."""
@@ -245,6 +245,17 @@ class _Structure:
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         live = self.rows >= 0
         return self.keys[live].view(np.int64), self.rows[live].astype(np.int64)
+
+
+def _on_lines(count: int, dtype: type) -> np.ndarray:
+    """An array from the allocator, untouched, that begins with a cache line.
+
+    A group's keys are one line then. On two lines, where numpy likes to begin, finds take twice as long.
+    """
+    size = count * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype)
 
 
 def _unsigned(keys: torch.Tensor) -> np.ndarray:
