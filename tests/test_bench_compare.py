@@ -1,0 +1,170 @@
+"""`tritonrec bench --compare` fails where a ratio leaves the baseline's band, and names it."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tritonrec.harness import bench
+from tritonrec.harness.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def row(group, param, median, **extra):
+    stats = {"median": median, "iqr": median / 10}
+    return {"group": group, "name": f"test[{param}]", "param": param, "extra_info": extra, "stats": stats}
+
+
+def report(ours=0.1, peer=0.2, over=1.25):
+    return {
+        "machine_info": {"python_version": "3.11.7", "cpu": {"brand_raw": "A CPU", "count": 2}},
+        "commit_info": {"id": "0123456789abcdef", "dirty": False},
+        "datetime": "2026-01-02T03:04:05",
+        "benchmarks": [
+            row("unique zipf", "zipf-ours", ours, ours=True, threads=1, versions={"numpy": "2.0"}),
+            row("unique zipf", "zipf-pandas", peer, ours=False, threads=1),
+            row("unique zipf", "zipf-torch_all_threads", 0.05, ours=False, threads=2),
+            row("cost", "N=4", 1.0, workload="movies", batch_over_window=over),
+        ],
+    }
+
+
+def run(tmp_path, *reports, **options):
+    """Exit status and printed text of a run whose suites report these."""
+    made = iter(reports)
+    console = Console(width=200, record=True, file=(tmp_path / "printed").open("w"))
+    code = bench.bench(console=console, run=lambda root, only, timer: next(made), **options)
+    return code, console.export_text()
+
+
+@pytest.fixture
+def baseline(tmp_path):
+    path = tmp_path / "baseline.json"
+    run(tmp_path, report(), report(0.1, 0.3), report(0.1, 0.25), repeat=3, json_file=path)
+    return path
+
+
+def test_a_baseline_holds_ratios_their_band_and_provenance(baseline):
+    saved = json.loads(baseline.read_text())
+    assert saved["repeats"] == 3 and "least 1.25" in saved["how"]
+    pandas = saved["rows"]["unique zipf / pandas"]
+    assert (pandas["ratio"], pandas["ratios"], pandas["band"]) == (2.5, [2.0, 3.0, 2.5], 1.5)
+    alternating = saved["rows"]["test movies / window (alternating)"]
+    assert (alternating["ratio"], alternating["band"]) == (0.8, 1.25)
+    made = saved["provenance"]
+    assert made["commit"] == "0123456789ab" and made["versions"]["numpy"] == "2.0" and made["timer"] == "wall"
+    assert {"machine", "load", "date", "seed", "gpu"} <= made.keys()
+
+
+def test_a_loss_is_printed_as_one(tmp_path):
+    _, text = run(tmp_path, report())
+    lines = [line for line in text.splitlines() if "zipf" in line]
+    assert "0.50 loss" in lines[0]
+    assert "2.00" in lines[1] and "loss" not in lines[1]
+    assert "1 of 3 ratios are wins, 2 are losses" in text
+
+
+@pytest.mark.parametrize(("ours", "code"), [(0.1, 0), (0.119, 0), (0.121, 1), (0.3, 1), (0.01, 0)])
+def test_only_a_ratio_outside_the_band_fails(tmp_path, baseline, ours, code):
+    # 2.5 in the baseline with a band of 1.5: down to 1.667, that is 0.12 s beside the peer's 0.2
+    got, text = run(tmp_path, slowed(ours), compare=baseline)
+    assert got == code
+    line = (
+        "slower: unique zipf / pandas: "
+        + f"{0.2 / ours:.2f} times as fast as the peer now, 2.50 in the baseline"
+    )
+    assert (line in text) == bool(code)
+
+
+def slowed(ours):
+    """Only the row of pandas changes: the peer with two threads keeps its ratio."""
+    new = report(ours)
+    new["benchmarks"][2]["stats"]["median"] *= ours / 0.1
+    return new
+
+
+def test_a_worse_ratio_of_alternating_calls_fails(tmp_path, baseline):
+    got, text = run(tmp_path, report(over=1.6), compare=baseline)
+    assert got == 1 and "movies / window (alternating): 0.62 times" in text
+
+
+def test_a_row_that_is_gone_fails_unless_only_some_were_asked_for(tmp_path, baseline):
+    fewer = report()
+    del fewer["benchmarks"][1]
+    got, text = run(tmp_path, copy.deepcopy(fewer), compare=baseline)
+    assert got == 1 and "unique zipf / pandas: in the baseline (2.50), not measured now" in text
+    assert run(tmp_path, fewer, compare=baseline, only="unique")[0] == 0
+
+
+def test_different_clocks_are_not_compared(tmp_path, baseline):
+    with pytest.raises(ValueError, match="baseline holds wall seconds, this run cpu: add --timer wall"):
+        run(tmp_path, report(), compare=baseline, timer="cpu")
+
+
+def test_cpu_seconds_leave_out_peers_of_several_threads(tmp_path):
+    path = tmp_path / "cpu.json"
+    run(tmp_path, report(), json_file=path, timer="cpu")
+    assert [name for name in json.loads(path.read_text())["rows"] if "threads" in name] == []
+
+
+def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch):
+    (tmp_path / "ci" / "baselines").mkdir(parents=True)
+    (tmp_path / "ci" / "ratios.py").write_text((ROOT / "ci" / "ratios.py").read_text())
+    monkeypatch.setattr(bench, "checkout", lambda: tmp_path)
+    png = tmp_path / "charts" / "ratios.png"
+    for ours in (0.1, 0.2):
+        run(tmp_path, report(ours), keep=True, png=png)
+    history = [
+        json.loads(line) for line in (tmp_path / "ci/baselines/history.jsonl").read_text().splitlines()
+    ]
+    assert [entry["ratios"]["unique zipf / pandas"] for entry in history] == [2.0, 1.0]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_old_report_is_no_baseline(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(report()))
+    with pytest.raises(ValueError, match="is no baseline: write one with tritonrec bench --repeat 3"):
+        bench.load(path)
+
+
+def test_without_a_checkout_the_command_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        bench, "__file__", str(tmp_path / "site-packages" / "tritonrec" / "harness" / "bench.py")
+    )
+    done = CliRunner().invoke(app, ["bench"])
+    assert done.exit_code == 2
+    assert "needs a checkout" in done.output and "Clone the repository" in " ".join(done.output.split())
+
+
+def test_only_picks_suites_by_name_and_else_benchmarks():
+    assert [path.name for path in bench.suites(ROOT, "segment")] == ["bench_segment_sum.py"]
+    assert len(bench.suites(ROOT, "silu")) > 5
+
+
+@pytest.mark.slow
+def test_a_real_suite_runs(tmp_path):
+    path = tmp_path / "rows.json"
+    assert CliRunner().invoke(app, ["bench", "--only", "murmur", "--json", str(path)]).exit_code == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == ["murmur cpu / torch"] and rows["murmur cpu / torch"]["ratio"] > 0
+
+
+def test_the_committed_baseline_covers_every_kernel():
+    saved = bench.load(ROOT / "ci" / "baselines" / "bench.json")
+    kernels = {bench._kernel(name) for name in saved["rows"]}
+    assert {
+        "unique",
+        "intersect",
+        "hash_find",
+        "hash_insert",
+        "segment_sum",
+        "hstu_attention",
+        "linear",
+    } <= kernels
+    assert {"bucketize", "gather_rows", "to_grid", "silu", "initial_rows", "sparse_adam"} <= kernels
+    assert all(row["band"] >= bench.LEAST_BAND for row in saved["rows"].values())
