@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import os
 import pkgutil
 import textwrap
@@ -212,7 +211,7 @@ def uncovered(reached: list[Any]) -> list[str]:
         if id(function) in seen:
             continue
         seen.add(id(function))
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        tree = ast.parse(textwrap.dedent(function.src))
         for node in ast.walk(tree):
             if isinstance(node, ast.Name | ast.Attribute):
                 with suppress(AttributeError, KeyError):
