@@ -268,7 +268,8 @@ def _tables_line(summary: dict[str, Any]) -> str:
         for name in ("inserted", "evicted", "rejected", "promoted", "demoted")
         if tables[name]
     )
-    lines = [f"tables: {tables['rows']:,} rows; {done}"]
+    keys = (tables["key_structure"] + tables["metadata"]) / max(tables["rows"], 1)
+    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and notes a row"]
     if tables["saved_by_fp16"]:
         saved = tables["saved_by_fp16"]
         share = saved / (saved + tables["value_bytes"])
