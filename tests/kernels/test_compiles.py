@@ -12,59 +12,91 @@ import re, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tritonrec.kernels.hstu_attention import triton_attention
+from tritonrec.kernels.hstu_attention.triton_tiles import order_kernel
 
-dtype, targets = getattr(torch, sys.argv[1]), sys.argv[2] == "targets"
+dtype, everything = getattr(torch, sys.argv[1]), sys.argv[2] == "everything"
 element = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-for dim_qk, dim_v in ((50, 64), (128, 128)):
-    config = triton_attention.configuration(dim_qk, dim_v, dtype)
-    constants = {"HAS_TARGETS": targets, "WIDEN": False, **{k: v for k, v in config.items() if k.isupper()}}
-    options = {k: v for k, v in config.items() if not k.isupper()}
-    for name in ("forward_kernel", "rows_kernel", "columns_kernel"):
-        kernel = getattr(triton_attention, name)
-        signature = {}
-        for argument in kernel.arg_names:
-            if argument in ("offsets_ptr", "targets_ptr"):
-                signature[argument] = "*i64"
-            elif argument.endswith("_ptr"):
-                signature[argument] = "*" + element
-            elif argument.endswith("_strides"):
-                signature[argument] = ("i32", "i32", "i32")
-            elif argument in ("alpha", "scale"):
-                signature[argument] = "fp32"
-            else:
-                signature[argument] = "constexpr" if argument in constants else "i32"
-        source = ASTSource(kernel, signature, constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert len(compiled.asm["cubin"]) > 0
-        assert compiled.metadata.shared <= 99 * 1024, (name, dim_qk, dim_v, compiled.metadata.shared)
-        assert "tf32" not in compiled.asm["ptx"], name
-        assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), name
-        assert ("wgmma" in compiled.asm["ptx"]) == (dtype != torch.float32), name
-        print(name, dim_qk, dim_v, compiled.metadata.shared)
+ids, table = "*i64", "*fp32"
+described = {  # None: not asked for
+    "layout": (ids, ids, ids, ids) if everything else (ids, None, None, None),
+    "rules": ("i32",) * 5 if everything else (None, None, "i32", "i32", None),
+    "bias": tuple(
+        kind if everything or not kind.startswith("*") else None
+        for kind in (table, "i32", "i32", "i32", table, "i32", ids, ids, "fp32")
+    ),
+    "scales_ptr": table if everything else None,
+}
+names = {"tiles_ptr": ids, "count_ptr": ids, "offsets_ptr": ids, "rows_ptr": ids}
+names |= {"dpos_ptr": table, "parts_ptr": table, "dts_ptr": table, "alpha": "fp32", "scale": "fp32"}
+
+def compiled(kernel, config, atomic=False):
+    signature, constants = {}, {"WIDEN": False, "ATOMIC": atomic, **config}
+    constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
+    for n, name in enumerate(kernel.arg_names):
+        kind = described.get(name, "")
+        if name in constants or kind is None:
+            signature[name], constants[name] = "constexpr", constants.get(name)
+        elif isinstance(kind, tuple):
+            signature[name] = tuple("constexpr" if part is None else part for part in kind)
+            constants |= {(n, m): None for m, part in enumerate(kind) if part is None}
+        elif name.endswith("_strides"):
+            signature[name] = ("i32", "i32", "i32")
+        elif name == "dq_ptr" and atomic:
+            signature[name] = table
+        else:
+            signature[name] = kind or names.get(name) or ("*" + element if name.endswith("_ptr") else "i32")
+    options = {name: value for name, value in config.items() if not name.isupper()}
+    source = ASTSource(kernel, signature, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert len(made.asm["cubin"]) > 0
+    assert "tf32" not in made.asm["ptx"]
+    assert bool(re.search(r"\b(atom|red)\.", made.asm["ptx"])) == atomic
+    print(kernel.__name__, atomic, made.metadata.shared)
+    return made
+
+for dims in ((50, 64), (128, 128)):
+    plain, heavy = (triton_attention.configuration(*dims, dtype, heavy) for heavy in (everything, True))
+    tables = triton_attention.table_configuration(*dims, dtype, 64)
+    kernels = [
+        (triton_attention.forward_kernel, plain), (triton_attention.rows_kernel, plain),
+        (triton_attention.columns_kernel, heavy), (triton_attention.columns_kernel, heavy, True),
+    ]
+    if everything:
+        kernels += [(triton_attention.positions_kernel, tables), (triton_attention.times_kernel, tables)]
+    for kernel, *how in kernels:
+        made = compiled(kernel, *how)
+        assert made.metadata.shared <= 99 * 1024, (kernel, dims, made.metadata.shared)
+        assert ("wgmma" in made.asm["ptx"]) == (dtype != torch.float32), (kernel, dims)
+compiled(order_kernel, {"OWN": 64, "BLOCK": 512})
+if everything:
+    compiled(triton_attention.parts_kernel, {"OWN": 64, "ENTRIES": 64})
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "targets"), [("float32", "none"), ("bfloat16", "targets")])
-def test_attention_compiles_for_sm_90(dtype, targets, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "options", "kernels"),
+    [("float32", "none", 9), ("bfloat16", "none", 9), ("bfloat16", "everything", 14)],
+)
+def test_attention_compiles_for_sm_90(dtype, options, kernels, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, dtype, targets], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, dtype, options], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 6
+    assert len(done.stdout.splitlines()) == kernels
 
 
 RELATIVE = r"""
-import re, sys, triton
+import re, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tritonrec.kernels.relative_aggregate import triton_relative
 
 times = sys.argv[1] == "times"
 for dim in (32, 50, 128):
-    config = triton_relative.configuration(dim) | {"ENTRIES": triton_relative.ENTRIES, "HAS_TIMES": times}
+    config = triton_relative.configuration(torch.empty(1, 1, dim)) | {"ENTRIES": triton_relative.ENTRIES, "HAS_TIMES": times}
     options = {k: v for k, v in config.items() if not k.isupper()}
     for name in ("forward_kernel", "values_kernel", "table_kernel"):
         kernel = getattr(triton_relative, name)

@@ -27,6 +27,8 @@ class _Sequence:
         seen = visible(length, targets, contexts, call.mask)[hidden:].to(device)
         if call.attn_scale is None:
             self.scale = seen / call.scaling_seqlen
+        elif call.attn_scale.numel() == 1:
+            self.scale = seen * call.attn_scale
         else:
             self.scale = seen * call.attn_scale[self.rows, None]
         self.bias: torch.Tensor | None = None

@@ -1,0 +1,180 @@
+"""One mask: the formula, the CPU's spans and Triton's blocks agree on who sees whom, option by option."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.hstu_attention.masks import Mask, visible
+from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
+from tritonrec.kernels.hstu_attention.triton_mask import block_of, walk_of_columns, walk_of_rows, whole
+from tritonrec.kernels.hstu_attention.triton_mask import visible as visible_block
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.mark.gpu if GPU else pytest.mark.interpreter
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@st.composite
+def sequences(draw, longest=70):
+    """(length, targets, contexts, mask, queries)."""
+    length = draw(st.integers(0, longest))
+    targets = draw(st.integers(0, length))
+    contexts = draw(st.integers(0, min(length - targets, 9)))
+    some = st.one_of(st.integers(0, 5), st.integers(0, longest + 2))
+    mask = Mask(draw(st.integers(1, 9)), draw(some), draw(some), draw(some))
+    return length, targets, contexts, mask, draw(st.integers(0, length))
+
+
+def sees(i, j, length, targets, contexts, mask):
+    """The mask in words, pair by pair."""
+    history = length - targets
+    if i == j:
+        return True
+    if i < contexts:  # contextual tokens see each other and history
+        return j < history
+    if j >= history:  # targets are seen by later ones of their group
+        return i > j and (i - history) // mask.target_group_size == (j - history) // mask.target_group_size
+    if j > i:
+        return False
+    first = max(contexts - 1, 0)  # contextual tokens share one place in front of history
+    at, key = min(i, history), max(j, first)
+    if mask.max_attn_len == 0 or at - key <= mask.max_attn_len or j < mask.attn_prefix_len:
+        return True
+    return mask.min_full_attn_seq_len > 0 and at >= history - mask.min_full_attn_seq_len
+
+
+def drawn(*arguments):
+    return ["".join("1" if seen else "." for seen in row) for row in visible(*arguments).tolist()]
+
+
+def test_masks_are_drawn():
+    assert drawn(5, 2, 0, Mask()) == ["1....", "11...", "111..", "1111.", "111.1"]
+    assert drawn(5, 3, 0, Mask(2)) == ["1....", "11...", "111..", "1111.", "11..1"]
+    assert drawn(5, 1, 2, Mask()) == ["1111.", "1111.", "111..", "1111.", "11111"]
+    assert drawn(5, 0, 1, Mask()) == ["11111", "11...", "111..", "1111.", "11111"]
+    assert drawn(6, 1, 0, Mask(max_attn_len=2)) == [
+        "1.....",
+        "11....",
+        "111...",
+        ".111..",
+        "..111.",
+        "...111",
+    ]
+    assert drawn(5, 0, 0, Mask(1, 1, 0, 1)) == ["1....", "11...", "111..", "1.11.", "1..11"]
+    assert drawn(5, 1, 0, Mask(1, 1, 1)) == ["1....", "11...", ".11..", "1111.", "11111"]
+    assert drawn(8, 2, 2, Mask(max_attn_len=2)) == [
+        "111111..", "111111..", "111.....", "1111....", "..111...", "...111..", "....111.", "....11.1",
+    ]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences(24))
+def test_the_formula_says_what_the_words_say(sequence):
+    length, targets, contexts, mask, _ = sequence
+    rule = [[sees(i, j, length, targets, contexts, mask) for j in range(length)] for i in range(length)]
+    assert visible(length, targets, contexts, mask).tolist() == rule
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences(200))
+def test_spans_are_the_mask_and_runs_cover_them(sequence):
+    length, targets, contexts, mask, queries = sequence
+    hidden = length - queries
+    spans = np.zeros((length, 4), np.int64)
+    find_spans(spans, hidden, length, length - targets, contexts, np.array(mask))
+    seen = np.zeros((length, length), bool)
+    for i in range(hidden, length):
+        prefix, low, high, own = spans[i]
+        seen[i, :prefix] = seen[i, low:high] = seen[i, own : i + 1] = True
+        assert prefix <= low <= high and (own > i or own >= high)
+    assert (seen[hidden:] == visible(length, targets, contexts, mask)[hidden:].numpy()).all()
+    runs = np.zeros((3, 2), np.int64)
+    for first in range(hidden, length, 4):
+        stop = min(first + 4, length)
+        covered, last = np.zeros(length, bool), 0
+        for start, end in runs[: find_runs(runs, spans, first, stop)]:
+            assert last <= start < end and start % 64 == 0
+            covered[start:end], last = True, end
+        assert not (seen[first:stop] & ~covered).any()
+
+
+@triton.jit
+def mark_kernel(
+    seen_ptr, by_rows_ptr, by_columns_ptr, whole_ptr, length, history, contexts, hidden, rules,
+    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mark pairs seen, pairs walked by rows and by columns (once each), and pairs in whole blocks."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < length) & (column < length)
+    tl.store(
+        seen_ptr + row * length + column, visible_block(row, column, history, contexts, rules).to(tl.int32),
+        mask=inside,
+    )  # fmt: skip
+    for first in range(hidden // OWN * OWN, length, OWN):
+        least = tl.maximum(first, hidden)
+        stop = tl.minimum(first + OWN, length)
+        row = first + tl.arange(0, OWN)[:, None]
+        walk = walk_of_rows(least, stop, history, contexts, rules, STEP)
+        for n in range(0, walk[0]):
+            start = block_of(n, walk) * STEP
+            column = start + tl.arange(0, STEP)[None, :]
+            inside = (row >= least) & (row < stop) & (column < length)
+            at = row * length + column
+            tl.store(by_rows_ptr + at, tl.load(by_rows_ptr + at, mask=inside) + 1, mask=inside)
+            if whole(least, stop - 1, start, start + STEP, history, rules):
+                tl.store(whole_ptr + at, 1, mask=inside)
+    for first in range(0, length, OWN):
+        stop = tl.minimum(first + OWN, length)
+        column = first + tl.arange(0, OWN)[None, :]
+        walk = walk_of_columns(first, stop, length, history, contexts, hidden, rules, STEP)
+        for n in range(0, walk[0]):
+            start = block_of(n, walk) * STEP
+            row = start + tl.arange(0, STEP)[:, None]
+            inside = (row < length) & (column < stop)
+            at = row * length + column
+            tl.store(by_columns_ptr + at, tl.load(by_columns_ptr + at, mask=inside) + 1, mask=inside)
+            if whole(start, tl.minimum(start + STEP, length) - 1, first, stop, history, rules):
+                tl.store(whole_ptr + at, 1, mask=inside)
+
+
+def marked(length, targets, contexts, mask, queries, own, step):
+    """Four (length, length) int32: seen, walked by rows, walked by columns, whole."""
+    marks = torch.zeros(4, length, length, dtype=torch.int32, device=DEVICE)
+    group, window, full, prefix = mask
+    rules = (None if group == 1 else group, window or None, full, prefix, 1 if contexts else None)
+    mark_kernel[(1,)](
+        *marks, length, length - targets, contexts, length - queries, rules, OWN=own, STEP=step,
+        BLOCK=triton.next_power_of_2(max(length, 1)),
+    )  # fmt: skip
+    return marks.cpu()
+
+
+@TRITON
+@settings(max_examples=60, deadline=None)
+@given(sequences(), st.sampled_from([(16, 8), (16, 16), (8, 8), (32, 8)]))
+def test_triton_walks_every_visible_pair_once(sequence, sizes):
+    length, targets, contexts, mask, queries = sequence
+    hidden = length - queries
+    meant = visible(length, targets, contexts, mask)
+    seen, by_rows, by_columns, is_whole = marked(*sequence, *sizes)
+    assert torch.equal(seen > 0, meant)
+    for walked in (by_rows, by_columns):
+        assert int(walked.max() if length else 0) <= 1, "a block is walked twice"
+        assert not (meant & (walked == 0))[hidden:].any(), "a visible pair is left out"
+    assert not (~meant & (is_whole > 0))[hidden:].any(), "a block passes for whole"
+
+
+@TRITON
+def test_blocks_that_nobody_sees_are_not_walked():
+    """64 blocks of pairs; the window needs two a row, targets see history and themselves."""
+    assert int(marked(64, 0, 0, Mask(max_attn_len=8), 64, 8, 8)[1].sum()) // 64 == 15
+    assert int(marked(64, 0, 0, Mask(max_attn_len=8), 64, 8, 8)[2].sum()) // 64 == 15
+    for walked in marked(64, 32, 0, Mask(), 64, 8, 8)[1:3]:
+        assert int(walked.sum()) // 64 == (1 + 2 + 3 + 4) + 4 * (4 + 1)
+    whole_blocks = int(marked(64, 0, 0, Mask(), 64, 8, 8)[3].sum()) // 64
+    assert whole_blocks == 28

@@ -1,0 +1,59 @@
+# mypy: ignore-errors
+"""HSTU attention's output in Triton: a program owns OWN queries of a head and walks the keys they see."""
+
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.hstu_attention.triton_bias import add_bias, load_scales, load_times
+from tritonrec.kernels.hstu_attention.triton_mask import block_of, visible, walk_of_rows, whole
+from tritonrec.kernels.hstu_attention.triton_tiles import find_tile, load_rows, open_sequence, store_rows
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def product(a, b, WIDEN: tl.constexpr):
+    """a b with exact products, summed in float32; the interpreter multiplies bfloat16 only when widened."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, q_strides, k_strides, v_strides, out_strides, layout, rules, bias,
+    scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
+    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """O = silu(alpha Q K^T + factor bias) * mask @ V * scale."""
+    for tile in range(tl.program_id(0), tl.load(count_ptr) * num_heads, tl.num_programs(0)):
+        level, sequence = find_tile(tile // num_heads, tiles_ptr)
+        head = tile % num_heads
+        begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
+        first = (level + hidden // OWN) * OWN
+        row = first + tl.arange(0, OWN)
+        row_stop = tl.minimum(first + OWN, length)
+        least = tl.maximum(first, hidden)
+        row_time = load_times(bias[6], begin, row, length)
+        q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
+        acc = tl.zeros((OWN, BLOCK_V), tl.float32)
+        walk = walk_of_rows(least, row_stop, history, contexts, rules, STEP)
+        for n in range(0, walk[0]):
+            start = block_of(n, walk) * STEP
+            column = start + tl.arange(0, STEP)
+            k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
+            v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
+            column_time = load_times(bias[7], begin, column, length)
+            x = alpha * product(q, tl.trans(k), WIDEN)
+            x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
+            p = x * sigmoid(x)
+            if not whole(least, row_stop - 1, start, start + STEP, history, rules):
+                p = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), p, 0.0)
+            acc += product(p.to(v.dtype), v, WIDEN)
+        acc = acc * (load_scales(scales_ptr, origin, row, length, hidden) * scale)[:, None]
+        store_rows(acc, out_ptr, out_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)

@@ -1,0 +1,128 @@
+# mypy: ignore-errors
+"""Tiles of jagged sequences in Triton: who works on what, and rows in and out of memory.
+
+The tiles of all sequences are listed on the device by `order_kernel`, the longest walks first. The host knows
+a bound of their number, cdiv(rows, OWN) + B, launches that many programs, and waits for nothing; a program
+that finds no tile leaves at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_PROGRAMS = 65535
+
+
+@triton.jit
+def tile_of(ptr, strides, begin, head, row, dim, BLOCK_D: tl.constexpr):
+    """Addresses (rows, BLOCK_D) of one head of a (L, H, D) tensor, and which of the columns exist."""
+    feature = tl.arange(0, BLOCK_D)
+    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
+    return address, (feature < dim)[None, :]
+
+
+@triton.jit
+def load_rows(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=0):
+    address, exists = tile_of(ptr, strides, begin, head, row, dim, BLOCK_D)
+    return tl.load(address, mask=((row >= least) & (row < length))[:, None] & exists, other=0.0)
+
+
+@triton.jit
+def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=0):
+    address, exists = tile_of(ptr, strides, begin, head, row, dim, BLOCK_D)
+    mask = ((row >= least) & (row < length))[:, None] & exists
+    tl.store(address, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def open_sequence(sequence, layout):
+    """(first token, length, history, contexts, first query's place, row of q of a query at place 0)."""
+    offsets_ptr, rows_ptr, targets_ptr, contexts_ptr = layout
+    begin = tl.load(offsets_ptr + sequence).to(tl.int64)
+    length = (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
+    hidden = 0
+    origin = begin
+    if rows_ptr is not None:
+        first = tl.load(rows_ptr + sequence).to(tl.int64)
+        hidden = length - (tl.load(rows_ptr + sequence + 1) - first).to(tl.int32)
+        origin = first - hidden
+    history = length
+    if targets_ptr is not None:
+        history = length - tl.load(targets_ptr + sequence).to(tl.int32)
+    contexts = 0
+    if contexts_ptr is not None:
+        contexts = tl.load(contexts_ptr + sequence).to(tl.int32)
+    return begin, length, history, contexts, hidden, origin
+
+
+@triton.jit
+def count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN: tl.constexpr):
+    """Blocks of OWN places that hold queries; without `rows_ptr`, that hold tokens."""
+    real = sequence < num_sequences
+    length = tl.load(offsets_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
+    length -= tl.load(offsets_ptr + sequence, mask=real, other=0).to(tl.int64)
+    blocks = (length + OWN - 1) // OWN
+    if rows_ptr is not None:
+        rows = tl.load(rows_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
+        rows -= tl.load(rows_ptr + sequence, mask=real, other=0).to(tl.int64)
+        blocks = tl.where(rows > 0, blocks - (length - rows) // OWN, 0)
+    return blocks
+
+
+@triton.jit
+def order_kernel(
+    tiles_ptr, count_ptr, offsets_ptr, rows_ptr, num_sequences, room, OWN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """List (level, sequence) of every block as ``level << 32 | sequence``, the highest level first.
+
+    A sequence of n blocks has levels 0 to n - 1. A program writes the tiles of one level: behind those of all
+    higher ones, which it counts.
+    """
+    level = tl.program_id(0).to(tl.int64)
+    higher = tl.zeros((), tl.int64)
+    total = tl.zeros((), tl.int64)
+    for first in range(0, num_sequences, BLOCK):
+        sequence = first + tl.arange(0, BLOCK)
+        blocks = count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN)
+        higher += tl.sum(tl.maximum(blocks - level - 1, 0), axis=0)
+        total += tl.sum(blocks, axis=0)
+    for first in range(0, num_sequences, BLOCK):
+        sequence = first + tl.arange(0, BLOCK)
+        here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN) > level).to(tl.int64)
+        at = higher + tl.cumsum(here, axis=0) - 1
+        tl.store(tiles_ptr + at, (level << 32) + sequence, mask=(here > 0) & (at < room))
+        higher += tl.sum(here, axis=0)
+    if level == 0:
+        tl.store(count_ptr, tl.minimum(total, room))
+
+
+@triton.jit
+def find_tile(tile, tiles_ptr):
+    """(level, sequence)."""
+    entry = tl.load(tiles_ptr + tile)
+    return (entry >> 32).to(tl.int32), entry & 0xFFFFFFFF
+
+
+class Tiles:
+    """The listed tiles of one way to cut the sequences of a call: `arguments` of kernels, and a bound."""
+
+    def __init__(self, call, rows: int, own: int, by_query: bool):
+        """`rows`: of all sequences; `by_query`: blocks that hold queries, or blocks that hold tokens."""
+        delta = call.delta_offsets if by_query else None
+        sequences = call.num_sequences
+        self.bound = triton.cdiv(rows, own) + sequences * (1 if delta is None else 2)
+        device = call.seq_offsets.device
+        self.listed = torch.empty(self.bound, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        levels = triton.cdiv(call.max_seq_len, own)
+        if levels and sequences:
+            order_kernel[(levels,)](
+                self.listed, self.count, call.seq_offsets.contiguous(),
+                None if delta is None else delta.contiguous(), sequences, self.bound, OWN=own,
+                BLOCK=min(1024, triton.next_power_of_2(sequences)),
+            )  # fmt: skip
+
+    def grid(self, heads: int) -> tuple[int]:
+        return (max(1, min(self.bound * heads, MOST_PROGRAMS)),)
