@@ -26,8 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False) -> dict[str, int]:
     """Block sizes and warps: a function of what is asked for alone, so that no batch changes a result.
 
-    `heavy`: two accumulators, or a bias beside the scores. Chosen by what compiles for sm_90 with wgmma and few
-    spills, not by a measurement.
+    `heavy`: two accumulators, or a bias beside the scores. Chosen by what compiles for sm_90 with wgmma and
+    few spills, not by a measurement.
     """
     block_qk = max(16, triton.next_power_of_2(dim_qk))
     block_v = max(16, triton.next_power_of_2(dim_v))
