@@ -142,7 +142,7 @@ def test_is_a_dict(monkeypatch):
 def test_every_state_of_a_growth_finds_every_key():
     index, keys = filled(760)
     states = set()
-    for next_row in range(760, 1000, 4):
+    for next_row in range(760, 1200, 4):
         more = torch.arange(next_row, next_row + 4)
         index.insert(more, next_row)
         states.add((index.slots, index._next is not None, index._old is not None))
@@ -159,7 +159,7 @@ def test_every_state_of_a_growth_finds_every_key():
 
 def test_a_key_erased_while_it_waits_to_move_stays_away():
     index, keys = filled(768)
-    more = torch.arange(256)
+    more = torch.arange(512)
     for i in range(len(more)):
         index.insert(more[i : i + 1], 768 + i)
         if index._old is not None:

@@ -34,12 +34,12 @@ CROWDED = 0.875
 FULL = 0.9375
 """No call leaves more of the slots than this taken: it moves as much as it needs for its keys instead."""
 
-MOVED_PER_KEY = 8
-"""Slots moved per key of an insert call. The new structure is half empty then, and has room for the keys that
-come while it takes over: an eighth of the old one's slots."""
-
 CLEARED_PER_KEY = 32
-"""Slots cleared per key of an insert call: a sixteenth of the old slots in keys come meanwhile."""
+"""Slots cleared per key of an insert call: at most a sixteenth of the old slots in new keys come meanwhile."""
+
+MOVED_PER_KEY = 8
+"""Slots moved per key of an insert call: at most an eighth of the old slots in new keys come meanwhile. Half of
+it hardly shortens the longest call (most of it is searching two structures) and slows twice as many calls."""
 
 LEAST_KEYS = 1024
 """A call with fewer keys works on as much as one with this many."""
@@ -207,7 +207,10 @@ class _Structure:
 
     def __init__(self, slots: int):
         self.slots, self.done, self.tombstones = slots, 0, 0
-        self.keys, self.rows = _on_lines(slots, np.uint64), _on_lines(slots, np.int32)
+        # from torch, which begins with a cache line: on two lines, where numpy begins, finds take twice as
+        # long, and the huge pages that numpy asks for cost more in the first touch than they save here
+        self.keys = torch.empty(slots, dtype=torch.int64).numpy().view(np.uint64)
+        self.rows = torch.empty(slots, dtype=torch.int32).numpy()
 
     def clear(self, slots: int) -> int:
         """Clear the next `slots` slots; how many there were."""
@@ -245,17 +248,6 @@ class _Structure:
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         live = self.rows >= 0
         return self.keys[live].view(np.int64), self.rows[live].astype(np.int64)
-
-
-def _on_lines(count: int, dtype: type) -> np.ndarray:
-    """An array from the allocator, untouched, that begins with a cache line.
-
-    A group's keys are one line then. On two lines, where numpy likes to begin, finds take twice as long.
-    """
-    size = count * np.dtype(dtype).itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype)
 
 
 def _unsigned(keys: torch.Tensor) -> np.ndarray:
