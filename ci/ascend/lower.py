@@ -16,7 +16,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 import compile_matrix
 import launches
 import triton
@@ -25,7 +24,7 @@ from triton.backends.ascend import compiler as ascend
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-BASELINE = HERE.parent / "baselines" / "ascend.json"
+BASELINE = compile_matrix.ROOT / "ci" / "baselines" / "ascend.json"
 TARGET = GPUTarget("npu", "Ascend910B", 0)
 
 
@@ -60,17 +59,21 @@ def lower(launch: launches.Launch) -> str:
     try:
         return stages["ttadapter"](module, metadata)
     except subprocess.CalledProcessError as error:
-        raise Unlowerable(f"adapter: {reason(error.stderr.decode(errors='replace'))}") from error
+        how = f"adapter, signal {-error.returncode}" if error.returncode < 0 else "adapter"
+        raise Unlowerable(f"{how}: {reason(error.stderr.decode(errors='replace'))}") from error
 
 
 def reason(text: str) -> str:
     """The line of an error message that says most."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     errors = [line for line in lines if "error:" in line]
     if errors:
         return re.sub(r"^.*?error:\s*", "", errors[0])[:200]
-    crash = [line for line in lines if re.search(r"Assertion|UNREACHABLE|LLVM ERROR|terminate", line)]
-    return re.sub(r"^.*?: (?=Assertion|\w)", "", (crash or lines or ["no message"])[-1])[:200]
+    crash = [
+        line for line in lines if re.search(r"Assertion|UNREACHABLE|LLVM ERROR|terminate|PLEASE submit", line)
+    ]
+    text = re.sub(r"^.*?(?=Assertion)", "", (crash or lines or ["no message"])[0])
+    return "crashes without a message" if text.startswith("PLEASE submit") else text[:200]
 
 
 def table(report: dict[str, Any]) -> str:
