@@ -28,15 +28,17 @@ def check_arguments(
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if call.scaling_seqlen < 1:
         raise ValueError(f"scaling_seqlen must be at least 1, got {call.scaling_seqlen}")
-    for name, count in {**call.mask._asdict(), "contextual_seq_len": contextual_seq_len}.items():
-        if count < (name == "target_group_size"):
-            raise ValueError(f"{name} must be at least {int(name == 'target_group_size')}, got {count}")
-    sequences = call.num_sequences
-    for name in ("num_targets", "num_contexts"):
-        counts = getattr(call, name)
-        if counts is not None and (counts.shape != (sequences,) or counts.dtype not in INTEGERS):
+    if call.mask_numbers[0] < 1 or min(*call.mask_numbers, contextual_seq_len) < 0:
+        numbers = {**call.mask._asdict(), "contextual_seq_len": contextual_seq_len}
+        name = next(n for n, count in numbers.items() if count < (n == "target_group_size"))
+        raise ValueError(f"{name} must be at least {int(name == 'target_group_size')}, got {numbers[name]}")
+    for name, counts in (("num_targets", call.num_targets), ("num_contexts", call.num_contexts)):
+        if counts is None:
+            continue
+        if counts.shape != (call.num_sequences,) or counts.dtype not in INTEGERS:
             raise ValueError(
-                f"{name} must be ({sequences},) int32 or int64, got {tuple(counts.shape)} {counts.dtype}"
+                f"{name} must be ({call.num_sequences},) int32 or int64, got {tuple(counts.shape)} "
+                f"{counts.dtype}"
             )
     scale = call.attn_scale
     if scale is not None:
@@ -47,7 +49,8 @@ def check_arguments(
             )
         if scale.requires_grad:
             raise ValueError("attn_scale gets no gradient: detach it, or multiply the output instead")
-    _check_bias(len(k), call)
+    if call.has_bias or call.timestamps is not None or call.query_timestamps is not None:
+        _check_bias(len(k), call)
 
 
 def _check_bias(tokens: int, call: Call) -> None:
