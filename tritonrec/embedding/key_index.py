@@ -35,11 +35,11 @@ FULL = 0.9375
 """No call leaves more of the slots than this taken: it moves as much as it needs for its keys instead."""
 
 CLEARED_PER_KEY = 32
-"""Slots cleared per key of an insert call: at most a sixteenth of the old slots in new keys come meanwhile."""
+"""Slots cleared per key of an insert call: a sixteenth of the old slots in new keys may come meanwhile."""
 
 MOVED_PER_KEY = 8
-"""Slots moved per key of an insert call: at most an eighth of the old slots in new keys come meanwhile. Half of
-it hardly shortens the longest call (most of it is searching two structures) and slows twice as many calls."""
+"""Slots moved per key of an insert call: an eighth of the old slots in new keys may come meanwhile. Half of it
+hardly shortens the longest call, which searches two structures, and lengthens twice as many."""
 
 LEAST_KEYS = 1024
 """A call with fewer keys works on as much as one with this many."""
