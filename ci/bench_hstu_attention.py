@@ -119,3 +119,43 @@ def test_attention(benchmark, one_thread, workload, contender, direction):
         return
     with torch.no_grad():
         benchmark(contender, *leaves, *rest)
+
+
+def options_of(name, length, generator):
+    """What the op takes, and the dense mask and bias of one sequence that stand for it."""
+    place = torch.arange(length)
+    back = place[:, None] - place
+    causal, nothing = (back >= 0).float(), torch.zeros(length, length)
+    if name == "window":
+        return {"max_attn_len": 64}, causal * (back <= 64), nothing
+    if name == "targets":
+        half = torch.full((4,), length // 2)
+        history = (place < length // 2) | (back == 0)
+        return {"num_targets": half}, causal * history, nothing
+    weights = torch.randn(2 * length - 1, generator=generator)
+    return {"pos_weights": weights}, causal, weights[length - 1 - back]
+
+
+@pytest.mark.parametrize("name", ["window", "targets", "bias"])
+@pytest.mark.parametrize("contender", ["ours", "torch_each_sequence"])
+def test_options(benchmark, one_thread, contender, name):
+    """Forward of four sequences of 512 tokens; torch has mask and bias made beforehand, to its advantage."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2048, 4, 64, generator=generator) for _ in range(3))
+    offsets = torch.arange(0, 2049, 512)
+    options, mask, bias = options_of(name, 512, generator)
+
+    def ours():
+        return hstu_attention(q, k, v, offsets, 512, alpha=0.125, scaling_seqlen=512, **options)
+
+    def torch_each_sequence():
+        outs = []
+        for a, c, e in zip(*(tensor.split(512) for tensor in (q, k, v)), strict=True):
+            s = torch.matmul(a.transpose(0, 1), c.permute(1, 2, 0)) * 0.125 + bias
+            outs.append(torch.matmul(torch.nn.functional.silu(s) * (mask / 512), e.transpose(0, 1)))
+        return torch.cat([out.transpose(0, 1) for out in outs])
+
+    torch.testing.assert_close(ours(), torch_each_sequence(), rtol=1e-4, atol=1e-5)
+    benchmark.group = f"hstu_attention forward {name}_512"
+    benchmark.extra_info.update(workload=f"{name}_512", threads=1, ours=contender == "ours")
+    benchmark({"ours": ours, "torch_each_sequence": torch_each_sequence}[contender])
