@@ -40,6 +40,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "silu": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
     "grid": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
     "bucketize": {"BLOCK": (512, 1024, 2048), "num_warps": (4, 8)},
+    "hash_table": {"BLOCK": (64, 128, 256), "num_warps": (1, 2, 4, 8)},
     "unique": {"BLOCK": (128, 256, 512), "num_warps": (1, 2, 4, 8)},
     "gather_rows": {"BLOCK_ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)},
     "segment_sum": {"num_warps": (1, 2, 4)},

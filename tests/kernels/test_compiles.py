@@ -147,7 +147,7 @@ for name, assign, erase in (
     ("_claim_kernel", False, False),
 ):
     kernel = getattr(triton_hash_table, name)
-    constants = {"ASSIGN": assign, "ERASE": erase, "BLOCK": triton_hash_table.BLOCK}
+    constants = {"ASSIGN": assign, "ERASE": erase, "BLOCK": 128}
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
     signature = {one: "constexpr" if one in constants else types.get(one, "*i64") for one in kernel.arg_names}
     compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))

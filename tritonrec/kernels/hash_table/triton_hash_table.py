@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
-
-BLOCK = 128
 
 
 @triton.jit
@@ -109,7 +108,8 @@ def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
     if keys.numel():
         assign = new_rows is not None
         new_rows = new_rows.contiguous() if assign else keys
-        grid = (triton.cdiv(keys.numel(), BLOCK),)
+        config = tuned.config("hash_table", "any", keys.device)
+        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
         num_groups = slot_keys.numel() // 8
         _find_kernel[grid](
             slot_keys,
@@ -121,7 +121,7 @@ def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
             num_groups,
             ASSIGN=assign,
             ERASE=erase,
-            BLOCK=BLOCK,
+            **config,
         )
     return rows
 
@@ -145,9 +145,10 @@ def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Ten
 
 def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
     if keys.numel():
-        grid = (triton.cdiv(keys.numel(), BLOCK),)
+        config = tuned.config("hash_table", "any", keys.device)
+        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
         num_groups = slot_keys.numel() // 8
-        _claim_kernel[grid](slot_keys, slot_rows, keys, rows, wanted, keys.numel(), num_groups, BLOCK=BLOCK)
+        _claim_kernel[grid](slot_keys, slot_rows, keys, rows, wanted, keys.numel(), num_groups, **config)
 
 
 def hash_insert(

@@ -17,9 +17,11 @@ Dimensions: B sequences, L tokens, H heads, D features of a head (padded to a po
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535
@@ -155,14 +157,10 @@ def table_kernel(
         tl.store(to, acc, mask=entry < buckets)
 
 
-def configuration(dim: int) -> dict[str, int]:
-    """Block sizes and warps: a function of D, so that it cannot change a result."""
-    block = max(16, triton.next_power_of_2(dim))
-    own, warps = (64, 4) if block <= 64 else (32, 4 if block <= 128 else 8)
-    return {
-        "OWN": own, "STEP": 16, "BLOCK_D": block, "num_warps": warps, "num_stages": 2,
-        "enable_fp_fusion": False,
-    }  # fmt: skip
+def configuration(v: torch.Tensor) -> dict[str, int]:
+    """Block sizes and warps: a function of D and the device, so that no batch changes a result."""
+    config = tuned.config("relative_aggregate", tuned.row_class(v.shape[2], most=256), v.device)
+    return {**config, "BLOCK_D": max(16, triton.next_power_of_2(v.shape[2])), "enable_fp_fusion": False}
 
 
 def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -> None:
@@ -180,14 +178,14 @@ def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -
 
 def forward(v, table, seq_offsets, max_seq_len, timestamps, out) -> None:
     """Overwrite `out` (L, H, D), whatever it held."""
-    config = configuration(v.shape[2])
+    config = configuration(v)
     blocks = triton.cdiv(max_seq_len, config["OWN"])
     launch(forward_kernel, v, out, table.contiguous(), seq_offsets, timestamps, blocks, config)
 
 
 def backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable) -> None:
     """Overwrite dv (L, H, D) and dtable (B, H, R), whatever they held."""
-    config = configuration(v.shape[2])
+    config = configuration(v)
     blocks = triton.cdiv(max_seq_len, config["OWN"])
     launch(values_kernel, do, dv, table.contiguous(), seq_offsets, timestamps, blocks, config)
     blocks = triton.cdiv(table.shape[1], ENTRIES)
