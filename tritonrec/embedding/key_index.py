@@ -38,8 +38,8 @@ CLEARED_PER_KEY = 32
 """Slots cleared per key of an insert call: a sixteenth of the old slots in new keys may come meanwhile."""
 
 MOVED_PER_KEY = 8
-"""Slots moved per key of an insert call: an eighth of the old slots in new keys may come meanwhile. Half of it
-hardly shortens the longest call, which searches two structures, and lengthens twice as many."""
+"""Slots moved per key of an insert call: an eighth of the old slots in new keys may come meanwhile. Half
+of it hardly shortens the longest call, which searches two structures, and lengthens twice as many."""
 
 LEAST_KEYS = 1024
 """A call with fewer keys works on as much as one with this many."""
