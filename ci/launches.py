@@ -389,7 +389,22 @@ def _targets(dtype):
     _attention(dtype, 50, 64, num_targets=offsets().diff() // 4)
 
 
+def _options(dtype):
+    """Every mask and bias at once; then dq by atomics; then queries for the last tokens only."""
+    cuts = offsets()
+    lengths = cuts.diff()
+    options = {
+        "num_targets": lengths // 4, "num_contexts": lengths // 8, "target_group_size": 2, "max_attn_len": 20,
+        "min_full_attn_seq_len": 3, "attn_prefix_len": 2,
+        "pos_weights": ones(2 * longest - 1, grad=True), "ts_weights": ones(32, grad=True),
+        "timestamps": keys(),
+    }  # fmt: skip
+    _attention(dtype, 64, 64, **options)
+    _attention(dtype, 64, 64, deterministic=False)
+
+
 for _dtype in (torch.float32, torch.bfloat16):
+    CASES[f"hstu_attention {TYPES[_dtype]} d64 options"] = lambda dtype=_dtype: _options(dtype)
     for _qk, _v in ((32, 32), (50, 64), (128, 128), (256, 256)):
         _label = f"hstu_attention {TYPES[_dtype]} d{_qk}x{_v}"
         CASES[_label] = lambda dtype=_dtype, qk=_qk, v=_v: _attention(dtype, qk, v)

@@ -49,6 +49,9 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "norm_mul_dropout": {"num_warps": (1, 2, 4, 8)},
     "sampled_softmax": {"TILE": (1024, 2048, 4096), "num_warps": (2, 4, 8)},
     "linear": {"BLOCK": (32, 64, 128), "num_warps": (4, 8)},
+    "hstu_attention": {
+        "OWN": (32, 64, 128), "STEP": (16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3),
+    },
     "relative_aggregate": {
         "OWN": (32, 64), "STEP": (16, 32), "num_warps": (4, 8), "num_stages": (2,),
     },

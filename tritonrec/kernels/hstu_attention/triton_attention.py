@@ -15,39 +15,35 @@ from __future__ import annotations
 import torch
 import triton
 
+from tritonrec.kernels import tuned
 from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
 from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
 from tritonrec.kernels.hstu_attention.triton_tables import parts_kernel, positions_kernel, times_kernel
 from tritonrec.kernels.hstu_attention.triton_tiles import Tiles
 
+CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False) -> dict[str, int]:
-    """Block sizes and warps: a function of what is asked for alone, so that no batch changes a result.
+def configuration(
+    dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False, device: torch.device = CPU
+) -> dict[str, int]:
+    """Block sizes and warps: by what is asked for and by the device, so that no batch changes a result.
 
-    `heavy`: two accumulators, or a bias beside the scores. Chosen by what compiles for sm_90 with wgmma and
-    few spills, not by a measurement.
+    `heavy`: two accumulators, or a bias beside the scores.
     """
     block_qk = max(16, triton.next_power_of_2(dim_qk))
     block_v = max(16, triton.next_power_of_2(dim_v))
-    widest = max(block_qk, block_v)
-    if dtype == torch.float32:
-        # these products run outside the tensor cores and keep their operands in registers
-        own, step, warps = (64, 16, 4) if widest <= 64 else (32, 16, 4 if widest <= 128 else 8)
-    elif widest <= 64:
-        own, step, warps = (64, 32, 8) if heavy else (64, 64, 4)
-    else:
-        own, step, warps = (64 if widest <= 128 else 32), 32, 8
-    return {
-        "OWN": own, "STEP": step, "BLOCK_QK": block_qk, "BLOCK_V": block_v,
-        "num_warps": warps, "num_stages": 2, "enable_fp_fusion": False,
-    }  # fmt: skip
+    klass = f"{str(dtype).removeprefix('torch.')} {tuned.row_class(max(block_qk, block_v), most=256)}"
+    config = tuned.config("hstu_attention", klass + " heavy" * heavy, device)
+    return {**config, "BLOCK_QK": block_qk, "BLOCK_V": block_v, "enable_fp_fusion": False}
 
 
-def table_configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int) -> dict[str, int]:
+def table_configuration(
+    dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int, device: torch.device = CPU
+) -> dict[str, int]:
     """As `configuration`, for the gradients of a table."""
-    config = configuration(dim_qk, dim_v, dtype, heavy=True)
+    config = configuration(dim_qk, dim_v, dtype, True, device)
     own = 32 if dtype == torch.float32 or config["OWN"] == 32 else 64
     return config | {"OWN": own, "STEP": min(own, config["STEP"]), "ENTRIES": triton.next_power_of_2(entries)}
 
@@ -105,7 +101,7 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
 def forward(q, k, v, call, out) -> None:
     """Overwrite `out` (M, H, Dv), whatever it held."""
     check(q, v)
-    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias)
+    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias, q.device)
     tiles = Tiles(call, len(q), config["OWN"], by_query=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     launch(forward_kernel, tensors, Description(call, len(q)), tiles, q.shape[1], config)
@@ -120,22 +116,22 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
     if call.deterministic:
-        config = configuration(*dims, call.has_bias)
+        config = configuration(*dims, call.has_bias, q.device)
         tiles = Tiles(call, len(q), config["OWN"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
     summed = dq if call.deterministic else torch.zeros(q.shape, device=q.device)
-    config = configuration(*dims, heavy=True)
+    config = configuration(*dims, True, q.device)
     tiles = Tiles(call, len(k), config["OWN"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
     launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=not call.deterministic)
     if not call.deterministic:
         dq.copy_(summed)
     if call.pos_weights is not None:
-        config = table_configuration(*dims, 1)
+        config = table_configuration(*dims, 1, q.device)
         tiles = Tiles(call, len(k), config["OWN"], by_query=False)
         launch(positions_kernel, {**inputs, "dpos": dpos}, described, tiles, 1, config)
     if call.ts_weights is not None:
-        config = table_configuration(*dims, dts.shape[1])
+        config = table_configuration(*dims, dts.shape[1], q.device)
         tiles = Tiles(call, len(q), config["OWN"], by_query=True)
         parts = len(k) // config["OWN"] + call.num_sequences + 1
         parts = torch.empty(parts, config["ENTRIES"], device=q.device)
