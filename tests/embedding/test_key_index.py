@@ -174,6 +174,22 @@ def test_a_key_erased_while_it_waits_to_move_stays_away():
     assert index.find(keys[1::3]).tolist() == list(range(1, 768, 3))
 
 
+def test_a_moved_key_may_take_a_tombstone():
+    """A slot of a full group is freed, and the next stretch that moves fills it again."""
+    crowd = [key_with_hash(i << 40 | 1 << 32) for i in range(48)]  # all walk from group 0 to the next
+    index = KeyIndex(64)
+    index.insert(tensor(crowd), 0)
+    filler = 0
+    while index._old is None or index._old.done < 16:
+        index.insert(tensor([filler]), 48 + filler)
+        filler += 1
+    assert index.erase(tensor(crowd[:3])).tolist() == [0, 1, 2]
+    assert index._now.tombstones == 3
+    index.insert(tensor([filler]), 48 + filler)
+    assert index._now.tombstones == int((index._now.rows == -2).sum()) < 3
+    assert index.find(tensor(crowd)).tolist() == [-1, -1, -1, *range(3, 48)]
+
+
 def test_no_call_works_more_than_its_share(monkeypatch):
     """Thousands of keys wait, and a call with four keys clears 128 slots or moves four groups."""
     monkeypatch.setattr(key_index, "LEAST_KEYS", 4)
