@@ -96,7 +96,8 @@ from tritonrec.kernels.relative_aggregate import triton_relative
 
 times = sys.argv[1] == "times"
 for dim in (32, 50, 128):
-    config = triton_relative.configuration(torch.empty(1, 1, dim)) | {"ENTRIES": triton_relative.ENTRIES, "HAS_TIMES": times}
+    config = triton_relative.configuration(torch.empty(1, 1, dim))
+    config |= {"ENTRIES": triton_relative.ENTRIES, "HAS_TIMES": times}
     options = {k: v for k, v in config.items() if not k.isupper()}
     for name in ("forward_kernel", "values_kernel", "table_kernel"):
         kernel = getattr(triton_relative, name)
