@@ -1,5 +1,6 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make test     the test suite
+# make test-slow   what takes longest: compilations, the GPU script's rehearsal, a benchmark
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
@@ -11,14 +12,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
 
-.PHONY: verify test lint bench compile-matrix clean
+.PHONY: verify test test-slow lint bench compile-matrix clean
 
 verify: .venv/installed
 	$(BIN)/python -m tritonrec.data.movielens
 	$(BIN)/tritonrec verify --data ml-100k --mutations --trace $(TRACES) --json out/verify.json
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -q -m slow
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
