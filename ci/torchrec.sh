@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Puts TorchRec and the CPU build of FBGEMM under out/torchrec, beside the environment's own torch, and runs
+# what needs them. Their own requirements name CUDA builds, so every package is taken without dependencies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=.venv/bin/python
+if [ ! -d out/torchrec/torchrec ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target out/torchrec \
+        torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyre-extensions torchmetrics lightning-utilities \
+        iopath typing-inspect mypy-extensions portalocker cloudpickle orjson tqdm pyvers
+fi
+PYTHONPATH=$PWD/out/torchrec "$python" -m pytest -q tests/examples "$@"
