@@ -46,6 +46,7 @@ from tritonrec.kernels.workers import over_ranges
 __all__ = ["attention_backward", "attention_forward", "hstu_attention"]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def hstu_attention(
@@ -156,28 +157,37 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
 
 
 def attention_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
 ) -> Gradients:
-    """dq, dk, dv, each contiguous, and each sequence's gradients of the tables, (B, entries) float32."""
+    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries) float32.
+
+    dq, dk and dv overwrite the tensors `into`, of any strides but a contiguous last dimension; new and
+    contiguous without.
+    """
     chosen = implementation(call.impl, q)  # type: ignore[arg-type]
     if chosen == "reference":
-        return reference.backward(do, q, k, v, call)
+        *grads, dpos, dts = reference.backward(do, q, k, v, call)
+        dq, dk, dv = grads if into is None else (to.copy_(grad) for to, grad in zip(into, grads, strict=True))
+        return dq, dk, dv, dpos, dts
     dpos, dts = call.new_table_gradients()
     if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
         from tritonrec.kernels.hstu_attention import triton_attention
 
-        dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+        dq, dk, dv = into or (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
         triton_attention.backward(do, q, k, v, call, dq, dk, dv, dpos, dts)
         return dq, dk, dv, dpos, dts
-    dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
+    if into is None:
+        dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
+    else:
+        dq, dk, dv = (tensor.zero_() for tensor in into)
     if q.numel() == 0 or v.numel() == 0:
         return dq, dk, dv, dpos, dts
     from tritonrec.kernels.hstu_attention import numba_attention
 
     described, sizes, cost = _plan(q, v, call)
     arguments = (
-        *_flat(do), *_flat(q), *_flat(k), *_flat(v), *described, dq.view(-1).numpy(), dk.view(-1).numpy(),
-        dv.view(-1).numpy(), dpos.numpy(), dts.numpy(),
+        *_flat(do), *_flat(q), *_flat(k), *_flat(v), *described, *_flat(dq), *_flat(dk), *_flat(dv),
+        dpos.numpy(), dts.numpy(),
     )  # fmt: skip
 
     def run(start: int, stop: int) -> None:
@@ -271,6 +281,29 @@ def _hstu_attention_backward(do, q, k, v, *described):
 @_hstu_attention_backward.register_fake
 def _(do, q, k, v, *described):
     return *(t.new_empty(t.shape) for t in (q, k, v)), *Call(*described).new_table_gradients()
+
+
+@torch.library.custom_op(
+    "tritonrec::hstu_attention_backward_into",
+    mutates_args=("dq", "dk", "dv"),
+    schema=(
+        "(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor do, Tensor q, Tensor k, Tensor v, "
+        f"{_CALL}) -> (Tensor, Tensor)"
+    ),
+)
+def _hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described):
+    for name, to, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
+            raise ValueError(
+                f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
+                f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
+            )
+    return attention_backward(do, q, k, v, Call(*described), (dq, dk, dv))[3:]
+
+
+@_hstu_attention_backward_into.register_fake
+def _(dq, dk, dv, do, q, k, v, *described):
+    return Call(*described).new_table_gradients()
 
 
 def _save(ctx, inputs, output):

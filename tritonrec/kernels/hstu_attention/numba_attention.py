@@ -155,9 +155,10 @@ def forward(
 def backward(
     do, do_token, do_head, q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, row_offsets,
     targets, contexts, mask, scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor,
-    dq, dk, dv, dpos, dts, start, stop, heads, dim_qk, dim_v, longest,
+    dq, dq_token, dq_head, dk, dk_token, dk_head, dv, dv_token, dv_head, dpos, dts,
+    start, stop, heads, dim_qk, dim_v, longest,
 ):  # fmt: skip
-    """As `forward`; dq, dk and dv are contiguous and zero. A key's gradient adds its queries in order.
+    """As `forward`; dq, dk and dv are zero. A key's gradient adds its queries in order.
 
     dpos and dts (B, entries) are overwritten with each sequence's gradients of the tables.
     """
@@ -169,7 +170,6 @@ def backward(
     spans = np.empty((longest, 4), np.int64)
     runs = np.empty((3, 2), np.int64)
     pos_sums, ts_sums = np.empty(pos.shape[0], np.float64), np.empty(ts.shape[0], np.float64)
-    qk_token, o_token = heads * dim_qk, heads * dim_v
     biased = pos.shape[0] + ts.shape[0] > 0
     slope, gain = (F32(1.0), F32(1.0)) if biased else (alpha, alpha)
     row_time = I(0)
@@ -182,7 +182,7 @@ def backward(
         ts_sums[:] = 0
         for h in range(heads):
             k_first = begin * k_token + h * k_head
-            dk_first, dv_first = begin * qk_token + h * dim_qk, begin * o_token + h * dim_v
+            dk_first, dv_first = begin * dk_token + h * dk_head, begin * dv_token + h * dv_head
             transpose(k, k_first, k_token, length, dim_qk, keys, width)
             transpose(v, begin * v_token + h * v_head, v_token, length, dim_v, values, width)
             i = hidden
@@ -230,15 +230,15 @@ def backward(
                     left, right = U(runs[n, 0]), U(runs[n, 1])
                     columns = right - left
                     add_products(
-                        dq, t * qk_token + h * dim_qk, qk_token, ds, left, width, ONE,
+                        dq, t * dq_token + h * dq_head, dq_token, ds, left, width, ONE,
                         k, k_first + left * k_token, k_token, rows, columns, dim_qk,
                     )  # fmt: skip
                     add_products(
-                        dk, dk_first + left * qk_token, qk_token, ds, left, ONE, width,
+                        dk, dk_first + left * dk_token, dk_token, ds, left, ONE, width,
                         q, q_first, q_token, columns, rows, dim_qk,
                     )  # fmt: skip
                     add_products(
-                        dv, dv_first + left * o_token, o_token, p, left, ONE, width,
+                        dv, dv_first + left * dv_token, dv_token, p, left, ONE, width,
                         do, do_first, do_token, columns, rows, dim_v,
                     )  # fmt: skip
                 i += rows

@@ -1,0 +1,92 @@
+"""Attention's gradients written into views of one buffer: the bits of the op that allocates, and no more."""
+
+import pytest
+import torch
+
+from tritonrec.kernels.hstu_attention import attention_backward
+from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.masks import Mask
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+HEADS, DIM_QK, DIM_V = 2, 5, 7
+GUARD = 3  # columns of the buffer beside and between the gradients
+CASES = {
+    "ragged": [5, 0, 1, 17, 3],
+    "block_plus_one": [65],
+    "all_empty": [0, 0],
+    "empty": [],
+}
+into_op = torch.ops.tritonrec.hstu_attention_backward_into
+
+
+def make(lengths, impl, biased=True):
+    """do, q, k, v and a call with targets, and with both tables where asked for."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = sum(lengths)
+    sizes = (DIM_V, DIM_QK, DIM_QK, DIM_V)
+    tensors = [torch.randn(tokens, HEADS, size, generator=generator) + 0.1 for size in sizes]
+    longest = max(lengths, default=0)
+    tables = {}
+    if biased:
+        tables = {
+            "pos_weights": torch.randn(max(longest, 1), generator=generator),
+            "ts_weights": torch.randn(9, generator=generator),
+            "timestamps": torch.randint(-50, 50, (tokens,), generator=generator),
+        }
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    targets = torch.tensor(lengths, dtype=torch.int64) // 3
+    call = Call(offsets, max(longest, 1), 0.7, 9, list(Mask()), targets, **tables, impl=impl)
+    if impl == "triton" and GPU:
+        tensors = [tensor.cuda() for tensor in tensors]
+        call = Call(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in call))
+    return tensors, call
+
+
+def views(like, fill=float("nan")):
+    """A poisoned buffer, and one view for each of the tensors, guard columns around them all."""
+    width = sum(t.shape[1] * t.shape[2] + GUARD for t in like) + GUARD
+    buffer = torch.full((len(like[0]), width), fill, device=like[0].device)
+    at, parts = GUARD, []
+    for tensor in like:
+        size = tensor.shape[1] * tensor.shape[2]
+        parts.append(buffer[:, at : at + size].unflatten(1, tensor.shape[1:]))
+        at += size + GUARD
+    return buffer, parts
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, name, biased):
+    (do, q, k, v), call = make(CASES[name], impl, biased)
+    expected = attention_backward(do, q, k, v, call)
+    buffer, parts = views((q, k, v))
+    tables = into_op(*parts, do, q, k, v, *call)
+    for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
+        assert torch.equal(got, want), what
+    assert int(buffer.isnan().sum()) == len(buffer) * 4 * GUARD
+    if name == "ragged" and biased:
+        assert all(want.any() for want in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda dq, dk, dv: (dq[:-1], dk, dv), r"dq must be \(8, 2, 5\).*got \(7, 2, 5\)"),
+        (lambda dq, dk, dv: (dq, dk.double(), dv), r"dk must be .* got .*float64"),
+        (lambda dq, dk, dv: (dq, dk, dv.mT.contiguous().mT), "dv must be .* with a contiguous last dim"),
+    ],
+)
+def test_a_view_that_does_not_fit_is_named(change, message):
+    (do, q, k, v), call = make([5, 3], "cpu")
+    outs = change(*(torch.empty_like(tensor) for tensor in (q, k, v)))
+    with pytest.raises(ValueError, match=message):
+        into_op(*outs, do, q, k, v, *call)
+
+
+def test_registration():
+    (do, q, k, v), call = make([5, 3], "cpu")
+    outs = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    torch.library.opcheck(into_op.default, (*outs, do, q, k, v, *call))
