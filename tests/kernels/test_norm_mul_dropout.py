@@ -302,3 +302,31 @@ def test_registration(gated):
     )
     leaves = [None if t is None else t.requires_grad_() for t in (x, gate, weight, bias)]
     torch.library.opcheck(torch.ops.tritonrec.norm_mul_dropout.default, (*leaves, 1e-6, P, 5, *sites, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["odd_dim", "one_column", "empty", "no_columns"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_du_written_into_a_view(impl, name):
+    """The bits of the op that allocates; the columns beside the view stay what they were."""
+    x, u, weight, bias, dy = (on(impl, tensor) for tensor in case(name))
+    tokens, dim = x.shape
+    sites = [on(impl, site) for site in places(tokens)]
+    _, means, rstds = norm_forward(x, u, weight, bias, 1e-6, P, SEED, *sites, impl)
+    rest = (dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
+    dx, du, dweight, dbias = norm_backward(*rest)
+    buffer = torch.full((tokens, dim + 5), float("nan"), device=x.device)
+    terms = torch.ops.tritonrec.norm_mul_dropout_backward_into(buffer[:, 2 : 2 + dim], *rest)
+    assert torch.equal(buffer[:, 2 : 2 + dim], du) and int(buffer.isnan().sum()) == 5 * tokens
+    assert all(map(torch.equal, terms, (dx, dweight, dbias)))
+
+
+def test_a_view_that_does_not_fit_is_named():
+    x, u, weight, bias, dy = case("odd_dim")
+    _, means, rstds = norm_forward(x, u, weight, bias, 1e-6, 0.0, 0, None, None, "cpu")
+    rest = (dy, x, u, weight, bias, 0.0, 0, None, None, means, rstds, "cpu")
+    into = torch.ops.tritonrec.norm_mul_dropout_backward_into
+    with pytest.raises(ValueError, match=r"du must be \(29, 37\) like x, got \(28, 37\)"):
+        into(torch.empty(28, 37), *rest)
+    with pytest.raises(ValueError, match="du is written in place and must have contiguous rows"):
+        into(torch.empty(37, 29).t(), *rest)
+    torch.library.opcheck(into.default, (torch.empty(29, 37), *rest))

@@ -21,7 +21,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.norm_mul_dropout import reference
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves
-from tritonrec.kernels.row_layout import flat_rows
+from tritonrec.kernels.row_layout import check_matrix, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
 __all__ = ["norm_backward", "norm_forward", "norm_mul_dropout"]
@@ -129,11 +129,16 @@ def norm_backward(
     means: torch.Tensor,
     rstds: torch.Tensor,
     impl: str,
+    du: torch.Tensor | None = None,
 ) -> Terms:
-    """dx, du, and each token's terms of dweight and dbias, all (L, D); du is (0, D) where u is None."""
+    """dx, du, and each token's terms of dweight and dbias, all (L, D); du is (0, D) where u is None.
+
+    du overwrites the tensor given for it (rows contiguous, any row stride); new without.
+    """
     chosen = implementation(impl, x)  # type: ignore[arg-type]
     dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
-    du = torch.empty(x.shape, device=x.device) if u is not None else x.new_empty(0, x.shape[1])
+    if du is None:
+        du = torch.empty(x.shape, device=x.device) if u is not None else x.new_empty(0, x.shape[1])
     if dx.numel() == 0:
         return dx, du, dweight, dbias
     if chosen == "reference":
@@ -153,7 +158,7 @@ def norm_backward(
         arguments = (
             *_flat(dy), *_flat(x), *_flat(u), *_vectors(weight, bias),
             *_draws(p, seed, sample_ids, positions), means.numpy(), rstds.numpy(),
-            dx.view(-1).numpy(), du.view(-1).numpy(), dweight.view(-1).numpy(), dbias.view(-1).numpy(),
+            dx.view(-1).numpy(), *flat_rows(du), dweight.view(-1).numpy(), dbias.view(-1).numpy(),
         )  # fmt: skip
 
         def run(start: int, stop: int) -> None:
@@ -249,6 +254,37 @@ def _(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl
 
     du = row_terms() if u is not None else x.new_empty(0, x.shape[1])
     return row_terms(), du, row_terms(), row_terms()
+
+
+@torch.library.custom_op("tritonrec::norm_mul_dropout_backward_into", mutates_args=("du",))
+def _norm_mul_dropout_backward_into(
+    du: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    u: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    seed: int,
+    sample_ids: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_matrix("du", du, torch.float32, in_place=True)
+    if du.shape != x.shape:
+        raise ValueError(f"du must be {tuple(x.shape)} like x, got {tuple(du.shape)}")
+    dx, _, dweight, dbias = norm_backward(
+        dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl, du
+    )
+    return dx, dweight, dbias
+
+
+@_norm_mul_dropout_backward_into.register_fake
+def _(du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl):
+    dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    return dx, dweight, dbias
 
 
 def _save(ctx, inputs, output):

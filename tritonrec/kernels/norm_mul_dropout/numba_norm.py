@@ -59,9 +59,9 @@ def forward(
 @njit(cache=True, nogil=True)
 def backward(
     dy, dy_stride, x, x_stride, u, u_stride, weight, bias, dropout, samples, positions, means, rstds,
-    dx, du, dweight, dbias, start, stop, dim,
+    dx, du, du_stride, dweight, dbias, start, stop, dim,
 ):  # fmt: skip
-    """Rows [start, stop) of dx, du and of each token's own terms of dweight and dbias, all contiguous."""
+    """Rows [start, stop) of dx, du, and each token's own terms of dweight and dbias; all but du contiguous."""
     k0, k1, tag, threshold, factor = dropout
     gated = u.shape[0] > 0
     ones = np.ones(dim, F32)
@@ -74,12 +74,13 @@ def backward(
             draw_kept(kept, k0, k1, tag, samples[t], positions[t], threshold, factor)
         mean, rstd = means[t], rstds[t]
         row, gate, from_, to = t * x_stride, t * u_stride, t * dy_stride, t * dim
+        du_row = t * du_stride
         for d in range(dim):
             normed[d] = (x[row + d] - mean) * rstd
         if gated:
             for d in range(dim):
                 g = dy[from_ + d] * kept[d]
-                du[to + d] = g * (normed[d] * weight[d] + bias[d])
+                du[du_row + d] = g * (normed[d] * weight[d] + bias[d])
                 dbias[to + d] = g * u[gate + d]
         else:
             for d in range(dim):

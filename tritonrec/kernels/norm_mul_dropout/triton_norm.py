@@ -55,20 +55,21 @@ def forward_kernel(
         rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
         tl.store(means_ptr + row, mean)
         tl.store(rstds_ptr + row, rstd)
-        y = centred * rstd * weight + bias
-        if GATED:
-            y = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0) * y
-        if DROPS:
-            sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
-            y = y * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
-        tl.store(y_ptr + row * dim + column, y, mask=inside)
+        if y_ptr is not None:
+            y = centred * rstd * weight + bias
+            if GATED:
+                y = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0) * y
+            if DROPS:
+                sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
+                y = y * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
+            tl.store(y_ptr + row * dim + column, y, mask=inside)
 
 
 @triton.jit
 def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
     dx_ptr, du_ptr, dweight_ptr, dbias_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
-    seed, tag, threshold, factor, rows, dim,
+    du_row, du_column, seed, tag, threshold, factor, rows, dim,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D).to(tl.int64)
@@ -87,7 +88,8 @@ def backward_kernel(
         rstd = tl.load(rstds_ptr + row)
         normed = tl.where(inside, (x - tl.load(means_ptr + row)) * rstd, 0.0)
         if GATED:
-            tl.store(du_ptr + to, g * (normed * weight + bias), mask=inside)
+            du = g * (normed * weight + bias)
+            tl.store(du_ptr + row * du_row + column * du_column, du, mask=inside)
             g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
         tl.store(dbias_ptr + to, g, mask=inside)
         tl.store(dweight_ptr + to, g * normed, mask=inside)
@@ -112,9 +114,9 @@ def _or(tensor: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
 def forward(
     x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
     seed: int, tag: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-    y: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor,
+    y: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill y, means and rstds (contiguous); x and u with any strides."""
+    """Fill y, unless it is None, means and rstds (contiguous); x and u with any strides."""
     rows, dim = x.shape
     gate = _or(u, x)
     sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
@@ -131,13 +133,13 @@ def backward(
     means: torch.Tensor, rstds: torch.Tensor,
     dx: torch.Tensor, du: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill dx, du, dweight and dbias (contiguous); dy, x and u with any strides."""
+    """Fill dx, dweight and dbias (contiguous) and du; dy, x, u and du with any strides."""
     rows, dim = x.shape
     gate = _or(u, x)
     sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
     backward_kernel[(min(rows, MOST_PROGRAMS),)](
         dy, x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, means, rstds,
-        dx, du, dweight, dbias, *dy.stride(), *x.stride(), *gate.stride(),
+        dx, du, dweight, dbias, *dy.stride(), *x.stride(), *gate.stride(), *du.stride(),
         seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
         **_arguments(x, u, p), enable_fp_fusion=False,
     )  # fmt: skip
