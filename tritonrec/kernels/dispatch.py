@@ -10,6 +10,11 @@ import torch
 Impl = Literal["auto", "triton", "cpu", "reference"]
 
 
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
+    return tensor.device.type == "cpu"
+
+
 def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     """Name the implementation that runs for `tensor`: ``"triton"``, ``"cpu"`` or ``"reference"``.
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.dispatch import on_host
+from tritonrec.kernels.padding import held, padding
 
-def check_rows(name: str, rows: torch.Tensor, limit: int) -> None:
-    """Refuse row numbers outside [0, limit): IndexError naming the first one.
+
+def check_rows(name: str, rows: torch.Tensor, limit: int, count: torch.Tensor | None = None) -> None:
+    """Refuse row numbers outside [0, limit) among the first `count`: IndexError naming the first one.
 
     On an accelerator the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
-    if rows.device.type != "cpu":
-        inside = ((rows >= 0) & (rows < limit)).all()
-        torch._assert_async(inside, f"{name} holds a row number outside [0, {limit})")
+    if not on_host(rows):
+        inside = (rows >= 0) & (rows < limit)
+        if count is not None:
+            inside |= padding(rows.numel(), count)
+        torch._assert_async(inside.all(), f"{name} holds a row number outside [0, {limit})")
         return
     from tritonrec.kernels.numba_row_layout import first_outside
 
+    if count is not None:
+        rows = rows[: held(count, rows.numel())]
     position = first_outside(rows.contiguous().numpy(), np.uint64(limit))
     if position >= 0:
         raise IndexError(f"{name}[{position}] = {int(rows[position])} is outside [0, {limit})")

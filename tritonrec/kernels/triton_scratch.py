@@ -13,12 +13,13 @@ import triton.language as tl
 
 from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
-def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, num_slots, BLOCK: tl.constexpr):
+def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
     slot = mix64(key) & (num_slots - 1)
@@ -42,10 +43,10 @@ def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, num_slots, BLOCK: 
 
 @triton.jit
 def _lookup_kernel(
-    keys_ptr, table_keys_ptr, holders_ptr, found_ptr, num_keys, num_slots, BLOCK: tl.constexpr
+    keys_ptr, table_keys_ptr, holders_ptr, found_ptr, num_keys, count_ptr, num_slots, BLOCK: tl.constexpr
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     slot = mix64(key) & (num_slots - 1)
     found = tl.full((BLOCK,), -1, tl.int64)
@@ -60,24 +61,29 @@ def _lookup_kernel(
         pending = occupied & (holder_key != key)
         slot = (slot + 1) & (num_slots - 1)
         visit += 1
-    tl.store(found_ptr + offsets, found, mask=inside)
+    tl.store(found_ptr + offsets, found, mask=offsets < num_keys)
 
 
-def build(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``holders`` (S,) int32, the table, and ``slots`` (K,) int64, the slot of each of the K >= 1 keys."""
+def build(keys: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``holders`` (S,) int32, the table, and ``slots`` (K,) int64, the slot of each of the K >= 1 keys.
+
+    Keys behind `count` are not in the table, and their slots are not written.
+    """
     num_slots = triton.next_power_of_2(2 * keys.numel())
     holders = torch.full((num_slots,), -1, dtype=torch.int32, device=keys.device)
     slots = torch.empty_like(keys)
     config = tuned.config("unique", "any", keys.device)
     grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
-    _build_kernel[grid](keys, holders, slots, keys.numel(), num_slots, **config)
+    _build_kernel[grid](keys, holders, slots, keys.numel(), count, num_slots, **config)
     return holders, slots
 
 
-def lookup(keys: torch.Tensor, table_keys: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
-    """Position in `table_keys` of each of the K >= 1 `keys`, or -1; `holders` comes from `build`."""
+def lookup(
+    keys: torch.Tensor, table_keys: torch.Tensor, holders: torch.Tensor, count: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Position in `table_keys` of each of the K >= 1 `keys`; -1: it is not there, or lies behind `count`."""
     found = torch.empty_like(keys)
     config = tuned.config("unique", "any", keys.device)
     grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
-    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), holders.numel(), **config)
+    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), count, holders.numel(), **config)
     return found

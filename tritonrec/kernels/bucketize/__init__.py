@@ -6,6 +6,7 @@ import torch
 
 from tritonrec.kernels.bucketize import reference
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.padding import check_scalar, held
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,21 +27,25 @@ def owner_of(keys: torch.Tensor, world_size: int, impl: Impl = "auto") -> torch.
     return torch.ops.tritonrec.owner_of(keys, world_size, impl)
 
 
-def bucketize(keys: torch.Tensor, world_size: int, impl: Impl = "auto") -> Pair:
+def bucketize(
+    keys: torch.Tensor, world_size: int, impl: Impl = "auto", *, count: torch.Tensor | None = None
+) -> Pair:
     """Group keys by owner, stable inside a bucket.
 
     Args:
         keys: (K,) int64, any of the 2**64 values.
         world_size: number of ranks, 1 <= world_size < 2**31.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the keys that hold; the others have no owner (`kernels.padding`).
 
     Returns:
         ``permutation`` (K,) int64 such that ``keys[permutation]`` lists rank 0's keys first, then rank 1's,
         each in their original order, and ``counts`` (world_size,) int64, the split sizes of the key
-        all-to-all.
+        all-to-all. Positions behind `count` stay where they are.
     """
     _validate(keys, world_size)
-    return torch.ops.tritonrec.bucketize(keys, world_size, impl)
+    check_scalar("count", count, keys)
+    return torch.ops.tritonrec.bucketize(keys, world_size, impl, count)
 
 
 def _validate(keys: torch.Tensor, world_size: int) -> None:
@@ -66,9 +71,17 @@ def launch_owner_of(keys: torch.Tensor, world_size: int, impl: str = "auto") -> 
     return reference.owner_of(keys, world_size)
 
 
-def launch(keys: torch.Tensor, world_size: int, impl: str = "auto") -> Pair:
+def launch(keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor | None = None) -> Pair:
     """`bucketize` without validation and without the dispatcher, for callers inside the package."""
     chosen = implementation(impl, keys)  # type: ignore[arg-type]
+    if chosen == "triton":
+        from tritonrec.kernels.bucketize import triton_bucketize
+
+        return triton_bucketize.bucketize(keys, world_size, count)
+    if count is not None:
+        first = held(count, keys.numel())
+        permutation, counts = launch(keys[:first], world_size, impl)
+        return torch.cat([permutation, torch.arange(first, keys.numel(), device=keys.device)]), counts
     if chosen == "cpu":
         from tritonrec.kernels.bucketize import numba_bucketize
 
@@ -77,10 +90,6 @@ def launch(keys: torch.Tensor, world_size: int, impl: str = "auto") -> Pair:
         permutation = torch.empty(keys.numel(), dtype=torch.int64)
         numba_bucketize.bucketize(owners.numpy(), counts.numpy(), permutation.numpy())
         return permutation, counts
-    if chosen == "triton":
-        from tritonrec.kernels.bucketize import triton_bucketize
-
-        return triton_bucketize.bucketize(keys, world_size)
     return reference.bucketize(keys, world_size)
 
 
@@ -95,10 +104,14 @@ def _owner_of_fake(keys: torch.Tensor, world_size: int, impl: str) -> torch.Tens
 
 
 @torch.library.custom_op("tritonrec::bucketize", mutates_args=())
-def _bucketize_op(keys: torch.Tensor, world_size: int, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(keys, world_size, impl)
+def _bucketize_op(
+    keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(keys, world_size, impl, count)
 
 
 @_bucketize_op.register_fake
-def _bucketize_fake(keys: torch.Tensor, world_size: int, impl: str) -> Pair:
+def _bucketize_fake(
+    keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor | None = None
+) -> Pair:
     return torch.empty_like(keys), keys.new_empty(world_size)

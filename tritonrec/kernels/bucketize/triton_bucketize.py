@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
@@ -24,11 +25,11 @@ def _owner_kernel(keys_ptr, owners_ptr, num_keys, world_size, BLOCK: tl.constexp
 
 
 @triton.jit
-def _count_kernel(keys_ptr, histogram_ptr, num_keys, world_size, num_blocks, BLOCK: tl.constexpr):
+def _count_kernel(keys_ptr, histogram_ptr, num_keys, count_ptr, world_size, num_blocks, BLOCK: tl.constexpr):
     """``histogram[rank, block]`` = the keys of this block that `rank` owns."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     owner = tl.where(inside, _owner(key, world_size), -1)
     for rank in range(world_size):
@@ -38,12 +39,15 @@ def _count_kernel(keys_ptr, histogram_ptr, num_keys, world_size, num_blocks, BLO
 
 @triton.jit
 def _place_kernel(
-    keys_ptr, starts_ptr, permutation_ptr, num_keys, world_size, num_blocks, BLOCK: tl.constexpr
+    keys_ptr, starts_ptr, permutation_ptr, num_keys, count_ptr, world_size, num_blocks, BLOCK: tl.constexpr
 ):
-    """Positions go to the start of their (rank, block) cell plus their rank inside the block."""
+    """Positions go to the start of their (rank, block) cell plus their rank inside the block.
+
+    Those behind the count stay where they are, so the result is a permutation of all positions.
+    """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     owner = tl.where(inside, _owner(key, world_size), -1)
     for rank in range(world_size):
@@ -51,6 +55,7 @@ def _place_kernel(
         start = tl.load(starts_ptr + rank * num_blocks + block)
         place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1
         tl.store(permutation_ptr + place, offsets, mask=mine)
+    tl.store(permutation_ptr + offsets, offsets, mask=(offsets < num_keys) & (owner == -1))
 
 
 def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -64,7 +69,9 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     return owners
 
 
-def bucketize(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def bucketize(
+    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
     keys = keys.contiguous()
     if keys.numel() == 0:
@@ -74,7 +81,7 @@ def bucketize(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.
     histogram = keys.new_empty((world_size, num_blocks))
     permutation = torch.empty_like(keys)
     grid = (num_blocks,)
-    _count_kernel[grid](keys, histogram, keys.numel(), world_size, num_blocks, **config)
+    _count_kernel[grid](keys, histogram, keys.numel(), count, world_size, num_blocks, **config)
     starts = torch.cumsum(histogram.flatten(), 0) - histogram.flatten()
-    _place_kernel[grid](keys, starts, permutation, keys.numel(), world_size, num_blocks, **config)
+    _place_kernel[grid](keys, starts, permutation, keys.numel(), count, world_size, num_blocks, **config)
     return permutation, histogram.sum(1)

@@ -10,19 +10,23 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gather_rows import reference
+from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.row_layout import check_rows
 
 
-def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
+def gather_rows(
+    source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto", *, count: torch.Tensor | None = None
+) -> torch.Tensor:
     """``out[k] = source[rows[k]]``.
 
     Args:
         source: (R, D), any dtype; row stride arbitrary, so a view of a wider buffer is fine.
         rows: (K,) int64 in [0, R); a row may occur many times.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the rows that hold (`kernels.padding`).
 
     Returns:
-        (K, D), contiguous, dtype of `source`.
+        (K, D), contiguous, dtype of `source`; zeros behind `count`.
 
     Raises:
         IndexError: a row is outside the source (on an accelerator: an asynchronous device assertion).
@@ -31,11 +35,17 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, impl: Impl = "auto") -
     its occurrences, added in order of occurrence (`segment_sum`, window level).
     """
     _validate("source", source, rows)
-    return torch.ops.tritonrec.gather_rows(source, rows, impl)
+    check_scalar("count", count, rows)
+    return torch.ops.tritonrec.gather_rows(source, rows, impl, count)
 
 
 def scatter_rows(
-    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: Impl = "auto"
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> None:
     """``destination[rows[k]] = values[k]``, in place.
 
@@ -44,6 +54,7 @@ def scatter_rows(
         rows: (K,) int64 in [0, R), distinct (not checked: with a repeated row the winner is unspecified).
         values: (K, D), dtype of `destination`.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the rows that hold (`kernels.padding`); the others are not written.
 
     Raises:
         IndexError: a row is outside the destination, which is then unchanged (on an accelerator: an
@@ -57,7 +68,8 @@ def scatter_rows(
         )
     if values.device != destination.device:
         raise ValueError(f"destination is on {destination.device}, values on {values.device}")
-    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl)
+    check_scalar("count", count, rows)
+    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count)
 
 
 def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor) -> None:
@@ -69,66 +81,88 @@ def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor) -> None:
         raise ValueError(f"{name} is on {matrix.device}, rows on {rows.device}")
 
 
-def launch_gather(source: torch.Tensor, rows: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+def launch_gather(
+    source: torch.Tensor, rows: torch.Tensor, impl: str, count: torch.Tensor | None = None
+) -> torch.Tensor:
     """`gather_rows` without validation of shapes, dispatcher and autograd, for callers inside the package."""
     chosen = implementation(impl, source)  # type: ignore[arg-type]
-    check_rows("rows", rows, source.shape[0])
-    if chosen == "cpu":
-        return torch.index_select(source, 0, rows)
+    check_rows("rows", rows, source.shape[0], count)
     if chosen == "triton":
         from tritonrec.kernels.gather_rows import triton_rows
 
-        return triton_rows.gather_rows(source, rows)
-    return reference.gather_rows(source, rows)
+        return triton_rows.gather_rows(source, rows, count)
+    size = rows.numel()
+    if count is not None:
+        rows = rows[: held(count, size)]
+    gathered = torch.index_select(source, 0, rows) if chosen == "cpu" else reference.gather_rows(source, rows)
+    return pad(gathered, size, 0)
 
 
 def launch_scatter(
-    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str = "auto"
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
 ) -> None:
     """`scatter_rows` without validation of shapes and dispatcher, for callers inside the package."""
     chosen = implementation(impl, destination)  # type: ignore[arg-type]
-    check_rows("rows", rows, destination.shape[0])
-    if chosen == "cpu":
-        destination.index_copy_(0, rows, values)
-    elif chosen == "triton":
+    check_rows("rows", rows, destination.shape[0], count)
+    if chosen == "triton":
         from tritonrec.kernels.gather_rows import triton_rows
 
-        triton_rows.scatter_rows(destination, rows, values)
+        triton_rows.scatter_rows(destination, rows, values, count)
+        return
+    if count is not None:
+        first = held(count, rows.numel())
+        rows, values = rows[:first], values[:first]
+    if chosen == "cpu":
+        destination.index_copy_(0, rows, values)
     else:
         reference.scatter_rows(destination, rows, values)
 
 
 @torch.library.custom_op("tritonrec::gather_rows", mutates_args=())
-def _gather_op(source: torch.Tensor, rows: torch.Tensor, impl: str) -> torch.Tensor:
-    return launch_gather(source, rows, impl)
+def _gather_op(
+    source: torch.Tensor, rows: torch.Tensor, impl: str, count: torch.Tensor | None = None
+) -> torch.Tensor:
+    return launch_gather(source, rows, impl, count)
 
 
 @_gather_op.register_fake
-def _gather_fake(source: torch.Tensor, rows: torch.Tensor, impl: str) -> torch.Tensor:
+def _gather_fake(
+    source: torch.Tensor, rows: torch.Tensor, impl: str, count: torch.Tensor | None = None
+) -> torch.Tensor:
     return source.new_empty((rows.shape[0], source.shape[1]))
 
 
 def _gather_setup(ctx, inputs, output) -> None:
-    source, rows, impl = inputs
-    ctx.save_for_backward(rows)
+    source, rows, impl, count = inputs
+    ctx.save_for_backward(rows, count)
     ctx.num_rows, ctx.impl = source.shape[0], impl
 
 
 def _gather_backward(ctx, grad: torch.Tensor):
     from tritonrec.kernels.segment_sum import segment_sum
 
-    (rows,) = ctx.saved_tensors
-    return segment_sum(grad, rows, ctx.num_rows, level="window", impl=ctx.impl), None, None
+    rows, count = ctx.saved_tensors
+    return segment_sum(grad, rows, ctx.num_rows, impl=ctx.impl, count=count), None, None, None
 
 
 _gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
 @torch.library.custom_op("tritonrec::scatter_rows", mutates_args=("destination",))
-def _scatter_op(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str) -> None:
-    launch_scatter(destination, rows, values, impl)
+def _scatter_op(
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> None:
+    launch_scatter(destination, rows, values, impl, count)
 
 
 @_scatter_op.register_fake
-def _scatter_fake(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, impl: str) -> None:
+def _scatter_fake(destination, rows, values, impl, count=None):
     return None

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
@@ -15,6 +16,7 @@ def _move_kernel(
     destination_ptr,
     destination_rows_ptr,
     num_moves,
+    count_ptr,
     dim,
     source_row_stride,
     source_column_stride,
@@ -24,25 +26,31 @@ def _move_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """``destination[k] = source[rows[k]]`` where GATHER, else ``destination[rows[k]] = source[k]``."""
+    """``destination[k] = source[rows[k]]`` where GATHER, else ``destination[rows[k]] = source[k]``.
+
+    Behind the count a gathered row is zero, and nothing is scattered.
+    """
+    num_held = held(num_moves, count_ptr)
     moves = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     if GATHER:
-        source_row = tl.load(source_rows_ptr + moves, mask=moves < num_moves, other=0)
+        source_row = tl.load(source_rows_ptr + moves, mask=moves < num_held, other=0)
         destination_row = moves
     else:
         source_row = moves
-        destination_row = tl.load(destination_rows_ptr + moves, mask=moves < num_moves, other=0)
-    inside = (moves < num_moves)[:, None] & (columns < dim)[None, :]
+        destination_row = tl.load(destination_rows_ptr + moves, mask=moves < num_held, other=0)
+    inside = (moves < num_held)[:, None] & (columns < dim)[None, :]
     source = source_row[:, None] * source_row_stride + columns[None, :] * source_column_stride
     destination = (
         destination_row[:, None] * destination_row_stride + columns[None, :] * destination_column_stride
     )
-    values = tl.load(source_ptr + source, mask=inside)
+    values = tl.load(source_ptr + source, mask=inside, other=0)
+    if GATHER:
+        inside = (moves < num_moves)[:, None] & (columns < dim)[None, :]
     tl.store(destination_ptr + destination, values, mask=inside)
 
 
-def _move(source, destination, rows, gather: bool) -> None:
+def _move(source, destination, rows, count, gather: bool) -> None:
     dim = destination.shape[1]
     if rows.numel() == 0 or dim == 0:
         return
@@ -55,6 +63,7 @@ def _move(source, destination, rows, gather: bool) -> None:
         destination,
         rows,
         rows.numel(),
+        count,
         dim,
         *source.stride(),
         *destination.stride(),
@@ -64,13 +73,15 @@ def _move(source, destination, rows, gather: bool) -> None:
     )
 
 
-def gather_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
     """See `tritonrec.kernels.gather_rows.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
-    _move(source, out, rows.contiguous(), gather=True)
+    _move(source, out, rows.contiguous(), count, gather=True)
     return out
 
 
-def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+def scatter_rows(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None
+) -> None:
     """See `tritonrec.kernels.gather_rows.scatter_rows`."""
-    _move(values, destination, rows.contiguous(), gather=False)
+    _move(values, destination, rows.contiguous(), count, gather=False)

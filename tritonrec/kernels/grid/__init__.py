@@ -16,21 +16,30 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
+from tritonrec.kernels.padding import check_scalar, record
 
 DEFAULT_BITS = 36
 
-__all__ = ["DEFAULT_BITS", "ExactSumError", "check_bits", "from_grid", "to_grid"]
+__all__ = ["DEFAULT_BITS", "ExactSumError", "check_bits", "check_summed", "from_grid", "to_grid"]
 
 
 class ExactSumError(ArithmeticError):
     """A value or a sum that has no exact place on the grid.
 
-    Attributes: `name` of the tensor, `index` of the offending element in it, and its `value`.
+    Attributes: `name` of the tensor, `index` of the offending element in it, and its `value`, None where the
+    error was put off (`check_summed`).
     """
 
-    def __init__(self, name: str, index: tuple[int, ...], value: float | int, bits: int, into: str = ""):
+    def __init__(
+        self, name: str, index: tuple[int, ...], value: float | int | None, bits: int, into: str = ""
+    ):
         self.name, self.index, self.value = name, index, value
-        where = f"{name}[{', '.join(map(str, index))}] = {value!r}"
+        where = f"{name}[{', '.join(map(str, index))}]"
+        if value is None:
+            what = f"or a sum it is added to is not finite or has no place on the grid of 2**-{bits}"
+            super().__init__(f"{where} {what}")
+            return
+        where += f" = {value!r}"
         if isinstance(value, float) and not math.isfinite(value):
             what = "is not finite and has no exact sum"
         elif into:
@@ -45,13 +54,36 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits must lie in [0, 62], got {bits}")
 
 
+def check_summed(
+    status: torch.Tensor, shape: tuple[int, ...], bits: int = DEFAULT_BITS, name: str = "tensor"
+) -> None:
+    """Raise the ExactSumError that `to_grid` or `segment_sum` wrote into `status`; waits for the device.
+
+    Args:
+        status: () int64, as those ops left it. shape: of their `values`. bits, name: as given to them.
+    Raises:
+        ExactSumError: a value could not be added; the results of that call and what came of them are void.
+    """
+    code = int(status)
+    if code:
+        index = tuple(int(i) for i in np.unravel_index(code - 1, shape))
+        raise ExactSumError(name, index, None, bits)
+
+
 def to_grid(
-    values: torch.Tensor, bits: int = DEFAULT_BITS, name: str = "tensor", impl: Impl = "auto"
+    values: torch.Tensor,
+    bits: int = DEFAULT_BITS,
+    name: str = "tensor",
+    impl: Impl = "auto",
+    *,
+    status: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """round-half-even(values * 2**bits) as int64.
 
     Args:
         values: float32, any shape. bits: 0 to 62. name: what an error calls the tensor.
+        status: () int64, mutated: takes 1 + the flat position of the first value without a place, for
+            `check_summed`, where otherwise the host would wait to raise ExactSumError (`kernels.padding`).
     Returns:
         int64 of the same shape, |.| < 2**62.
     Raises:
@@ -61,11 +93,14 @@ def to_grid(
     if values.dtype != torch.float32:
         raise ValueError(f"values must be float32, got {values.dtype}")
     check_bits(bits)
-    return _to_grid(values, bits, name, impl)
+    check_scalar("status", status, values)
+    return _to_grid(values, bits, name, impl, status)
 
 
-@torch.library.custom_op("tritonrec::to_grid", mutates_args=())
-def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
+@torch.library.custom_op("tritonrec::to_grid", mutates_args=("status",))
+def _to_grid(
+    values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor | None = None
+) -> torch.Tensor:
     chosen = implementation(impl, values)  # type: ignore[arg-type]
     values = values.detach().contiguous()
     grid = torch.empty(values.shape, dtype=torch.int64, device=values.device)
@@ -83,15 +118,21 @@ def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Ten
     else:
         from tritonrec.kernels.grid import triton_grid
 
-        bad = triton_grid.to_grid(values, bits, grid)
-    if bad >= 0:
+        code = triton_grid.to_grid(values, bits, grid)
+        if status is not None:
+            record(status, code)
+            return grid
+        bad = int(code) - 1
+    if bad >= 0 and status is not None:
+        record(status, bad + 1)
+    elif bad >= 0:
         index = tuple(int(i) for i in np.unravel_index(bad, tuple(values.shape)))
         raise ExactSumError(name, index, values[index].item(), bits)
     return grid
 
 
 @_to_grid.register_fake
-def _(values, bits, name, impl):
+def _(values, bits, name, impl, status=None):
     return torch.empty(values.shape, dtype=torch.int64, device=values.device)
 
 

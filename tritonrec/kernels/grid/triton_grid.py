@@ -36,32 +36,36 @@ def to_grid_kernel(values_ptr, grid_ptr, bad_ptr, scale, limit, length, BLOCK: t
 
 
 @triton.jit
-def from_grid_kernel(sums_ptr, values_ptr, scale_ptr, length, BLOCK: tl.constexpr):
+def from_grid_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + position, mask=position < length, other=0)
-    # Loaded, not passed: a Python float reaches a kernel as float32.
-    unit = tl.load(scale_ptr)
-    divisor = tl.load(scale_ptr + 1)
-    tl.store(
-        values_ptr + position, (sums.to(tl.float64) * unit / divisor).to(tl.float32), mask=position < length
-    )
+    # Loaded, not passed: a Python float reaches a kernel as float32, which holds a power of two but no more.
+    divisor = tl.load(divisor_ptr)
+    quotient = sums.to(tl.float64) * unit / divisor
+    tl.store(values_ptr + position, quotient.to(tl.float32), mask=position < length)
 
 
-def to_grid(values: torch.Tensor, bits: int, grid: torch.Tensor) -> int:
-    """Fill `grid`; the flat position of the first value that has no place on it, or -1."""
+def first_bad(bad: torch.Tensor) -> torch.Tensor:
+    """() int64, 1 + the smallest of the positions that programs found, 0 where all found none."""
+    first = bad.min()
+    return torch.where(first == NONE.value, 0, first + 1)
+
+
+def to_grid(values: torch.Tensor, bits: int, grid: torch.Tensor) -> torch.Tensor:
+    """Fill `grid`; () int64, 1 + the flat position of the first value that has no place on it, or 0."""
     config = tuned.config("grid", "any", values.device)
     programs = triton.cdiv(values.numel(), config["BLOCK"])
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
     to_grid_kernel[(programs,)](
         values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), **config, enable_fp_fusion=False
     )
-    first = int(bad.min())
-    return -1 if first == NONE.value else first
+    return first_bad(bad)
 
 
 def from_grid(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
     config = tuned.config("grid", "any", sums.device)
-    scale = torch.tensor([2.0**-bits, divisor], dtype=torch.float64, device=sums.device)
+    # filled on the device: a copy from the host would be waited for
+    on_device = torch.full((1,), divisor, dtype=torch.float64, device=sums.device)
     from_grid_kernel[(triton.cdiv(sums.numel(), config["BLOCK"]),)](
-        sums, values, scale, sums.numel(), **config, enable_fp_fusion=False
+        sums, values, on_device, 2.0**-bits, sums.numel(), **config, enable_fp_fusion=False
     )

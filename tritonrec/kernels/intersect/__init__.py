@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
+from tritonrec.kernels.padding import check_scalar, held, pad
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Padded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def intersect(left: torch.Tensor, right: torch.Tensor, impl: Impl = "auto") -> Pair:
+@overload
+def intersect(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: Impl = ...,
+    *,
+    padded: Literal[False] = ...,
+    left_count: torch.Tensor | None = ...,
+    right_count: torch.Tensor | None = ...,
+) -> Pair: ...
+@overload
+def intersect(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: Impl = ...,
+    *,
+    padded: Literal[True],
+    left_count: torch.Tensor | None = ...,
+    right_count: torch.Tensor | None = ...,
+) -> Padded: ...
+def intersect(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: Impl = "auto",
+    *,
+    padded: bool = False,
+    left_count: torch.Tensor | None = None,
+    right_count: torch.Tensor | None = None,
+) -> Pair | Padded:
     """Positions of the keys that both buffers hold, in order of the left position.
 
     Args:
         left: (A,) int64, distinct keys; A < 2**31.
         right: (B,) int64, distinct keys on the same device; B < 2**31.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        padded: results as long as the shorter buffer, and their number C as a tensor: no host waits for C.
+        left_count, right_count: () int64, the keys of each buffer that hold (`kernels.padding`).
 
     Returns:
         ``left_positions`` (C,) ascending and ``right_positions`` (C,), int64, with
-        ``left[left_positions] == right[right_positions]``.
+        ``left[left_positions] == right[right_positions]``. With `padded` both are (min(A, B),) with -1
+        from C on, and ``num_common`` () int64 comes third.
 
     Example: left ``[5, 9, 2]``, right ``[2, 5, 4]`` give ``[0, 2]`` and ``[1, 0]``.
 
@@ -32,21 +67,37 @@ def intersect(left: torch.Tensor, right: torch.Tensor, impl: Impl = "auto") -> P
             raise ValueError(f"{name} must be 1-D int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if left.device != right.device:
         raise ValueError(f"left is on {left.device}, right on {right.device}")
-    return torch.ops.tritonrec.intersect(left, right, impl)
+    check_scalar("left_count", left_count, left)
+    check_scalar("right_count", right_count, right)
+    op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
+    return op(left, right, impl, left_count, right_count)
 
 
-def launch(left: torch.Tensor, right: torch.Tensor, impl: str = "auto") -> Pair:
+def launch(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: str,
+    left_count: torch.Tensor | None = None,
+    right_count: torch.Tensor | None = None,
+    padded: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """`intersect` without validation and without the dispatcher, for callers inside the package."""
     if max(left.numel(), right.numel()) >= 1 << 31:
         raise ValueError(f"intersect takes fewer than 2**31 keys, got {left.numel()} and {right.numel()}")
     chosen = implementation(impl, left)  # type: ignore[arg-type]
-    if chosen == "cpu":
-        return _launch_cpu(left, right)
     if chosen == "triton":
         from tritonrec.kernels.intersect import triton_intersect
 
-        return triton_intersect.intersect(left, right)
-    return _intersect_reference(left, right)
+        return triton_intersect.intersect(left, right, left_count, right_count, padded)
+    length = min(left.numel(), right.numel())
+    if left_count is not None:
+        left = left[: held(left_count, left.numel())]
+    if right_count is not None:
+        right = right[: held(right_count, right.numel())]
+    found = _launch_cpu(left, right) if chosen == "cpu" else _intersect_reference(left, right)
+    if not padded:
+        return found
+    return (*(pad(positions, length, -1) for positions in found), left.new_full((), found[0].numel()))
 
 
 def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
@@ -66,11 +117,34 @@ def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
 
 
 @torch.library.custom_op("tritonrec::intersect", mutates_args=())
-def _intersect_op(left: torch.Tensor, right: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(left, right, impl)
+def _intersect_op(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: str,
+    left_count: torch.Tensor | None = None,
+    right_count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(left, right, impl, left_count, right_count)  # type: ignore[return-value]
 
 
 @_intersect_op.register_fake
-def _intersect_fake(left: torch.Tensor, right: torch.Tensor, impl: str) -> Pair:
+def _intersect_fake(left, right, impl, left_count=None, right_count=None):
     size = torch.library.get_ctx().new_dynamic_size()
     return left.new_empty(size), left.new_empty(size)
+
+
+@torch.library.custom_op("tritonrec::intersect_padded", mutates_args=())
+def _intersect_padded_op(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    impl: str,
+    left_count: torch.Tensor | None = None,
+    right_count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return launch(left, right, impl, left_count, right_count, padded=True)  # type: ignore[return-value]
+
+
+@_intersect_padded_op.register_fake
+def _intersect_padded_fake(left, right, impl, left_count=None, right_count=None):
+    length = torch.sym_min(left.shape[0], right.shape[0])
+    return left.new_empty(length), left.new_empty(length), left.new_empty(())

@@ -1,17 +1,45 @@
 # mypy: ignore-errors
-"""Common keys of two buffers: a scratch table over the right one, probed by the left one."""
+"""Common keys of two buffers: a scratch table over the right one, probed by the left one; a prefix sum."""
 
 import torch
+import triton
+import triton.language as tl
 
-from tritonrec.kernels import triton_scratch
+from tritonrec.kernels import triton_scratch, tuned
 
 
-def intersect(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.intersect.intersect`."""
+@triton.jit
+def _list_kernel(matched_ptr, rank_ptr, left_ptr, right_ptr, num_keys, length, BLOCK: tl.constexpr):
+    """The n-th match goes to place n; ranks count from 1."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    matched = tl.load(matched_ptr + offsets, mask=offsets < num_keys, other=-1)
+    place = tl.load(rank_ptr + offsets, mask=offsets < num_keys, other=0) - 1
+    # only keys that are not distinct, against the contract, can make more matches than there is room for
+    listed = (matched >= 0) & (place < length)
+    tl.store(left_ptr + place, offsets, mask=listed)
+    tl.store(right_ptr + place, matched, mask=listed)
+
+
+def intersect(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_count: torch.Tensor | None,
+    right_count: torch.Tensor | None,
+    padded: bool,
+) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.kernels.intersect.intersect`; the length is read back only if not `padded`."""
     if left.numel() == 0 or right.numel() == 0:
-        return left.new_empty(0), left.new_empty(0)
+        nothing = left.new_empty(0), left.new_empty(0)
+        return (*nothing, left.new_zeros(())) if padded else nothing
     left, right = left.contiguous(), right.contiguous()
-    holders, _ = triton_scratch.build(right)
-    matched = triton_scratch.lookup(left, right, holders)
-    left_positions = torch.nonzero(matched >= 0).flatten()
-    return left_positions, matched[left_positions]
+    holders, _ = triton_scratch.build(right, right_count)
+    matched = triton_scratch.lookup(left, right, holders, left_count)
+    rank = torch.cumsum(matched >= 0, 0)
+    num_common = rank[-1].clone()
+    length = min(left.numel(), right.numel()) if padded else int(num_common)
+    left_positions, right_positions = (left.new_full((length,), -1) for _ in range(2))
+    config = tuned.config("unique", "any", left.device)
+    grid = (triton.cdiv(left.numel(), config["BLOCK"]),)
+    _list_kernel[grid](matched, rank, left_positions, right_positions, left.numel(), length, **config)
+    found = left_positions, right_positions
+    return (*found, num_common) if padded else found

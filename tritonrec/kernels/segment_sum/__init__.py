@@ -21,6 +21,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
+from tritonrec.kernels.padding import check_scalar, held, record
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
 
@@ -39,6 +40,8 @@ def segment_sum(
     bits: int = DEFAULT_BITS,
     name: str = "tensor",
     impl: Impl = "auto",
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum rows by segment.
 
@@ -49,6 +52,9 @@ def segment_sum(
         out: (S, D) to add to in place, float32 or int64 as the level asks, contiguous rows; not
             differentiable. Without it the sums start from zero.
         name: what an error calls `values`.
+        count: () int64, the occurrences that hold; the others are not added (`kernels.padding`).
+        status: () int64, mutated: takes 1 + row * D + column of the first value that cannot be added, for
+            `check_summed`, where otherwise the host would wait to raise ExactSumError.
     Returns:
         (S, D) float32 or int64; `out` itself where it was given. "window" without `out` is differentiable
         in `values` (backward gathers rows).
@@ -70,32 +76,57 @@ def segment_sum(
     if num_segments < 0:
         raise ValueError(f"num_segments must not be negative, got {num_segments}")
     check_bits(bits)
+    check_scalar("count", count, values)
+    check_scalar("status", status, values)
+    if out is None and (status is None or level == "window"):
+        return _segment_sum(values, segments, num_segments, level, bits, name, impl, count)
     if out is None:
-        return _segment_sum(values, segments, num_segments, level, bits, name, impl)
+        values = values.detach()
+        out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
     check_matrix("out", out, torch.float32 if level == "window" else torch.int64, in_place=True)
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
         raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
     if torch.compiler.is_compiling():
-        _segment_sum_into(out, values, segments, bits, name, impl)
+        _segment_sum_into(out, values, segments, bits, name, impl, count, status)
     else:
         # The dispatcher costs a third of a small sum, and there is nothing to differentiate or to trace.
-        accumulate(out, values, segments, bits, name, impl)
+        accumulate(out, values, segments, bits, name, impl, count, status)
     return out
 
 
 def accumulate(
-    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, name: str, impl: str
+    out: torch.Tensor,
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    bits: int,
+    name: str,
+    impl: str,
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> None:
     """`segment_sum` into `out` without the checks of shapes and the dispatcher: the door for hot callers."""
     chosen = implementation(impl, out)  # type: ignore[arg-type]
-    check_rows("segments", segments, out.shape[0])
+    check_rows("segments", segments, out.shape[0], count)
     if values.numel() == 0:
         return
     values = contiguous_rows(values)
     exact = out.dtype == torch.int64
     bad = -1
+    if chosen == "triton":
+        from tritonrec.kernels.segment_sum import triton_segment_sum
+
+        code = triton_segment_sum.segment_sum(out, values, segments, bits, count)
+        if code is None:
+            return
+        if status is not None:
+            record(status, code)
+            return
+        bad = int(code) - 1
+    elif count is not None:
+        first = held(count, segments.numel())
+        values, segments = values[:first], segments[:first]
     if chosen == "reference":
         if exact:
             bad = reference.add_batch(out, values, segments, bits)
@@ -103,11 +134,9 @@ def accumulate(
             reference.add_window(out, values, segments)
     elif chosen == "cpu":
         bad = _accumulate_cpu(out, values, segments, bits, exact)
-    else:
-        from tritonrec.kernels.segment_sum import triton_segment_sum
-
-        bad = triton_segment_sum.segment_sum(out, values, segments, bits)
-    if bad >= 0:
+    if bad >= 0 and status is not None:
+        record(status, bad + 1)
+    elif bad >= 0:
         row, column = divmod(bad, values.shape[1])
         into = f"segment {int(segments[row])}, column {column},"
         value = values[row, column].item()
@@ -129,15 +158,22 @@ def _accumulate_cpu(
     return numba_segment_sum.add_batch(*arguments, 2.0**bits, np.float32(2.0 ** (62 - bits)))
 
 
-@torch.library.custom_op("tritonrec::segment_sum_into", mutates_args=("out",))
+@torch.library.custom_op("tritonrec::segment_sum_into", mutates_args=("out", "status"))
 def _segment_sum_into(
-    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, name: str, impl: str
+    out: torch.Tensor,
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    bits: int,
+    name: str,
+    impl: str,
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> None:
-    accumulate(out, values, segments, bits, name, impl)
+    accumulate(out, values, segments, bits, name, impl, count, status)
 
 
 @_segment_sum_into.register_fake
-def _(out, values, segments, bits, name, impl):
+def _(out, values, segments, bits, name, impl, count=None, status=None):
     return None
 
 
@@ -150,26 +186,30 @@ def _segment_sum(
     bits: int,
     name: str,
     impl: str,
+    count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype = torch.float32 if level == "window" else torch.int64
     out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
-    accumulate(out, values, segments, bits, name, impl)
+    accumulate(out, values, segments, bits, name, impl, count)
     return out
 
 
 @_segment_sum.register_fake
-def _(values, segments, num_segments, level, bits, name, impl):
+def _(values, segments, num_segments, level, bits, name, impl, count=None):
     dtype = torch.float32 if level == "window" else torch.int64
     return torch.empty(num_segments, values.shape[1], dtype=dtype, device=values.device)
 
 
 def _save_segments(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
+    ctx.save_for_backward(inputs[1], inputs[7])
+    ctx.impl = inputs[6]
 
 
 def _gather(ctx, gradient):
-    (segments,) = ctx.saved_tensors
-    return gradient.index_select(0, segments), None, None, None, None, None, None
+    from tritonrec.kernels.gather_rows import gather_rows
+
+    segments, count = ctx.saved_tensors
+    return gather_rows(gradient, segments, ctx.impl, count=count), *(None,) * 7
 
 
 _segment_sum.register_autograd(_gather, setup_context=_save_segments)

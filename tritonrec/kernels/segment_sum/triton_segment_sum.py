@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
+from tritonrec.kernels.grid.triton_grid import NONE, first_bad, round_to_grid
+from tritonrec.kernels.padding import padding
 
 MOST_PROGRAMS = 65535
 
@@ -60,9 +61,16 @@ def segment_sum_kernel(
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 
 
-def segment_sum(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int) -> int:
-    """Add into `out`; position (row * D + column) of the first value that cannot be added, or -1."""
+def segment_sum(
+    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, count: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Add into `out`; () int64, 1 + row * D + column of the first value that cannot be added, or 0.
+
+    None at level "window", where every value can be.
+    """
     num_segments, dim = out.shape
+    if count is not None:
+        segments = torch.where(padding(segments.numel(), count), num_segments, segments)
     grouped, order = torch.sort(segments, stable=True)
     starts = torch.searchsorted(grouped, torch.arange(num_segments + 1, device=out.device))
     block = min(128, triton.next_power_of_2(dim))
@@ -92,7 +100,4 @@ def segment_sum(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor,
         **tuned.config("segment_sum", tuned.row_class(dim, most=128), out.device),
         enable_fp_fusion=False,
     )
-    if not exact:
-        return -1
-    first = int(bad.min())
-    return -1 if first == NONE.value else first
+    return first_bad(bad) if exact else None

@@ -27,13 +27,20 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.padding import check_scalar, held
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.sparse_optimizers import reference
 
 __all__ = ["sparse_adam", "sparse_rowwise_adagrad", "sparse_sgd"]
 
 
-def _check(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, **states: torch.Tensor) -> None:
+def _check(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    count: torch.Tensor | None,
+    **states: torch.Tensor,
+) -> None:
     check_matrix("weight", weight, torch.float32, in_place=True)
     check_matrix("grad", grad, torch.float32)
     if indices.dim() != 1 or indices.dtype != torch.int64:
@@ -43,6 +50,7 @@ def _check(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, **st
             f"grad must be ({indices.shape[0]}, {weight.shape[1]}) to go with indices "
             f"{tuple(indices.shape)} and weight {tuple(weight.shape)}, got {tuple(grad.shape)}"
         )
+    check_scalar("count", count, weight)
     for name, state in states.items():
         check_matrix(name, state, torch.float32, in_place=True)
         columns = 1 if name == "state" else weight.shape[1]
@@ -50,30 +58,52 @@ def _check(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, **st
             raise ValueError(f"{name} must be ({weight.shape[0]}, {columns}), got {tuple(state.shape)}")
 
 
+def _first(
+    chosen: str, weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices, checked, and gradients as a kernel takes them; on the host, the first `count`."""
+    check_rows("indices", indices, weight.shape[0], count)
+    if count is not None and chosen != "triton":
+        first = held(count, indices.numel())
+        indices, grad = indices[:first], grad[:first]
+    return indices.contiguous(), contiguous_rows(grad)
+
+
 def sparse_sgd(
-    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, impl: Impl = "auto"
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> None:
     """w -= lr * g for the touched rows, in place.
 
     Args:
-        weight: (R, D) float32, mutated; indices: (K,) int64, distinct, in [0, R); grad: (K, D) float32.
+        weight: (R, D) float32, mutated; indices: (K,) int64, distinct, in [0, R); grad: (K, D) float32;
+        count: () int64, the indices that hold, the others touch nothing (`kernels.padding`).
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
         ValueError: an argument of another shape or dtype.
     """
-    _check(weight, indices, grad)
-    _sparse_sgd(weight, indices, grad, lr, impl)
+    _check(weight, indices, grad, count)
+    _sparse_sgd(weight, indices, grad, lr, impl, count)
 
 
 @torch.library.custom_op("tritonrec::sparse_sgd", mutates_args=("weight",))
 def _sparse_sgd(
-    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, impl: str
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    impl: str,
+    count: torch.Tensor | None = None,
 ) -> None:
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
-    check_rows("indices", indices, weight.shape[0])
+    indices, grad = _first(chosen, weight, indices, grad, count)
     if grad.numel() == 0:
         return
-    indices, grad = indices.contiguous(), contiguous_rows(grad)
     if chosen == "reference":
         reference.sgd(weight.detach(), indices, grad.detach(), np.float32(lr))
     elif chosen == "cpu":
@@ -84,11 +114,11 @@ def _sparse_sgd(
     else:
         from tritonrec.kernels.sparse_optimizers import triton_sparse_optimizers
 
-        triton_sparse_optimizers.sgd(weight, indices, grad, lr)
+        triton_sparse_optimizers.sgd(weight, indices, grad, count, lr)
 
 
 @_sparse_sgd.register_fake
-def _(weight, indices, grad, lr, impl):
+def _(weight, indices, grad, lr, impl, count=None):
     return None
 
 
@@ -100,18 +130,20 @@ def sparse_rowwise_adagrad(
     lr: float,
     eps: float = 1e-8,
     impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> None:
     """s += mean(g * g); w -= (lr / (sqrt(s) + eps)) * g for the touched rows, in place.
 
     Args:
         weight: (R, D) float32, mutated; state: (R, 1) float32, mutated; indices: (K,) int64, distinct,
-        in [0, R); grad: (K, D) float32.
+        in [0, R); grad: (K, D) float32; count: () int64, as for `sparse_sgd`.
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
         ValueError: an argument of another shape or dtype.
     """
-    _check(weight, indices, grad, state=state)
-    _sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl)
+    _check(weight, indices, grad, count, state=state)
+    _sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl, count)
 
 
 @torch.library.custom_op("tritonrec::sparse_rowwise_adagrad", mutates_args=("weight", "state"))
@@ -123,12 +155,12 @@ def _sparse_rowwise_adagrad(
     lr: float,
     eps: float,
     impl: str,
+    count: torch.Tensor | None = None,
 ) -> None:
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
-    check_rows("indices", indices, weight.shape[0])
+    indices, grad = _first(chosen, weight, indices, grad, count)
     if grad.numel() == 0:
         return
-    indices, grad = indices.contiguous(), contiguous_rows(grad)
     scalars = (np.float32(lr), np.float32(eps))
     if chosen == "reference":
         reference.rowwise_adagrad(weight.detach(), state.detach(), indices, grad.detach(), *scalars)
@@ -141,11 +173,11 @@ def _sparse_rowwise_adagrad(
     else:
         from tritonrec.kernels.sparse_optimizers import triton_sparse_optimizers
 
-        triton_sparse_optimizers.rowwise_adagrad(weight, state, indices, grad, lr, eps)
+        triton_sparse_optimizers.rowwise_adagrad(weight, state, indices, grad, count, lr, eps)
 
 
 @_sparse_rowwise_adagrad.register_fake
-def _(weight, state, indices, grad, lr, eps, impl):
+def _(weight, state, indices, grad, lr, eps, impl, count=None):
     return None
 
 
@@ -161,22 +193,24 @@ def sparse_adam(
     eps: float = 1e-8,
     step: int = 1,
     impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> None:
     """Lazy Adam for the touched rows, in place; rows that are not touched keep weights and moments.
 
     Args:
         weight, exp_avg, exp_avg_sq: (R, D) float32, mutated; indices: (K,) int64, distinct, in [0, R);
-        grad: (K, D) float32; step: the number of this step, from 1.
+        grad: (K, D) float32; step: the number of this step, from 1; count: () int64, as for `sparse_sgd`.
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
         ValueError: an argument of another shape or dtype, step < 1, or a beta outside [0, 1).
     """
-    _check(weight, indices, grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check(weight, indices, grad, count, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"betas must lie in [0, 1), got {beta1} and {beta2}")
-    _sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl)
+    _sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl, count)
 
 
 @torch.library.custom_op("tritonrec::sparse_adam", mutates_args=("weight", "exp_avg", "exp_avg_sq"))
@@ -192,12 +226,12 @@ def _sparse_adam(
     eps: float,
     step: int,
     impl: str,
+    count: torch.Tensor | None = None,
 ) -> None:
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
-    check_rows("indices", indices, weight.shape[0])
+    indices, grad = _first(chosen, weight, indices, grad, count)
     if grad.numel() == 0:
         return
-    indices, grad = indices.contiguous(), contiguous_rows(grad)
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     scalars = tuple(np.float32(x) for x in (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size))
     tables = (weight.detach(), exp_avg.detach(), exp_avg_sq.detach())
@@ -212,9 +246,9 @@ def _sparse_adam(
     else:
         from tritonrec.kernels.sparse_optimizers import triton_sparse_optimizers
 
-        triton_sparse_optimizers.adam(*tables, indices, grad, *map(float, scalars))
+        triton_sparse_optimizers.adam(*tables, indices, grad, count, *map(float, scalars))
 
 
 @_sparse_adam.register_fake
-def _(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl):
+def _(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl, count=None):
     return None

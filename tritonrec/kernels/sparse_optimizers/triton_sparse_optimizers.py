@@ -11,15 +11,17 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
-def tile_of(indices_ptr, num_rows, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Occurrences, table rows, columns (int64) and mask of this program's tile."""
+def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Occurrences, table rows, columns (int64) and mask of this program's tile, false behind the count."""
     occurrence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    row = tl.load(indices_ptr + occurrence, mask=occurrence < num_rows, other=0)
-    return occurrence, row, column, (occurrence < num_rows) & (column < dim)
+    inside = occurrence < held(num_rows, count_ptr)
+    row = tl.load(indices_ptr + occurrence, mask=inside, other=0)
+    return occurrence, row, column, inside & (column < dim)
 
 
 @triton.jit
@@ -30,12 +32,13 @@ def sgd_kernel(
     grad_ptr,
     grad_stride,
     num_rows,
+    count_ptr,
     dim,
     lr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, dim, ROWS, BLOCK_D)
+    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     place = weight_ptr + row * weight_stride + column
     tl.store(place, tl.load(place, mask=mask, other=0.0) - lr * gradient, mask=mask)
@@ -58,13 +61,14 @@ def rowwise_adagrad_kernel(
     grad_ptr,
     grad_stride,
     num_rows,
+    count_ptr,
     dim,
     lr,
     eps,
     ROWS: tl.constexpr,
 ):
-    occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, dim, ROWS, 16)
-    inside = occurrence < num_rows
+    occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
+    inside = occurrence < held(num_rows, count_ptr)
     lanes = tl.zeros((ROWS, 16), tl.float32)
     for start in range(0, dim, 16):
         mask = inside & (start + lane < dim)
@@ -96,6 +100,7 @@ def adam_kernel(
     grad_ptr,
     grad_stride,
     num_rows,
+    count_ptr,
     dim,
     beta1,
     rest1,
@@ -106,7 +111,7 @@ def adam_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, dim, ROWS, BLOCK_D)
+    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     mean_place = exp_avg_ptr + row * exp_avg_stride + column
     square_place = exp_avg_sq_ptr + row * exp_avg_sq_stride + column
@@ -129,7 +134,9 @@ def _tile(grad: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), {"ROWS": rows, "BLOCK_D": block, **config}
 
 
-def sgd(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+def sgd(
+    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None, lr: float
+) -> None:
     grid, tile = _tile(grad)
     sgd_kernel[grid](
         weight,
@@ -137,7 +144,9 @@ def sgd(weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: flo
         indices,
         grad,
         grad.stride(0),
-        *grad.shape,
+        grad.shape[0],
+        count,
+        grad.shape[1],
         lr,
         **tile,
         enable_fp_fusion=False,
@@ -149,6 +158,7 @@ def rowwise_adagrad(
     state: torch.Tensor,
     indices: torch.Tensor,
     grad: torch.Tensor,
+    count: torch.Tensor | None,
     lr: float,
     eps: float,
 ) -> None:
@@ -161,7 +171,9 @@ def rowwise_adagrad(
         indices,
         grad,
         grad.stride(0),
-        *grad.shape,
+        grad.shape[0],
+        count,
+        grad.shape[1],
         lr,
         eps,
         **config,
@@ -175,6 +187,7 @@ def adam(
     exp_avg_sq: torch.Tensor,
     indices: torch.Tensor,
     grad: torch.Tensor,
+    count: torch.Tensor | None,
     *scalars: float,
 ) -> None:
     grid, tile = _tile(grad)
@@ -188,7 +201,9 @@ def adam(
         indices,
         grad,
         grad.stride(0),
-        *grad.shape,
+        grad.shape[0],
+        count,
+        grad.shape[1],
         *scalars,
         **tile,
         enable_fp_fusion=False,

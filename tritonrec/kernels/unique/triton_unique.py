@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch, tuned
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
-def _first_kernel(slots_ptr, first_ptr, num_keys, BLOCK: tl.constexpr):
+def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr):
     """``first[s]`` = the smallest position whose key lives in slot s."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
     # the value only falls, so a hot key's later occurrences can skip the atomic on what they read
@@ -24,35 +25,52 @@ def _first_kernel(slots_ptr, first_ptr, num_keys, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _mark_kernel(
+    slots_ptr, first_ptr, representative_ptr, is_first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
+):
+    """The first position of each key, -1 in the padding, and 1 at those positions."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < held(num_keys, count_ptr)
+    slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
+    representative = tl.load(first_ptr + slot, mask=inside, other=-1)
+    tl.store(representative_ptr + offsets, representative, mask=offsets < num_keys)
+    tl.store(is_first_ptr + offsets, (representative == offsets).to(tl.int32), mask=offsets < num_keys)
+
+
+@triton.jit
 def _emit_kernel(
     keys_ptr, representative_ptr, rank_ptr, unique_ptr, inverse_ptr, counts_ptr, num_keys, BLOCK: tl.constexpr
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
-    representative = tl.load(representative_ptr + offsets, mask=inside, other=0).to(tl.int64)
-    rank = tl.load(rank_ptr + representative, mask=inside, other=1) - 1
+    representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
+    inside = representative >= 0
+    rank = tl.load(rank_ptr + representative, mask=inside, other=0) - 1
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
-    tl.store(inverse_ptr + offsets, rank, mask=inside)
+    tl.store(inverse_ptr + offsets, rank, mask=offsets < num_keys)
     tl.store(unique_ptr + rank, key, mask=inside & (representative == offsets))
     tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")
 
 
-def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.unique.unique`."""
-    count = keys.numel()
-    if count == 0:
-        return keys.new_empty(0), keys.new_empty(0), keys.new_empty(0)
+def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.kernels.unique.unique`; the length of the result is read back only if not `padded`."""
+    size = keys.numel()
+    if size == 0:
+        nothing = tuple(keys.new_empty(0) for _ in range(3))
+        return (*nothing, keys.new_zeros(())) if padded else nothing
     keys = keys.contiguous()
-    holders, slots = triton_scratch.build(keys)
-    first = torch.full_like(holders, count)
+    holders, slots = triton_scratch.build(keys, count)
+    first = torch.full_like(holders, size)
+    representative, is_first = (torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(2))
     config = tuned.config("unique", "any", keys.device)
-    grid = (triton.cdiv(count, config["BLOCK"]),)
-    _first_kernel[grid](slots, first, count, **config)
-    representative = first[slots]
+    grid = (triton.cdiv(size, config["BLOCK"]),)
+    _first_kernel[grid](slots, first, size, count, **config)
+    _mark_kernel[grid](slots, first, representative, is_first, size, count, **config)
     # ranks count from 1 at the first key, and their last one is the number of distinct keys
-    rank = torch.cumsum(representative == torch.arange(count, device=keys.device), 0)
-    distinct = int(rank[-1])
-    order, inverse = keys.new_empty(distinct), torch.empty_like(keys)
-    counts = torch.zeros(distinct, dtype=torch.int32, device=keys.device)
-    _emit_kernel[grid](keys, representative, rank, order, inverse, counts, count, **config)
-    return order, inverse, counts.to(torch.int64)
+    rank = torch.cumsum(is_first, 0)
+    num_unique = rank[-1].clone()
+    length = size if padded else int(num_unique)
+    order, inverse = keys.new_zeros(length), torch.empty_like(keys)
+    counts = torch.zeros(length, dtype=torch.int32, device=keys.device)
+    _emit_kernel[grid](keys, representative, rank, order, inverse, counts, size, **config)
+    found = order, inverse, counts.to(torch.int64)
+    return (*found, num_unique) if padded else found

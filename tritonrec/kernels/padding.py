@@ -1,0 +1,49 @@
+"""Lists whose length only the device knows: as long as a bound, with a count of what holds.
+
+    keys     7  3  7  7  3  0  0  0      (8,), of which the first `count` = 5 hold
+    unique   7  3  0  0  0  0  0  0      (8,), of which the first 2 hold
+    inverse  0  1  0  0  1 -1 -1 -1      positions and rows are -1 in the padding, everything else is 0
+
+A count is a () int64 tensor, so no host waits for it: an op with ``padded=True`` gives one, and ops take it
+as ``count``. What lies behind a count is neither read nor moved; one below 0 or above the length counts as
+that end. What an op would raise from the data it writes into ``status`` instead, where it is given one: ()
+int64, 0 as long as all went well, and after that what the first failing call wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_scalar(name: str, scalar: torch.Tensor | None, like: torch.Tensor) -> None:
+    """Refuse a count or a status that is not () int64 beside `like`; None passes."""
+    if scalar is None:
+        return
+    if scalar.dtype != torch.int64 or scalar.dim() != 0:
+        raise ValueError(f"{name} must be () int64, got shape {tuple(scalar.shape)} {scalar.dtype}")
+    if scalar.device != like.device:
+        raise ValueError(f"{name} is on {scalar.device}, what it speaks of on {like.device}")
+
+
+def held(count: torch.Tensor | None, size: int) -> int:
+    """How many of `size` entries hold; reads the count, so for implementations on the host."""
+    return size if count is None else min(max(int(count), 0), size)
+
+
+def padding(size: int, count: torch.Tensor) -> torch.Tensor:
+    """(size,) bool, true behind the count."""
+    return torch.arange(size, device=count.device) >= count
+
+
+def pad(values: torch.Tensor, size: int, fill: int | bool) -> torch.Tensor:
+    """Lengthen the first dimension to `size`."""
+    if values.shape[0] == size:
+        return values
+    padded = values.new_full((size, *values.shape[1:]), fill)
+    padded[: values.shape[0]] = values
+    return padded
+
+
+def record(status: torch.Tensor, code: torch.Tensor | int) -> None:
+    """Keep the first code that is not 0."""
+    torch.where(status == 0, code, status, out=status)
