@@ -54,11 +54,18 @@ def from_environment(timeout: timedelta = TIMEOUT):
 
 
 def _serve(
-    rank: int, world_sizes: tuple[int, ...], store: str, timeout: timedelta, connection: Connection
+    rank: int,
+    world_sizes: tuple[int, ...],
+    store: str,
+    timeout: timedelta,
+    connection: Connection,
+    enter: Callable[[int], None] | None,
 ) -> None:
     """A rank's loop: take (function, world size, arguments), answer ("ok", result) or ("error", text)."""
     torch.set_num_threads(1)
     try:
+        if enter is not None:
+            enter(rank)
         world = max(world_sizes)
         if world > 1:
             dist.init_process_group(
@@ -95,12 +102,18 @@ class RankPool:
     Args:
         world_sizes: the world sizes that `run` will be asked for; max(world_sizes) processes are started.
         timeout: a rank that waits longer for another in a collective raises.
+        enter: called in each process with its rank, before it meets the others; picklable.
 
     Use as a context manager. Each process runs torch on one thread. After a `RankDiedError` the pool has to
     be closed: ranks may still wait for one that will not come.
     """
 
-    def __init__(self, world_sizes: tuple[int, ...], timeout: timedelta = TIMEOUT):
+    def __init__(
+        self,
+        world_sizes: tuple[int, ...],
+        timeout: timedelta = TIMEOUT,
+        enter: Callable[[int], None] | None = None,
+    ):
         if not world_sizes or min(world_sizes) < 1:
             raise ValueError(f"world sizes must be 1 or more, got {world_sizes}")
         self.world_sizes = tuple(sorted(set(world_sizes)))
@@ -115,7 +128,7 @@ class RankPool:
                 here, there = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_sizes, store, timeout, there),
+                    args=(rank, self.world_sizes, store, timeout, there, enter),
                     name=f"rank {rank}",
                     daemon=True,
                 )

@@ -292,6 +292,91 @@ def bench(
 
 
 @app.command()
+def lab(
+    data: DataOption = "zipf:users=8000,items=40000,median_length=40,seed=1",
+    world_size: Annotated[int, typer.Option(min=2, help="Ranks, each in a network namespace.")] = 4,
+    rate: Annotated[float, typer.Option(help="Mbit/s of each rank's link, each way.")] = 100.0,
+    modes: Annotated[str, typer.Option(help="Modes beside synchronous training.")] = "dbp,fwp,nestpipe",
+    micro_batches: Annotated[str, typer.Option(help="Values of N for fwp and nestpipe.")] = "4,8",
+    switch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of WindowConfig, NAME or NAME=VALUE: nestpipe runs once more with them all."
+        ),
+    ] = None,
+    emulate: Annotated[
+        str,
+        typer.Option(help="STAGE=MS,...: least milliseconds per step; lookup stands for its four stages."),
+    ] = "",
+    proportions: Annotated[
+        str,
+        typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run; two of them warm up.")] = 8,
+    repeat: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved runs of each setting.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 256,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
+    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 2,
+    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw what makes up a step.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Keep a trace and a timeline of each setting here.")
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only remove namespaces whose lab is gone, and end.")
+    ] = False,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Run every mode over rate-limited links; print what is exposed, hidden and sent. Needs root.
+
+    Ranks live in network namespaces of this machine, joined by links of the given rate, and everything is
+    removed at the end. Losses are compared before any figure is printed.
+    """
+    from ..nn import HSTUConfig
+    from .lab import network, report, rounds, settings
+    from .setup import Job
+
+    console = Console()
+    if clean:
+        _checked(lambda: rounds.clean_up(console))
+        return
+    sizes = HSTUConfig(
+        dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
+        max_seq_len=max_seq_len, dropout=0.0,
+    )  # fmt: skip
+
+    def run():
+        network.demand_tools()
+        plan = rounds.Plan(
+            Job(data, "hstu", batch_size, max_seq_len, negatives, sizes=sizes, seed=seed),
+            world_size,
+            rate,
+            _names(modes, ("dbp", "fwp", "nestpipe"), "--modes"),  # type: ignore[arg-type]
+            _numbers(micro_batches, "--micro-batches"),
+            settings.parse_switches(switch or []),
+            settings.parse_emulation(emulate),
+            settings.parse_proportions(proportions) if proportions else {},
+            steps,
+            repeat,
+        )
+        _load(plan.job)
+        return rounds.run_lab(plan, console, trace, timedelta(seconds=timeout))
+
+    result = _checked(run)
+    report.print_report(result, console)
+    if json_file:
+        _checked(lambda: report.save_json(report.as_json(result), json_file))
+        console.print(f"figures written to {json_file}")
+    if png:
+        _checked(lambda: report.draw_report(result, png))
+        console.print(f"picture: {png}")
+
+
+@app.command()
 def doctor() -> None:
     """What this machine has, and whether batch invariance holds on it."""
     from .doctor import doctor as run_doctor

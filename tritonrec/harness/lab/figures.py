@@ -1,0 +1,124 @@
+"""Figures of a run from its trace and its counts: per step and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import mean, median
+
+from ...trace import read
+from ...trace.analysis import check_edges, summarise
+from ...trace.reader import Span
+from .network import LabError
+from .run import Run
+
+WARMUP = 2
+"""Batches left out: the pipeline is full after them."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds per step, mean over the ranks; bytes that left a rank per step, mean over the ranks.
+
+    Attributes:
+        step: from the end of one batch's computation to the end of the next one's, median.
+        lookup, exposed_lookup: time of the lookup lanes, and the part beside which nothing else was at work.
+        communication, exposed: physical and exposed communication.
+        compute: time of the compute lane. synchronisation: of the dual buffer.
+        transfers, overlapped: exchanges of micro-batches per step, and those beside computation.
+        row_bytes, key_bytes: embeddings and gradients; keys.
+        rows: rows of embeddings and of gradients that left a rank, counted each way.
+    """
+
+    step: float
+    lookup: float
+    exposed_lookup: float
+    communication: float
+    exposed: float
+    compute: float
+    synchronisation: float
+    transfers: float
+    overlapped: float
+    row_bytes: float
+    key_bytes: float
+    rows: float
+
+    @property
+    def exposed_ratio(self) -> float:
+        """Exposed over physical communication."""
+        return self.exposed / self.communication if self.communication else 0.0
+
+    @property
+    def hidden_lookup(self) -> float:
+        """Share of the lookup that ran beside other work."""
+        return 1 - self.exposed_lookup / self.lookup if self.lookup else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the exchanges that ran beside computation."""
+        return self.overlapped / self.transfers if self.transfers else 0.0
+
+
+def figures(run: Run, dim: int) -> Figures:
+    """Measure a run. `dim` is the width of an embedding row.
+
+    Raises `LabError` if a dependency of the schedule was not honoured.
+    """
+    trace = read(run.trace)
+    if edges := trace.metadata["edges"]:
+        report = check_edges(trace.spans, edges, trace.metadata["micro_batches"])
+        if not report.honoured:
+            found = report.violations or [f"edges never exercised: {report.never_exercised}; run more steps"]
+            raise LabError(f"{run.setting}: {found[0]}")
+    ranks = summarise(trace.spans, WARMUP)
+
+    def per_step(values: Sequence[int]) -> float:
+        return mean(value / rank.steps for value, rank in zip(values, ranks, strict=True)) / 1e9
+
+    done = run.steps * len(ranks)
+    gradient_bytes = 8 if trace.metadata["consistency"] == "batch" else 4
+    return Figures(
+        step=median(rank.step_ns for rank in ranks) / 1e9,
+        lookup=per_step([rank.lookup_ns for rank in ranks]),
+        exposed_lookup=per_step([rank.lookup_ns - rank.hidden_lookup_ns for rank in ranks]),
+        communication=per_step([rank.communication_ns for rank in ranks]),
+        exposed=per_step([rank.exposed_ns for rank in ranks]),
+        compute=per_step([rank.busy_ns["compute"] for rank in ranks]),
+        synchronisation=per_step([rank.busy_ns["sync"] for rank in ranks]),
+        transfers=mean(rank.transfers / rank.steps for rank in ranks),
+        overlapped=mean(rank.transfers_overlapped / rank.steps for rank in ranks),
+        row_bytes=run.counts["row_bytes"] / done,
+        key_bytes=run.counts["key_bytes"] / done,
+        rows=run.counts["row_bytes"] / done / (dim * (4 + gradient_bytes)),
+    )
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Each figure's median over the rounds."""
+    return Figures(
+        **{each.name: median(getattr(one, each.name) for one in rounds) for each in fields(Figures)}
+    )
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage's cost: `tasks` per step and rank, median seconds of a task, mean bytes of one that sends."""
+
+    lane: str
+    tasks: float
+    seconds: float
+    bytes: float | None
+
+
+def stage_costs(spans: Sequence[Span]) -> dict[str, StageCost]:
+    """Costs by stage over the measured steps of all ranks."""
+    first = sorted({span.batch for span in spans})[WARMUP]
+    measured = [span for span in spans if span.batch >= first]
+    steps = len({(span.rank, span.batch) for span in measured})
+    costs = {}
+    for name in dict.fromkeys(span.name for span in measured):
+        own = [span for span in measured if span.name == name]
+        sent = [span.args["bytes"] for span in own if "bytes" in span.args]
+        seconds = median(span.duration_ns for span in own) / 1e9
+        costs[name] = StageCost(own[0].lane, len(own) / steps, seconds, mean(sent) if sent else None)
+    return costs

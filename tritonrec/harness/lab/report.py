@@ -1,0 +1,236 @@
+"""What a lab found: a table in the shape of NestPipe's Table II, a JSON document, a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ... import __version__
+from .network import LabError
+from .rounds import PROBES, Plan, Result, Row
+from .settings import LOOKUP_SHARES
+
+HOW_EMULATED = (
+    "emulated: a stage does its real work on real data, then sleeps until its time is over; a micro-batch "
+    "gets its share by samples. Transfers are real, over the limited links."
+)
+
+
+def print_report(result: Result, console: Console) -> None:
+    """Two tables, what their columns mean, and what in them is emulated."""
+    plan, baseline = result.plan, result.rows[0]
+    console.print(f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
+    console.print(_table("Latency, ms per step", result, LATENCY, baseline))
+    console.print(_table("What is hidden, and what is sent", result, HIDING, baseline))
+    for line in notes(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+Columns = dict[str, Callable[[Row, Row], str]]
+
+LATENCY: Columns = {
+    "step": lambda row, _: f"{row.figures.step * 1e3:.1f}",
+    "speedup": lambda row, _: f"{median(row.ratios):.2f}x",
+    "lookup": lambda row, _: f"{row.figures.exposed_lookup * 1e3:.1f}",
+    "comm.": lambda row, _: f"{row.figures.exposed * 1e3:.1f}",
+    "compute": lambda row, _: f"{row.figures.compute * 1e3:.1f}",
+    "sync": lambda row, _: f"{row.figures.synchronisation * 1e3:.2f}",
+}
+HIDING: Columns = {
+    "physical": lambda row, _: f"{row.figures.communication * 1e3:.1f}",
+    "exposed": lambda row, _: f"{row.figures.exposed_ratio:.1%}",
+    "hidden": lambda row, _: f"{row.figures.hidden_lookup:.1%}",
+    "overlap": lambda row, _: f"{row.figures.overlap:.0%}",
+    "payload": lambda row, baseline: f"{payload(row, baseline):.3f}",
+    "MB": lambda row, _: f"{(row.figures.row_bytes + row.figures.key_bytes) / 1e6:.2f}",
+}
+
+
+def _table(title: str, result: Result, columns: Columns, baseline: Row) -> Table:
+    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+    for name in ("mode", "N", *columns):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "mode")
+    for row in result.rows:
+        cells = (cell(row, baseline) for cell in columns.values())
+        mode = " ".join([row.setting.mode, *row.setting.switch_words])
+        table.add_row(mode, str(row.setting.micro_batches), *cells)
+    return table
+
+
+def payload(row: Row, baseline: Row) -> float:
+    """Rows that travel, over those of the whole batch deduplicated, which is what the baseline sends."""
+    return row.figures.rows / baseline.figures.rows if baseline.figures.rows else 1.0
+
+
+def notes(result: Result) -> list[str]:
+    """What a reader has to know beside the table."""
+    plan, first = result.plan, result.rows[0].figures
+    spread = ", ".join(
+        f"{row.setting} {min(row.ratios):.2f} to {max(row.ratios):.2f}" for row in result.rows[1:]
+    )
+    lines = [
+        "lookup, comm.: exposed time. sync: of the dual buffer. physical: time in which a rank communicates, "
+        "waits for others included. exposed: its share in which the rank does not compute. hidden: share of "
+        "the lookup beside other work. overlap: exchanges beside computation. payload: rows sent, over those "
+        "of the deduplicated batch. MB: sent by a rank per step.",
+        f"synchronous training spends {first.lookup / first.step:.1%} of a step in lookups and "
+        f"{first.communication / first.step:.1%} in exchanges; {first.row_bytes / 1e6:.2f} MB of rows and "
+        f"{first.key_bytes / 1e6:.2f} MB of keys leave a rank per step",
+        f"losses of every step and sample: {'; '.join(losses(result))}",
+        f"medians of {plan.rounds} interleaved rounds of {plan.steps} steps; speedups by round: {spread}",
+    ]
+    if result.seconds:
+        named = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in result.seconds.items())
+        tasks, overruns = (sum(getattr(row, name) for row in result.rows) for name in ("tasks", "overruns"))
+        lines.append(f"EMULATED: {named} per step. {HOW_EMULATED}")
+        lines.append(f"{overruns:,} of {tasks:,} emulated tasks took longer than they stand for")
+    else:
+        lines.append(f"nothing emulated; {plan.ranks} ranks share {os.cpu_count()} processors")
+    return lines
+
+
+def losses(result: Result) -> list[str]:
+    """How each row's losses agree with the baseline's, rows of one outcome together."""
+    outcomes: dict[str, list[str]] = {}
+    for row in result.rows[1:]:
+        outcomes.setdefault(row.losses, []).append(str(row.setting))
+    if list(outcomes) == ["identical"]:
+        return ["identical in every bit in all modes"]
+    return [f"{outcome} of synchronous: {', '.join(names)}" for outcome, names in outcomes.items()]
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The document that ``--json`` writes; times in seconds, bytes per rank."""
+    plan = result.plan
+    return {
+        "environment": environment(plan),
+        "emulated": {
+            "seconds_per_step": result.seconds,
+            "proportions": dict(plan.proportions),
+            "how": HOW_EMULATED if result.seconds else "",
+            "lookup_shares": LOOKUP_SHARES if plan.proportions else {},
+            "probes": PROBES if plan.proportions else 0,
+        },
+        "rows": [
+            {
+                "mode": row.setting.mode,
+                "micro_batches": row.setting.micro_batches,
+                "switches": dict(row.setting.switches),
+                **asdict(row.figures),
+                "speedup": median(row.ratios),
+                "speedups": row.ratios,
+                "exposed_ratio": row.figures.exposed_ratio,
+                "hidden_lookup": row.figures.hidden_lookup,
+                "overlap": row.figures.overlap,
+                "payload": payload(row, result.rows[0]),
+                "losses": row.losses,
+                "emulated_tasks": row.tasks,
+                "overruns": row.overruns,
+                "stages": {name: asdict(cost) for name, cost in row.costs.items()},
+            }
+            for row in result.rows
+        ],
+    }
+
+
+def environment(plan: Plan) -> dict[str, Any]:
+    """Where the figures come from."""
+    return {
+        "tritonrec": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": plan.ranks,
+        "link_mbit_per_second": plan.rate,
+        "steps": plan.steps,
+        "rounds": plan.rounds,
+        "job": plan.job.as_json(),
+    }
+
+
+def save_json(document: dict[str, Any], path: Path) -> None:
+    """Write it whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(document, indent=2) + "\n")
+    new.replace(path)
+
+
+PARTS = {
+    "compute": "#e69f00",
+    "exposed communication": "#d00000",
+    "exposed lookup": "#009e73",
+    "rest": "#d9d9d9",
+}
+HIDDEN = {"hidden communication": "#56b4e9", "hidden lookup": "#a8dcc6"}
+
+
+def parts(row: Row) -> dict[str, float]:
+    """Seconds of a step that its critical path shows, and those that hide beside it."""
+    seen = row.figures
+    shown = {
+        "compute": seen.compute,
+        "exposed communication": seen.exposed,
+        "exposed lookup": seen.exposed_lookup,
+    }
+    return {
+        **shown,
+        "rest": max(0.0, seen.step - sum(shown.values())),
+        "hidden communication": seen.communication - seen.exposed,
+        "hidden lookup": seen.lookup - seen.exposed_lookup,
+    }
+
+
+def draw_report(result: Result, path: Path) -> None:
+    """Two bars a row: what makes up its step, and below it, thinner, what runs beside it."""
+    if not result.rows:
+        raise LabError("nothing was measured, so there is nothing to draw")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan = result.plan
+    figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.62 * len(result.rows)), layout="constrained")
+    try:
+        for place, row in enumerate(result.rows):
+            seconds = parts(row)
+            for names, height, at in ((PARTS, 0.42, place), (HIDDEN, 0.2, place + 0.33)):
+                left = 0.0
+                for name, colour in names.items():
+                    label = name if place == 0 else None
+                    width = seconds[name] * 1e3
+                    axes.barh(at, width, left=left, height=height, color=colour, label=label)
+                    left += width
+            end = row.figures.step * 1e3
+            axes.text(end, place, f" {median(row.ratios):.2f}x", va="center", fontsize=9)
+        names = [
+            "\n".join([f"{row.setting.mode}, N = {row.setting.micro_batches}", *row.setting.switch_words])
+            for row in result.rows
+        ]
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per step; thin bars: what runs beside the step")
+        emulated = "; emulated: " + ", ".join(result.seconds) if result.seconds else ""
+        axes.set_title(
+            f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s{emulated}", fontsize=10, loc="left"
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=len(PARTS) + len(HIDDEN), fontsize=8, frameon=False)
+        figure.savefig(path, dpi=110, format="png")
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,219 @@
+"""Runs every setting in interleaved rounds over rate-limited links, compares losses, then measures."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...distributed import TIMEOUT, RankPool
+from ...pipeline import PIPELINED, Mode
+from ...trace import read
+from ...trace.timeline import draw
+from ..setup import Job
+from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
+from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
+from .run import Run, compare_losses, run_once
+from .settings import BASELINE, Setting, lookup_stages, settings
+
+PROBES = 2
+"""Runs that find the communication time: the second with the stages already slowed by the first's."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a lab is asked for.
+
+    Args:
+        job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
+        modes, micro_batches, switches: see `settings`.
+        seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
+            a synchronous step; the seconds are then found from the real communication. Empty: nothing.
+        steps: steps of a run, `WARMUP` of them not measured. rounds: runs of each setting.
+    """
+
+    job: Job
+    ranks: int = 4
+    rate: float = 100.0
+    modes: Sequence[Mode] = PIPELINED
+    micro_batches: Sequence[int] = (4, 8)
+    switches: Mapping[str, object] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    proportions: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 8
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.steps < WARMUP + 2:
+            raise LabError(f"a lab run takes at least {WARMUP + 2} steps, {WARMUP} of them to warm up")
+        if self.seconds and self.proportions:
+            raise LabError("--emulate gives the seconds that --proportions would find: give one of them")
+        for setting in self.settings:
+            setting.window(self.job.seed)  # a wrong switch is an error before anything is created
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Rows of the report, the baseline first."""
+        return settings(self.modes, self.micro_batches, self.switches)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run showed."""
+
+    figures: Figures
+    costs: dict[str, StageCost]
+    losses: str
+    tasks: int
+    overruns: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one setting over all rounds.
+
+    Attributes:
+        figures: medians over the rounds.
+        ratios: step time of the baseline over this one's, by round.
+        losses: how they agree with the baseline's.
+        costs: by stage, of the last round.
+        tasks, overruns: emulated tasks, and those whose real work took longer.
+    """
+
+    setting: Setting
+    figures: Figures
+    ratios: list[float]
+    losses: str
+    costs: dict[str, StageCost]
+    tasks: int
+    overruns: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A lab's outcome; `seconds` are the emulated stages', per step."""
+
+    plan: Plan
+    rows: list[Row]
+    seconds: dict[str, float]
+
+
+@contextmanager
+def ranks_in(network: Network, timeout: timedelta = TIMEOUT):
+    """A `RankPool` whose ranks live in the network's namespaces, built before and removed after."""
+    demand_tools()
+    with built(network), RankPool((network.ranks,), timeout, Enter(network)) as pool:
+        yield pool
+
+
+def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: timedelta = TIMEOUT) -> Result:
+    """Build the network, run, take it down; a figure is made only of a run whose losses are right.
+
+    Args:
+        traces: directory for a trace and a picture of each setting's last round.
+
+    Raises:
+        LabError: the lab cannot be built here, losses differ, an edge of a schedule was not honoured, or a
+            stage is slower than what it stands for.
+    """
+    network = Network(plan.ranks, plan.rate, os.getpid())
+    demand_tools()
+    if traces:
+        traces.mkdir(parents=True, exist_ok=True)
+    kept = nullcontext(str(traces)) if traces else tempfile.TemporaryDirectory(prefix="tritonrec-lab-")
+    with kept as folder, ranks_in(network, timeout) as pool, _progress(console) as progress:
+        bar = progress.add_task(
+            "starting ranks", total=1 + PROBES * bool(plan.proportions) + len(plan.settings) * plan.rounds
+        )
+
+        def run(note: str, setting: Setting, seconds: Mapping[str, float], steps: int) -> Run:
+            progress.update(bar, description=f"{note}: {setting}")
+            path = Path(folder, f"{str(setting).replace(' ', '_')}.pftrace")
+            done = run_once(pool, plan.ranks, plan.job, setting, seconds, steps, path)
+            progress.advance(bar)
+            return done
+
+        run("warming up", BASELINE, {}, 2)  # compiles what no cache holds yet
+        seconds = dict(plan.seconds)
+        for _ in range(PROBES if plan.proportions else 0):
+            seconds = _proportional(measure(run("probing", BASELINE, seconds, plan.steps), plan), plan)
+        rounds: list[list[Measured]] = []
+        reference: Run | None = None
+        for number in range(plan.rounds):
+            rounds.append([])
+            for setting in plan.settings:
+                done = run(f"round {number + 1} of {plan.rounds}", setting, seconds, plan.steps)
+                reference = reference or done
+                rounds[-1].append(measure(done, plan, reference))
+        if traces:
+            for path in sorted(traces.glob("*.pftrace")):
+                draw(read(path), path.with_suffix(".png"))
+    return Result(plan, rows(plan, rounds), seconds)
+
+
+def clean_up(console: Console) -> None:
+    """``--clean``: remove what labs left behind, and say what."""
+    demand_tools()
+    gone, kept = clean()
+    owners = sorted({name.removeprefix(f"{PREFIX}-").partition("-")[0] for name in kept})
+    console.print(f"removed {len(gone)} network namespaces of labs that are gone", highlight=False)
+    if owners:
+        console.print(f"left alone: labs of the running processes {', '.join(owners)}", highlight=False)
+
+
+def measure(run: Run, plan: Plan, reference: Run | None = None) -> Measured:
+    """Compare the losses of a run with the reference's, then measure it."""
+    exact = run.setting.window(plan.job.seed).consistency == "batch"
+    losses = compare_losses(run, reference or run, exact)
+    costs = stage_costs(read(run.trace).spans)
+    return Measured(figures(run, plan.job.sizes.dim), costs, losses, run.tasks, run.overruns)
+
+
+def rows(plan: Plan, rounds: Sequence[Sequence[Measured]]) -> list[Row]:
+    """Medians over the rounds; each ratio is of two runs of the same round."""
+    found = []
+    for place, setting in enumerate(plan.settings):
+        own = [one[place] for one in rounds]
+        ratios = [one[0].figures.step / one[place].figures.step for one in rounds]
+        found.append(
+            Row(
+                setting,
+                medians([each.figures for each in own]),
+                ratios,
+                own[-1].losses,
+                own[-1].costs,
+                sum(each.tasks for each in own),
+                sum(each.overruns for each in own),
+            )
+        )
+    return found
+
+
+def _proportional(probe: Measured, plan: Plan) -> dict[str, float]:
+    """Seconds of the emulated stages, such that the probe's real communication has its share of a step."""
+    seen, shares = probe.figures, plan.proportions
+    step = seen.communication / shares["communication"]
+    lookup = step * shares["lookup"]
+    stage = probe.costs["compute"]
+    rest = seen.step - seen.lookup - seen.communication - stage.tasks * stage.seconds  # updates, write-back
+    compute = step - lookup - seen.communication - rest
+    if compute <= 0:
+        raise LabError(
+            f"at {plan.rate:g} Mbit/s a step communicates for {seen.communication * 1e3:.0f} ms, and updates "
+            f"alone take {rest * 1e3:.0f} ms: too much for these proportions. Lower --rate"
+        )
+    return {**lookup_stages(lookup), "compute": compute}
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""One setting of a lab: run it on every rank, keep its trace, its losses and its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...distributed import Communicators, RankPool
+from ...pipeline import Trainer
+from ...trace import Recorder, save_joined
+from ..setup import Job
+from .network import LabError
+from .settings import Emulation, Setting
+
+OPTIMIZER = "adam"
+TOLERANCE = 1e-4
+"""Relative, of losses whose gradients were added in float32 in another order."""
+
+Losses = dict[int, tuple[np.ndarray, np.ndarray]]
+"""step -> sample ids ascending (B,) int64, losses (B,) float32."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank brings home: its losses by step, `LookupCounts` as a dict, emulated tasks."""
+
+    losses: Losses
+    counts: dict[str, int]
+    tasks: int
+    overruns: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One setting, run once by all ranks."""
+
+    setting: Setting
+    steps: int
+    trace: Path
+    losses: Losses
+    counts: dict[str, int]
+    tasks: int
+    overruns: int
+
+
+def run_rank(
+    communicators: Communicators,
+    job: Job,
+    setting: Setting,
+    seconds: Mapping[str, float],
+    steps: int,
+    path: str,
+) -> RankRun:
+    """Train `steps` steps on this rank from the job's beginning; the rank's trace goes to `path`.RANK."""
+    model, tables, dense = job.build(OPTIMIZER)
+    recorder = Recorder(communicators.rank, communicators.world_size)
+    loader = job.loader(communicators.rank, communicators.world_size)
+    batches = [loader.batch(step) for step in range(steps)]
+    emulation, losses = Emulation(seconds), {}
+    window = setting.window(job.seed)
+    with Trainer(model, tables, dense, communicators, setting.mode, window, recorder) as trainer:
+        emulation.install(trainer.program)
+        communicators.control.all_reduce(torch.zeros(1), "start together")
+        for result in trainer.run(batches):
+            losses[result.step] = (result.sample_ids.numpy(), result.losses.numpy())
+    recorder.save(f"{path}.{communicators.rank}")
+    return RankRun(losses, vars(trainer.counts), emulation.tasks, emulation.overruns)
+
+
+def run_once(
+    pool: RankPool,
+    ranks: int,
+    job: Job,
+    setting: Setting,
+    seconds: Mapping[str, float],
+    steps: int,
+    path: Path,
+) -> Run:
+    """Run a setting on all ranks of the pool; its joined trace goes to `path`."""
+    homes: list[RankRun] = pool.run(run_rank, ranks, job, setting, seconds, steps, str(path))
+    parts = [f"{path}.{rank}" for rank in range(ranks)]
+    save_joined(parts, path)
+    for part in parts:
+        Path(part).unlink()
+    losses = {}
+    for step in range(steps):
+        ids, values = (np.concatenate([home.losses[step][which] for home in homes]) for which in (0, 1))
+        order = np.argsort(ids, kind="stable")
+        losses[step] = (ids[order], values[order])
+    counts = {name: sum(home.counts[name] for home in homes) for name in homes[0].counts}
+    tasks, overruns = sum(home.tasks for home in homes), sum(home.overruns for home in homes)
+    return Run(setting, steps, path, losses, counts, tasks, overruns)
+
+
+def compare_losses(run: Run, reference: Run, exact: bool) -> str:
+    """How the losses agree, in words; a `LabError` naming the first place where they do not.
+
+    Args:
+        exact: demand the same bits; otherwise a relative difference of at most `TOLERANCE`.
+    """
+    if run.losses.keys() != reference.losses.keys() or not run.losses:
+        raise LabError(f"{run.setting} finished steps {sorted(run.losses)}, not {sorted(reference.losses)}")
+    worst = 0.0
+    for step, (wanted_ids, wanted) in reference.losses.items():
+        ids, values = run.losses[step]
+        if not np.array_equal(ids, wanted_ids):
+            raise LabError(f"{run.setting}, step {step}: other samples than {reference.setting}")
+        same = values.view(np.int32) == wanted.view(np.int32)
+        if not exact:
+            difference = np.abs(values - wanted) / np.maximum(np.abs(wanted), 1e-30)
+            worst = max(worst, float(difference.max(initial=0)))
+            same = difference <= TOLERANCE
+        if not same.all():
+            at = int(np.flatnonzero(~same)[0])
+            raise LabError(
+                f"{run.setting}, step {step}, sample {ids[at]}: loss {values[at]!r}, but {wanted[at]!r} in "
+                f"{reference.setting}; no figure is printed"
+            )
+    return "identical" if exact else f"within {worst:.0e}"

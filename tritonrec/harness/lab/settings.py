@@ -1,0 +1,176 @@
+"""What a lab runs: modes, micro-batches, switches of the window, and stages that are slowed on purpose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from ...pipeline import NESTPIPE, Mode, Window, WindowConfig, WindowProgram
+from .network import LabError
+
+LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
+"""How ``lookup=`` is shared out: the owner's table is the slowest of the four stages."""
+
+PAPER = {"lookup": 0.496, "communication": 0.208}
+"""Shares of TorchRec's step at 1,536 workers (NestPipe, Table II): 2870.99 and 1207.85 of 5793.83 ms."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the report."""
+
+    mode: Mode
+    micro_batches: int = 1
+    switches: Mapping[str, Any] = field(default_factory=dict)
+
+    def window(self, seed: int) -> WindowConfig:
+        """How it cuts its batches; a ValueError of the configuration becomes a `LabError` naming the row."""
+        try:
+            return WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **self.switches})
+        except ValueError as error:
+            raise LabError(f"{self}: {error}") from error
+
+    def __str__(self) -> str:
+        return " ".join([f"{self.mode} N={self.micro_batches}", *self.switch_words])
+
+    @property
+    def switch_words(self) -> list[str]:
+        """``clustering``, ``dedup=none``: the switches as they are typed."""
+        return [name if value is True else f"{name}={_word(value)}" for name, value in self.switches.items()]
+
+
+BASELINE = Setting("sequential")
+"""Synchronous training: whole batches, one stage after another."""
+
+
+def settings(
+    modes: Iterable[Mode], micro_batches: Iterable[int], switches: Mapping[str, Any]
+) -> list[Setting]:
+    """The baseline, then every mode. Without overlap inside a batch (``dbp``) whole batches are best: N = 1.
+
+    With `switches`, nestpipe runs at each N once more with all of them.
+    """
+    chosen, counts = [BASELINE], list(micro_batches)
+    for mode in modes:
+        chosen += [Setting(mode)] if mode == "dbp" else [Setting(mode, count) for count in counts]
+    if switches:
+        chosen += [Setting("nestpipe", count, switches) for count in counts]
+    return chosen
+
+
+def parse_switches(words: Iterable[str]) -> dict[str, Any]:
+    """Fields of `WindowConfig` from ``name`` or ``name=value``; a LabError lists them for an unknown one."""
+    known = {each.name: each.default for each in fields(WindowConfig) if each.default is not MISSING}
+    for own in ("micro_batches", "seed"):  # options of their own
+        known.pop(own)
+    chosen = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in known:
+            raise LabError(f"--switch {word!r}: unknown; the switches are {', '.join(sorted(known))}")
+        chosen[name] = _value(word, value.strip() if equals else "true", known[name])
+    return chosen
+
+
+def _value(word: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(default, int):
+            return int(text)
+        if isinstance(default, str):
+            return text
+        return tuple(float(part) for part in text.split(","))
+    except (KeyError, ValueError):
+        kind = {bool: "true or false", int: "a whole number"}.get(type(default), "numbers between commas")
+        raise LabError(f"--switch {word!r} takes {kind}") from None
+
+
+def _word(value: Any) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+def parse_emulation(text: str) -> dict[str, float]:
+    """Seconds per step by stage from ``lookup=20,compute=50`` (milliseconds; ``ms`` may be written)."""
+    stages = {stage.name for stage in NESTPIPE.stages}
+    seconds: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name != "lookup" and name not in stages:
+            raise LabError(
+                f"--emulate {part!r}: no such stage; known are lookup, {', '.join(sorted(stages))}"
+            )
+        try:
+            amount = float(value.removesuffix("ms")) / 1e3
+        except ValueError:
+            amount = -1.0
+        if not 0 < amount < 3600:
+            raise LabError(f"--emulate {part!r} takes milliseconds, as in {name}=20")
+        seconds.update(lookup_stages(amount) if name == "lookup" else {name: amount})
+    return seconds
+
+
+def lookup_stages(seconds: float) -> dict[str, float]:
+    """Seconds of each lookup stage."""
+    return {stage: share * seconds for stage, share in LOOKUP_SHARES.items()}
+
+
+def parse_proportions(text: str) -> dict[str, float]:
+    """Shares of a synchronous step from ``paper`` or ``LOOKUP,COMMUNICATION`` in percent."""
+    if text == "paper":
+        return PAPER
+    try:
+        lookup, communication = (float(part) / 100 for part in text.split(","))
+    except ValueError:
+        lookup = communication = -1.0
+    if min(lookup, communication) <= 0 or lookup + communication >= 1:
+        raise LabError(
+            f"--proportions takes paper, or percent of lookup and communication as in 49.6,20.8; got {text!r}"
+        )
+    return {"lookup": lookup, "communication": communication}
+
+
+class Emulation:
+    """Stages that take at least a given time: the real work is done, the rest of the time is slept.
+
+    A stage of micro-batches gets its seconds by their share of the rank's samples.
+
+    Args:
+        seconds: stage -> seconds per step.
+
+    Attributes:
+        tasks: emulated tasks run, and `overruns`, those whose real work took longer than that.
+    """
+
+    def __init__(self, seconds: Mapping[str, float]):
+        self.seconds = seconds
+        self.tasks = self.overruns = 0
+
+    def install(self, program: WindowProgram) -> None:
+        """Slow the program's stages."""
+        for stage, seconds in self.seconds.items():
+            program.actions[stage] = self._slowed(program.actions[stage], seconds)
+
+    def _slowed(self, action: Any, seconds: float) -> Any:
+        def slowed(window: Window, micro_batch: int | None = None) -> None:
+            began = time.perf_counter()
+            action(window, micro_batch)
+            left = began + seconds * share(window, micro_batch) - time.perf_counter()
+            self.tasks += 1
+            if left > 0:
+                time.sleep(left)
+            else:
+                self.overruns += 1
+
+        return slowed
+
+
+def share(window: Window, micro_batch: int | None) -> float:
+    """The part of a window's samples in one micro-batch; 1 for a stage that runs once a batch."""
+    if micro_batch is None:
+        return 1.0
+    samples = [part.num_samples for part in window.micro_batches]
+    return samples[micro_batch] / sum(samples) if sum(samples) else 1 / len(samples)
