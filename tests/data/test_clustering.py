@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.loader import NextItemLoader
 from tritonrec.data.zipf import ZipfOptions, generate
 
@@ -52,17 +52,18 @@ samples = st.lists(st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**63 - 1
 
 
 @settings(deadline=None)
-@given(samples, st.integers(0, 2), st.integers(1, 15), st.booleans())
-def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clustering):
+@given(samples, st.integers(0, 2), st.integers(1, 15), st.booleans(), st.sampled_from([1.0, 0.5, 0.01]))
+def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clustering, taper):
     batch = jagged(samples, negatives)
-    parts = split(batch, num_micro_batches, clustering)
+    parts = split(batch, num_micro_batches, clustering, taper)
     assert len(parts) == num_micro_batches and all(part.dtype == torch.int64 for part in parts)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(samples)))
-    assert sum(len(part) > 0 for part in parts) == min(num_micro_batches, len(samples))
-    assert indices(split(batch, num_micro_batches, clustering)) == indices(parts)
+    if clustering or taper == 1:
+        assert sum(len(part) > 0 for part in parts) == min(num_micro_batches, len(samples))
+    assert indices(split(batch, num_micro_batches, clustering, taper)) == indices(parts)
     assert payload_inflation(batch, parts) >= 1
     if clustering:
-        share = -(-batch.num_tokens // num_micro_batches)
+        share = batch.num_tokens * float(tapered(num_micro_batches, taper).max()) + 1
         longest = int(batch.lengths.max()) if samples else 0
         assert all(int(batch.lengths[part].sum()) <= share + longest for part in parts)
 
@@ -134,3 +135,20 @@ def test_popular_keys_weigh_little():
 def test_fewer_than_one_micro_batch_is_refused():
     with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
         split(jagged([[1]]), 0, clustering=True)
+
+
+def test_tapered_shares_fall_towards_both_ends():
+    assert tapered(5, 0.5).tolist() == [0.1, 0.2, 0.4, 0.2, 0.1]
+    assert tapered(4, 0.5).tolist() == pytest.approx([1 / 6, 1 / 3, 1 / 3, 1 / 6])
+    assert tapered(1, 0.3).tolist() == [1.0] and tapered(3, 1.0).tolist() == pytest.approx([1 / 3] * 3)
+    for wrong in (0.0, -1.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="taper is a ratio"):
+            tapered(3, wrong)
+
+
+@pytest.mark.parametrize("clustering", [False, True])
+def test_micro_batches_follow_the_taper(clustering):
+    batch = jagged([[sample % 7, sample] for sample in range(100)])
+    parts = split(batch, 5, clustering, 0.5)
+    assert [len(part) for part in parts] == [10, 20, 40, 20, 10]
+    assert sorted(torch.cat(parts).tolist()) == list(range(100))

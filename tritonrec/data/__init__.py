@@ -2,7 +2,7 @@
 
 from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, Lookup
-from tritonrec.data.clustering import payload_inflation, split
+from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
@@ -30,5 +30,6 @@ __all__ = [
     "payload_inflation",
     "popularity_scores",
     "split",
+    "tapered",
     "token_spread",
 ]

@@ -33,25 +33,46 @@ from tritonrec.ops import unique
 _UNIT = 1 << 20  # the weight of a key is _UNIT // holders: sums of them stay far from 2**53
 
 
-def split(batch: Batch, num_micro_batches: int, clustering: bool) -> list[Tensor]:
+def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper: float = 1.0) -> list[Tensor]:
     """Cut a batch on the CPU into micro-batches: N tensors of sample indices, int64, every sample in one.
 
     Plain: runs of the batch as it stands, equal in samples up to one. Clustered: by shared keys; a
     micro-batch holds at most its share of the batch's keys (`sample_keys`, repeats counted) and one sample's
     more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are
-    legal in both.
+    legal in both. With `taper` below 1 shares are those of `tapered`.
 
     Raises ValueError when N is less than 1.
     """
-    if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    shares = tapered(num_micro_batches, taper)
     samples = torch.arange(batch.num_samples)
-    if not clustering or num_micro_batches == 1:
+    if num_micro_batches == 1:
+        return [samples]
+    if not clustering and taper == 1:
         return list(samples.tensor_split(num_micro_batches))
+    if not clustering:
+        ends = (shares.cumsum(0)[:-1] * batch.num_samples).round().long()
+        return list(samples.tensor_split(ends))
     offsets, keys = batch.sample_keys()
     distinct, numbers, _ = unique(keys)
-    order, ends = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), num_micro_batches)
+    order, ends = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), shares.numpy())
     return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))
+
+
+def tapered(num_micro_batches: int, taper: float) -> Tensor:
+    """Shares (N,) float64 of a window whose ends are small; they add up to 1.
+
+    Each micro-batch has `taper` times the share of its neighbour nearer to the middle: N = 5 and 0.5 give
+    1/10, 2/10, 4/10, 2/10, 1/10. The exchange of rows for the first micro-batch and that of gradients after
+    the last one have no computation to hide behind, and each later exchange has the micro-batch before it.
+    """
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    if not 0 < taper <= 1:
+        raise ValueError(f"taper is a ratio of sizes in (0, 1], got {taper}")
+    places = torch.arange(num_micro_batches)
+    from_the_end = torch.minimum(places, places.flip(0))
+    shares = taper ** (from_the_end.max() - from_the_end).double()
+    return shares / shares.sum()
 
 
 def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
@@ -62,8 +83,10 @@ def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
 
 
 @njit(cache=True, nogil=True)
-def _cluster(offsets, numbers, num_keys, num_micro_batches):
+def _cluster(offsets, numbers, num_keys, shares):
     """Samples in the order of their micro-batches (B,), and the end of each micro-batch in it (N,).
+
+    `shares` (N,) float64 of the keys, repeats counted, that each micro-batch is to have.
 
     `numbers` are the samples' keys renumbered from 0, jagged by `offsets`; a sample's share of a micro-batch
     is their count.
@@ -82,6 +105,7 @@ def _cluster(offsets, numbers, num_keys, num_micro_batches):
         for at in range(key_offsets[sample], key_offsets[sample + 1]):
             total[sample] += weights[keys[at]]
 
+    num_micro_batches = len(shares)
     order = np.empty(num_samples, dtype=np.int64)
     ends = np.empty(num_micro_batches, dtype=np.int64)
     free = np.ones(num_samples, dtype=np.bool_)
@@ -90,7 +114,7 @@ def _cluster(offsets, numbers, num_keys, num_micro_batches):
     left = offsets[num_samples]
     for micro_batch in range(num_micro_batches):
         later = num_micro_batches - 1 - micro_batch
-        share = -(-left // (later + 1))
+        share = np.ceil(left * (shares[micro_batch] / shares[micro_batch:].sum()) - 1e-6)
         begin, taken = placed, 0
         held = np.zeros(num_samples, dtype=np.int64)  # weight of the sample's keys that are already here
         while placed < num_samples:

@@ -37,19 +37,22 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def all_to_all(self, values: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    def all_to_all(
+        self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Send ``send[r]`` leading rows of `values` to each rank r in turn, return what the ranks sent here.
 
         Args:
             values: (sum(send), ...) rows grouped by destination rank.
             send, receive: rows to and from each rank, world_size entries each.
+            out: where the result goes, contiguous; new by default.
 
         Returns:
             (sum(receive), ...) rows grouped by source rank.
         """
         if self.group is None:
-            return values.clone()
-        received = values.new_empty((sum(receive), *values.shape[1:]))
+            return values.clone() if out is None else out.copy_(values)
+        received = values.new_empty((sum(receive), *values.shape[1:])) if out is None else out
         dist.all_to_all_single(received, values.contiguous(), receive, send, group=self.group)
         return received
 

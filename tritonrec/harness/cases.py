@@ -199,7 +199,8 @@ def extra_cases(
     length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
 
     def case(index: int, **changes: Any) -> Case:
-        mode, count = modes[-1 - index % len(modes)], micro_batches[-1 - index % len(micro_batches)]
+        able = [mode for mode in modes if mode in VARIANTS[changes["variant"]].modes]
+        mode, count = able[-1 - index % len(able)], micro_batches[-1 - index % len(micro_batches)]
         plain = Case(mode, "batch", largest, count, index % 3 == 1, "adam", length, delay_seed=index)
         return replace(plain, **changes)
 
@@ -208,10 +209,14 @@ def extra_cases(
         cases = [
             case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
             for (index, name), mode, ranks, consistency in wide
-            if name != RESTART
+            if name != RESTART and mode in VARIANTS[name].modes
         ]
     else:
-        cases = [case(index, variant=name) for index, name in enumerate(VARIANTS) if name != RESTART]
+        cases = [
+            case(index, variant=name)
+            for index, name in enumerate(VARIANTS)
+            if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
+        ]
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     for index, (before, after) in enumerate(pairs):

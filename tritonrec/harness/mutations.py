@@ -14,6 +14,7 @@ import torch
 from .. import ops
 from ..data import JaggedBatch
 from ..pipeline import Edge, Schedule, Task, Window, WindowProgram
+from ..pipeline.routes import Leg
 from .cases import Case
 from .variants import RESTART
 
@@ -61,12 +62,19 @@ def _wrong_rows(program: WindowProgram) -> None:
     program.actions["synchronise"] = synchronise
 
 
+def _scale_leaving(window: Window, micro_batch: int, factor: int) -> None:
+    """Multiply the gradients of the first table that leave with a micro-batch."""
+    table = window.tables[0]
+    assert table.gradients is not None
+    table.gradients[table.asked.leaving.rows[micro_batch]] *= factor
+
+
 def _lost_gradient(program: WindowProgram) -> None:
     add = program.actions["gradient_exchange"]
 
     def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
         if micro_batch == program.config.micro_batches - 1:
-            window.tables[0].gradients[micro_batch].zero_()
+            _scale_leaving(window, micro_batch, 0)
         add(window, micro_batch)
 
     program.actions["gradient_exchange"] = gradient_exchange
@@ -77,7 +85,7 @@ def _gradient_twice(program: WindowProgram) -> None:
 
     def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
         if micro_batch == 1:
-            window.tables[0].gradients[micro_batch] *= 2
+            _scale_leaving(window, micro_batch, 2)
         add(window, micro_batch)
 
     program.actions["gradient_exchange"] = gradient_exchange
@@ -107,12 +115,13 @@ def _update_inside_window(program: WindowProgram) -> None:
 
 
 def _float_sums(program: WindowProgram) -> None:
-    def sum_rows(values, rows, count, name, out=None):
+    def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         if values.dtype == torch.int64:
-            return ops.segment_sum(values, rows, count, level="batch", out=out, name=name)
-        return ops.to_grid(ops.segment_sum(values, rows, count, level="window"))
+            ops.segment_sum(values, rows, len(out), level="batch", out=out)
+        else:
+            out += ops.to_grid(ops.segment_sum(values, rows, len(out), level="window"))
 
-    program._sum_rows = sum_rows  # type: ignore[method-assign]
+    program._add_rows = add_rows  # type: ignore[method-assign]
 
 
 def _initial_by_arrival(program: WindowProgram) -> None:
@@ -222,13 +231,14 @@ def _ids_of_merged_tables_meet(program: WindowProgram) -> None:
 
 
 def _rows_in_reverse(program: WindowProgram) -> None:
-    bucket = program._bucket
+    route = program.actions["route"]
 
-    def inverse_of_another(group, table, keys, buckets) -> None:
-        bucket(group, table, keys, buckets)
-        table.inverse[-1] = table.inverse[-1].flip(0)
+    def inverse_of_another(window: Window, _: int | None = None) -> None:
+        route(window)
+        for table in window.tables:
+            table.asked.inverse[-1] = table.asked.inverse[-1].flip(0)
 
-    program._bucket = inverse_of_another  # type: ignore[method-assign]
+    program.actions["route"] = inverse_of_another
 
 
 def _evicts_rows_in_a_buffer(program: WindowProgram) -> None:
@@ -240,6 +250,34 @@ def _evicts_rows_in_a_buffer(program: WindowProgram) -> None:
         return lookup(keys, step, all_reduce)
 
     table.lookup = forgetful  # type: ignore[method-assign]
+
+
+def _gradients_leave_at_first_use(program: WindowProgram) -> None:
+    route = program.actions["route"]
+
+    def first_is_last(window: Window, _: int | None = None) -> None:
+        route(window)
+        for table in window.tables:
+            slots = [table.asked.slots(i) for i in range(len(window.micro_batches))]
+            rows = [torch.arange(each.start, each.stop) for each in slots]
+            table.asked.leaving = Leg(rows, table.asked.arriving)
+            table.received_last_use = None
+
+    program.actions["route"] = first_is_last
+
+
+def _last_rows_stay_in_the_buffer(program: WindowProgram) -> None:
+    program.finish = lambda window: None  # type: ignore[method-assign]
+
+
+def _dropped_rows_not_written_back(program: WindowProgram) -> None:
+    bring_home = program._bring_home
+
+    def only_at_the_end(window: Window, counted: Window, kept_by: Window | None = None) -> None:
+        if kept_by is None:
+            bring_home(window, counted)
+
+    program._bring_home = only_at_the_end  # type: ignore[method-assign]
 
 
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
@@ -386,6 +424,33 @@ MUTATIONS = [
         "scores and heat start from zero after a restart",
         replace(_case(), variant=RESTART, steps=8, restart=1),
         Plant(_restart_without_scores),
+    ),
+    Mutation(
+        "gradients-leave-at-first-use",
+        "gradients leave with the first micro-batch that uses a row, and miss what later ones add",
+        replace(_case(), variant="first-use"),
+        Plant(_gradients_leave_at_first_use),
+    ),
+    Mutation(
+        "last-rows-stay-in-the-buffer",
+        "rows that stayed in a buffer do not come home when the pipeline runs empty",
+        replace(_case(), variant="skip-fetch"),
+        Plant(_last_rows_stay_in_the_buffer),
+    ),
+    Mutation(
+        "dropped-rows-not-written-back",
+        "rows that a batch does without are taken for kept ones and never written back",
+        replace(_case(), variant="scale", steps=8),
+        Plant(_dropped_rows_not_written_back),
+    ),
+    Mutation(
+        "fetch-before-dropped-rows-are-home",
+        "retrieval of batch t does not wait until batch t-1 has brought home what it does without",
+        replace(_case(), variant="scale", steps=12),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=1)),
+            delay=_slow("write_back"),
+        ),
     ),
     Mutation(
         "lost-gradient-at-window-level",

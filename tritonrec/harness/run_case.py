@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from ..data import Batch, Lookup
 from ..distributed import Communicators
 from ..embedding import TablePolicy
-from ..pipeline import SCHEDULES, Task, Trainer, Window, WindowConfig
+from ..pipeline import Task, Trainer, Window, WindowConfig, schedule_of
 from ..trace import SupportsRecording
 from .cases import Case, Reference
 from .mutations import Plant, plant
 from .saved import RunSaver, restore
 from .setup import Job, Loader
-from .state import Comparison, Difference, State, dense_state, loss_state, table_state, used_state
+from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 
 MAX_DELAY = 0.004
 """Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
@@ -195,8 +195,28 @@ def compare_run(
 
         program.actions[stage] = compared
 
+    def settled(window: Window, micro_batch: int | None = None) -> None:
+        """Where rows stay in buffers, the state after the batch before: what is home and what it kept."""
+        before = program.buffer_of(window.number - 1)
+        write_back(window, micro_batch)
+        if before is not None:
+            state = table_state(program.tables)
+            for group, table, now in zip(program.tables.groups, before.tables, window.tables, strict=True):
+                assert now.kept is not None
+                here, _there = now.kept
+                overlay(state, group, table.keys[here], table.buffer[here])
+            comparison.compare(before.step, expected(before.step), state, final=False)
+
+    def finished(window: Window) -> None:
+        finish(window)
+        comparison.compare(window.step, expected(window.step), table_state(program.tables), final=True)
+
     after("dense_update", lambda: dense_state(program.dense))
-    after("write_back", lambda: table_state(program.tables))
+    if program.config.skip_fetch:
+        write_back, finish = program.actions["write_back"], program.finish
+        program.actions["write_back"], program.finish = settled, finished  # type: ignore[method-assign]
+    else:
+        after("write_back", lambda: table_state(program.tables))
     for result in trainer.run(batches):
         losses = loss_state(result.sample_ids, result.losses)
         comparison.compare(result.step, expected(result.step), losses, final=False)
@@ -215,7 +235,9 @@ def prepared(
     job = case.job(job)
     model, tables, dense = job.build(case.optimizer)
     config = case.window(job.seed)
-    schedule = SCHEDULES.get(case.mode)
+    if case.mode == "sequential":
+        config = replace(config, skip_fetch=False)  # the reference keeps nothing
+    schedule = schedule_of(case.mode, config)
     if schedule is not None and planted.schedule is not None:
         schedule = planted.schedule(schedule)
     delay = planted.delay or _delays(case, communicators.rank)

@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..data import Lookup
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 
 State = dict[str, torch.Tensor]
 """``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
@@ -39,6 +39,15 @@ def table_state(tables: HashTableCollection) -> State:
     for name, (ids, rows) in tables.export().items():
         state[f"table/{name}/ids"], state[f"table/{name}/rows"] = ids, rows
     return state
+
+
+def overlay(state: State, group: TableGroup, keys: torch.Tensor, rows: torch.Tensor) -> None:
+    """Put `rows` (n, width) of `keys` (n,) in the place of those that `state` holds; others stay away."""
+    members, ids = group.layout.unpack(keys)
+    for member, name in enumerate(group.layout.names):
+        known, held = state[f"table/{name}/ids"], state[f"table/{name}/rows"]
+        mine = (members == member) & torch.isin(ids, known)
+        held[torch.searchsorted(known, ids[mine])] = rows[mine]
 
 
 def used_state(tables: HashTableCollection, lookups: list[dict[str, Lookup]]) -> State:

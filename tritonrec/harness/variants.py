@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..embedding import Eviction, Heat, TablePolicy
+from ..pipeline import PIPELINED, Mode
 from .setup import Job
 
 RESTART = "restart"
@@ -28,6 +29,7 @@ class Variant:
         per_world: the batches depend on the world size, so each has a reference of its own.
         shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
             case proves nothing, and fails it.
+        modes: those that can do it.
     """
 
     what: str
@@ -37,6 +39,7 @@ class Variant:
     window: Mapping[str, Any] = field(default_factory=dict)
     per_world: bool = False
     shows: tuple[str, ...] = ()
+    modes: tuple[Mode, ...] = PIPELINED
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -116,6 +119,27 @@ VARIANTS: dict[str, Variant] = {
         shows=("found",),
     ),
     "accumulate": Variant("three batches make one update", window={"accumulate": 3}, shows=("lookups",)),
+    "first-use": Variant(
+        "rows travel with their first use, gradients with their last",
+        window={"first_use": True},
+        shows=("exchanged",),
+    ),
+    "taper": Variant(
+        "small micro-batches at the ends of a window", window={"taper": 0.5}, shows=("lookups",)
+    ),
+    "skip-fetch": Variant(
+        "rows that consecutive batches use stay in the buffers",
+        window={"skip_fetch": True},
+        shows=("kept", "written"),
+        modes=("dbp", "nestpipe"),
+    ),
+    "scale": Variant(
+        "first use, taper and skipped fetches together, over three accumulated batches, with policies",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        window={"first_use": True, "taper": 0.5, "skip_fetch": True, "accumulate": 3},
+        shows=("kept", "written", "rejected"),
+        modes=("dbp", "nestpipe"),
+    ),
     RESTART: Variant(
         "eviction, admission and heat across a restart",
         {**SMALL, "policy": POLICIES},

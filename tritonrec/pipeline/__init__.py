@@ -3,9 +3,9 @@
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
 from .program import WindowProgram
-from .schedule import DBP, FWP, NESTPIPE, SCHEDULES, Access, Edge, Schedule, Stage, Task
+from .schedule import DBP, FWP, NESTPIPE, SCHEDULES, Access, Edge, Schedule, Stage, Task, keep_rows
 from .synchronous import Synchronous, run_in_turn
-from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer
+from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer, schedule_of
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [
@@ -35,5 +35,7 @@ __all__ = [
     "WindowConfig",
     "WindowProgram",
     "check",
+    "keep_rows",
     "run_in_turn",
+    "schedule_of",
 ]

@@ -23,6 +23,7 @@ BATCHES = 5
 """Batches followed: two buffers and a write-back two batches back need four, one more closes the cycle."""
 
 _STALE = "stale"
+_UNFETCHED = "unfetched"
 
 
 class ScheduleError(ValueError):
@@ -40,8 +41,8 @@ def check(schedule: Schedule, micro_batches: int, batches: int = BATCHES) -> Non
     tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     before = _happens_before(schedule, tasks, micro_batches)
     for used_by in product((False, True), repeat=batches):
-        _no_race(schedule, tasks, before, used_by)
-        _same_values(schedule, tasks, used_by)
+        _no_race(schedule, tasks, before, used_by, micro_batches)
+        _same_values(schedule, tasks, used_by, micro_batches)
 
 
 def _well_formed(schedule: Schedule) -> None:
@@ -89,28 +90,37 @@ def _happens_before(schedule: Schedule, tasks: list[Task], micro_batches: int) -
     return before
 
 
-def _location(access: Access, task: Task) -> Hashable:
-    """The thing an access touches; buffers alternate between batches."""
+def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]:
+    """The things an access touches; buffers alternate between batches."""
     if access.place == "buffer":
-        return ("buffer", (task.batch - access.batch) % 2)
+        return [("buffer", (task.batch - access.batch) % 2)]
     if access.per == "run":
-        return access.place
+        return [access.place]
     if access.per == "batch":
-        return (access.place, task.batch - access.batch)
-    return (access.place, task.batch, task.micro_batch)
+        return [(access.place, task.batch - access.batch)]
+    own = task.micro_batch
+    assert own is not None
+    places = {"own": range(own, own + 1), "up_to": range(own + 1), "from": range(own, micro_batches)}
+    return [(access.place, task.batch, i) for i in places[access.micro_batches]]
 
 
 def _accesses(
-    schedule: Schedule, task: Task, used_by: tuple[bool, ...]
+    schedule: Schedule, task: Task, used_by: tuple[bool, ...], micro_batches: int
 ) -> Iterable[tuple[Access, Hashable, bool]]:
     """(access, location, whether it may be stale) of a task as far as the row followed is concerned."""
-    uses = used_by[task.batch]
-    kept = uses and task.batch > 0 and used_by[task.batch - 1]
+    now, before = used_by[task.batch], task.batch > 0 and used_by[task.batch - 1]
+    holds = {
+        "none": True,
+        "batch": now,
+        "kept": now and before,
+        "new": now and not before,
+        "dropped": before and not now,
+        "idle": not now and not before,
+    }
     for access in schedule[task.stage].touches:
-        idle = not uses and not (task.batch > 0 and used_by[task.batch - 1])
-        if not {"none": True, "batch": uses, "kept": kept, "idle": idle}[access.rows]:
-            continue
-        yield access, _location(access, task), access.stale and kept and _synchronises(schedule)
+        if holds[access.rows]:
+            for location in _locations(access, task, micro_batches):
+                yield access, location, access.stale and holds["kept"] and _synchronises(schedule)
 
 
 def _synchronises(schedule: Schedule) -> bool:
@@ -118,11 +128,15 @@ def _synchronises(schedule: Schedule) -> bool:
 
 
 def _no_race(
-    schedule: Schedule, tasks: list[Task], before: dict[Task, int], used_by: tuple[bool, ...]
+    schedule: Schedule,
+    tasks: list[Task],
+    before: dict[Task, int],
+    used_by: tuple[bool, ...],
+    micro_batches: int,
 ) -> None:
     touched: dict[Hashable, list[tuple[int, Task, bool]]] = defaultdict(list)
     for n, task in enumerate(tasks):
-        for access, location, stale in _accesses(schedule, task, used_by):
+        for access, location, stale in _accesses(schedule, task, used_by, micro_batches):
             if stale:
                 continue
             writes = access.mode != "read"
@@ -136,9 +150,11 @@ def _no_race(
             touched[location].append((n, task, writes))
 
 
-def _same_values(schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...]) -> None:
-    expected, _ = _run(schedule, tasks, used_by, pipelined=False)
-    got, value = _run(schedule, tasks, used_by, pipelined=True)
+def _same_values(
+    schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], micro_batches: int
+) -> None:
+    expected, _ = _run(schedule, tasks, used_by, micro_batches, pipelined=False)
+    got, value = _run(schedule, tasks, used_by, micro_batches, pipelined=True)
     for task in tasks:
         if got[task] != expected[task]:
             what = "a stale row" if _STALE in got[task] else "another value"
@@ -147,6 +163,8 @@ def _same_values(schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...
                 f"{_row(used_by)}"
             )
     last = max((batch for batch, used in enumerate(used_by) if used), default=None)
+    if schedule.keeps_rows and last == len(used_by) - 1:
+        return  # it is in the buffer still, and goes home when the pipeline runs empty
     if last is not None and value.get("host") != value.get(("buffer", last % 2)):
         raise ScheduleError(
             f"{schedule.name}: the update of batch {last} never reaches the host table{_row(used_by)}"
@@ -154,7 +172,7 @@ def _same_values(schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...
 
 
 def _run(
-    schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], pipelined: bool
+    schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], micro_batches: int, pipelined: bool
 ) -> tuple[dict[Task, tuple[Hashable, ...]], dict[Hashable, Hashable]]:
     """What each task reads, every value being the hash of how it was made, and all values at the end.
 
@@ -165,8 +183,8 @@ def _run(
     for task in tasks:
         stage = schedule[task.stage]
         reads, writes = [], []
-        moved: Hashable = None
-        for access, location, stale in _accesses(schedule, task, used_by):
+        moved: Hashable = _UNFETCHED
+        for access, location, stale in _accesses(schedule, task, used_by, micro_batches):
             if access.mode != "write":
                 made_here = access.per != "run" or access.place == "buffer"
                 if access.mode == "read" and made_here and location not in value:
@@ -175,6 +193,10 @@ def _run(
                         f"{_row(used_by)}"
                     )
                 held = _STALE if stale and pipelined else value.get(location, "initial")
+                if held == _UNFETCHED and not stage.moves:
+                    raise ScheduleError(
+                        f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
+                    )
                 reads.append(held)
                 if access.rows != "none":
                     moved = held

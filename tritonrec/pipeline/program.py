@@ -1,10 +1,4 @@
-"""What one rank does in each stage of a window (NestPipe, sections IV.A and V).
-
-Keys, embeddings and gradients travel grouped by rank and, inside a rank's part, by micro-batch:
-
-    routed keys, W = 2, M = 2     | to rank 0          | to rank 1          |
-                                  | mb 0     | mb 1    | mb 0   | mb 1      |
-"""
+"""What one rank does in each stage of a window (NestPipe, sections IV.A and V)."""
 
 from __future__ import annotations
 
@@ -15,6 +9,7 @@ from ..data import Batch, split
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
+from .routes import answer, ask, column_sums
 from .window import TableWindow, Window, WindowConfig
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
@@ -30,6 +25,7 @@ class WindowProgram:
         communicators: one for each lane that communicates.
         config: see `WindowConfig`.
         device: where samples and buffers go.
+        dual_buffer: the schedule synchronises each buffer with the one before.
     """
 
     def __init__(
@@ -40,9 +36,11 @@ class WindowProgram:
         communicators: Communicators,
         config: WindowConfig,
         device: str | torch.device = "cpu",
+        dual_buffer: bool = False,
     ):
         self.model, self.tables, self.dense = model, tables, dense
         self.communicators, self.config, self.device = communicators, config, torch.device(device)
+        self.dual_buffer = dual_buffer
         self.exact = config.consistency == "batch"
         if self.exact:
             attach_grids(model, config.grid_bits)
@@ -63,7 +61,7 @@ class WindowProgram:
         """Cut this rank's samples into micro-batches (stage 1, section V.C)."""
         for batch in window.batches:
             batch.validate()
-            parts = split(batch, self.config.micro_batches, self.config.clustering)
+            parts = split(batch, self.config.micro_batches, self.config.clustering, self.config.taper)
             window.micro_batches += [batch.select(part) for part in parts]
         missing = self.config.window_micro_batches - len(window.micro_batches)  # a run's last window
         nothing = window.batches[-1].select(torch.arange(0))
@@ -75,47 +73,35 @@ class WindowProgram:
 
     def route(self, window: Window, _micro_batch: int | None = None) -> None:
         """Deduplicate each micro-batch's keys and send them to their owners (stage 3)."""
-        world, groups = self.communicators.world_size, self.tables.groups
-        window.tables = [TableWindow() for _ in groups]
-        by_owner: list[list[list[torch.Tensor]]] = [[[] for _ in range(world)] for _ in groups]
-        for part in window.micro_batches:
-            asked = self.tables.keys(part.lookups())
-            for group, table, keys, buckets in zip(groups, window.tables, asked, by_owner, strict=True):
-                self._bucket(group, table, keys, buckets)
-                window.counts.occurrences += len(keys)
+        world, groups, config = self.communicators.world_size, self.tables.groups, self.config
+        by_table = zip(*(self.tables.keys(part.lookups()) for part in window.micro_batches), strict=True)
+        for group, keys in zip(groups, by_table, strict=True):
+            dedup = config.dedup in ("exchange", "both")
+            asked = ask(list(keys), lambda k, g=group: g.layout.unpack(k)[1], world, dedup, config.first_use)
+            window.tables.append(TableWindow(asked))
+            window.counts.occurrences += sum(map(len, keys))
         # One row for each rank: keys of every table and micro-batch, and this rank's terms of the loss.
-        counts = torch.tensor([table.send for table in window.tables], dtype=torch.int64)  # (G, M, W)
+        counts = torch.tensor(
+            [table.asked.arriving for table in window.tables], dtype=torch.int64
+        )  # (G, M, W)
         terms = torch.full((world, 1), sum(batch.loss_terms for batch in window.batches))
-        answer = self.communicators.routing.all_to_all_equal(
+        answers = self.communicators.routing.all_to_all_equal(
             torch.cat([counts.permute(2, 0, 1).flatten(1), terms], 1)
         )
-        window.terms = int(answer[:, -1].sum())
-        received = answer[:, :-1].view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
-        for table, receive, buckets in zip(window.tables, received, by_owner, strict=True):
+        window.terms = int(answers[:, -1].sum())
+        received = answers[:, :-1].view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
+        for table, receive in zip(window.tables, received, strict=True):
             table.receive = receive
-            keys = torch.cat([bucket for owned in buckets for bucket in owned])
-            send = [sum(column) for column in zip(*table.send, strict=True)]
-            table.received_keys = self.communicators.routing.all_to_all(
-                keys, send, [sum(column) for column in zip(*receive, strict=True)]
-            )
-            window.counts.exchanged += len(keys)
-            window.counts.key_bytes += 8 * (len(keys) - send[self.communicators.rank])
+            table.received_keys = self._route(window, table, table.asked.keys)
+            if table.asked.last_use is not None:
+                table.received_last_use = self._route(window, table, table.asked.last_use)
+            window.counts.exchanged += table.asked.rows
 
-    def _bucket(
-        self, group: TableGroup, table: TableWindow, keys: torch.Tensor, buckets: list[list[torch.Tensor]]
-    ) -> None:
-        """Add one micro-batch's keys to each owner's bucket; remember where each occurrence's row will be."""
-        inverse = torch.arange(len(keys), device=keys.device)
-        if self.config.dedup in ("exchange", "both"):
-            keys, inverse, _counts = ops.unique(keys)
-        _members, ids = group.layout.unpack(keys)
-        permutation, counts = ops.bucketize(ids, self.communicators.world_size)
-        place = torch.empty_like(permutation)
-        place[permutation] = torch.arange(len(permutation), device=place.device)
-        table.inverse.append(place[inverse])
-        table.send.append(counts.tolist())
-        for owner, bucket in enumerate(torch.split(keys[permutation], table.send[-1])):
-            buckets[owner].append(bucket)
+    def _route(self, window: Window, table: TableWindow, values: torch.Tensor) -> torch.Tensor:
+        """Send what goes with each key to the key's owner."""
+        send = table.asked.send
+        window.counts.key_bytes += values.element_size() * (len(values) - send[self.communicators.rank])
+        return self.communicators.routing.all_to_all(values, send, column_sums(table.receive))
 
     def retrieve(self, window: Window, _micro_batch: int | None = None) -> None:
         """Deduplicate again, find or add the keys, copy their rows into the prefetch buffer (stage 4).
@@ -123,41 +109,62 @@ class WindowProgram:
         What is due in the tables at this update happens first: eviction, demotion. It leaves alone the keys
         of this window and of the last one, whose rows lie in the two buffers.
         """
-        world, count = self.communicators.world_size, self.config.window_micro_batches
-        dtype = torch.int64 if self.exact else torch.float32
-        for group, table in zip(self.tables.groups, window.tables, strict=True):
+        active = self._before(window)
+        for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
             table.keys, inverse, _counts = ops.unique(table.received_keys)
             found = group.table.lookup(table.keys, window.update, self._sum_over_ranks)
-            if self.config.dedup in ("lookup", "both"):
-                rows = group.table.read(found.rows, table.keys)
-                window.counts.read += len(table.keys)
-            else:
-                # A row is read for every key received; those of one key are the same.
-                rows = group.table.read(found.rows[inverse], table.received_keys)
-                rows = ops.gather_rows(rows, _first_occurrences(inverse, len(table.keys)))
-                window.counts.read += len(table.received_keys)
+            if active is not None:
+                table.kept = ops.intersect(active.tables[index].keys, table.keys)
+                window.counts.kept += len(table.kept[0])
+            table.buffer = self._fetch(window, group, table, found.rows, inverse)
             window.counts.lookups += 1
             window.counts.received += len(table.received_keys)
             absent = found.rows < 0
             if bool(absent.any()):
                 table.admitted = (~absent).nonzero().squeeze(1)
             table.cold = found.cold
-            table.buffer = rows.to(self.device)
-            lengths = [table.receive[i][r] for r in range(world) for i in range(count)]
-            pieces = torch.split(inverse, lengths)
-            table.wanted = [torch.cat(pieces[i::count]) for i in range(count)]
-            table.row_gradient = torch.zeros(
-                len(table.keys), group.table.dim, dtype=dtype, device=self.device
-            )
+            table.wanted, table.returned = answer(inverse, table.receive, table.received_last_use)
+            table.row_gradient = self._no_gradients(len(table.keys), group.table.dim)
         self._buffers[window.number % 2] = window
+
+    def _fetch(
+        self, window: Window, group: TableGroup, table: TableWindow, rows: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        """The prefetch buffer (K, row width), of rows numbered `rows` (K,) in the table."""
+        if self.config.dedup not in ("lookup", "both"):
+            # A row is read for every key received; those of one key are the same.
+            window.counts.read += len(inverse)
+            values = group.table.read(rows[inverse], table.received_keys).to(self.device)
+            return ops.gather_rows(values, _first_occurrences(inverse, len(rows)).to(self.device))
+        if table.kept is None or not self.config.skip_fetch:
+            window.counts.read += len(rows)
+            return group.table.read(rows, table.keys).to(self.device)
+        is_new = torch.ones(len(rows), dtype=torch.bool)
+        is_new[table.kept[1]] = False
+        new = is_new.nonzero().squeeze(1)
+        window.counts.read += len(new)
+        values = group.table.read(rows[new], table.keys[new]).to(self.device)
+        buffer = values.new_empty(len(rows), values.shape[1])  # `synchronise` fills in the others
+        ops.scatter_rows(buffer, new.to(self.device), values)
+        return buffer
+
+    def buffer_of(self, number: int) -> Window | None:
+        """The window of that number, while a buffer holds its rows."""
+        window = self._buffers[number % 2]
+        return window if window is not None and window.number == number else None
+
+    def _before(self, window: Window) -> Window | None:
+        """The window before, where its buffer is the active one."""
+        return self.buffer_of(window.number - 1) if self.dual_buffer else None
 
     def synchronise(self, window: Window, _micro_batch: int | None = None) -> None:
         """Copy the rows of K(t-1) & K(t) from the active into the prefetch buffer (section IV.B)."""
-        active = self._buffers[(window.number - 1) % 2]
+        active = self._before(window)
         if active is None:
             return
         for before, table in zip(active.tables, window.tables, strict=True):
-            here, there = ops.intersect(before.keys, table.keys)
+            assert table.kept is not None
+            here, there = table.kept
             ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here))
 
     # The window: rows are frozen until `sparse_update`.
@@ -167,37 +174,41 @@ class WindowProgram:
         i = _index(micro_batch)
         window.sent_bytes = 0
         for group, table in zip(self.tables.groups, window.tables, strict=True):
-            weights = ops.gather_rows(table.buffer[:, : group.table.dim], table.wanted[i])
-            table.embeddings[i] = self._travel(window, weights, table.receive[i], table.send[i])
+            if table.embeddings is None:
+                table.embeddings = table.buffer.new_empty(table.asked.rows, group.table.dim)
+            rows = ops.gather_rows(table.buffer[:, : group.table.dim], table.wanted.rows[i])
+            slots = table.embeddings[table.asked.slots(i)]
+            self._travel(window, rows, table.wanted.counts[i], table.asked.arriving[i], out=slots)
 
     def compute(self, window: Window, micro_batch: int | None) -> None:
         """Forward and backward of one micro-batch."""
         i = _index(micro_batch)
         part = window.micro_batches[i]
-        embeddings = [table.embeddings.pop(i) for table in window.tables]
-        rows = [
-            ops.gather_rows(values, table.inverse[i]).requires_grad_()
-            for values, table in zip(embeddings, window.tables, strict=True)
-        ]
+        rows = []
+        for table in window.tables:
+            assert table.embeddings is not None
+            rows.append(ops.gather_rows(table.embeddings, table.asked.inverse[i]).requires_grad_())
         seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, part.step)
         losses = self.model(part, self.tables.by_feature(rows, part.lookups()), seed)
         window.losses[i] = losses.detach()
         if part.loss_terms:
             losses.sum().backward()
-        for values, leaf, table in zip(embeddings, rows, window.tables, strict=True):
-            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            table.gradients[i] = self._sum_rows(gradient, table.inverse[i], len(values), "embedding gradient")
+        for leaf, table in zip(rows, window.tables, strict=True):
+            if table.gradients is None:
+                table.gradients = self._no_gradients(table.asked.rows, leaf.shape[1])
+            if leaf.grad is not None:
+                self._add_rows(leaf.grad, table.asked.inverse[i], table.gradients)
 
     def gradient_exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send gradient rows to their owners and add them up there."""
         i = _index(micro_batch)
         window.sent_bytes = 0
         for table in window.tables:
-            gradients = self._travel(window, table.gradients.pop(i), table.send[i], table.receive[i])
-            assert table.row_gradient is not None
-            self._sum_rows(
-                gradients, table.wanted[i], len(table.keys), "embedding gradient", out=table.row_gradient
-            )
+            assert table.gradients is not None and table.row_gradient is not None
+            leaving, returned = table.asked.leaving, table.returned
+            gradients = ops.gather_rows(table.gradients, leaving.rows[i])
+            came = self._travel(window, gradients, leaving.counts[i], returned.counts[i])
+            self._add_rows(came, returned.rows[i], table.row_gradient)
 
     # The end of the window: one update from complete sums.
 
@@ -235,27 +246,50 @@ class WindowProgram:
         window.dense = {}
 
     def write_back(self, window: Window, _micro_batch: int | None = None) -> None:
-        """Copy the updated rows home to the tables."""
-        for group, table in zip(self.tables.groups, window.tables, strict=True):
-            keys, rows = table.keys, table.buffer.cpu()
+        """Copy updated rows home: those of this window, or with ``skip_fetch`` those of the last window that
+        this one does without.
+        """
+        if not self.config.skip_fetch:
+            self._bring_home(window, window)
+        elif (before := self._before(window)) is not None:
+            self._bring_home(before, window, kept_by=window)
+
+    def finish(self, window: Window) -> None:
+        """After the last window in the pipeline: bring home what its buffer still holds, and empty both.
+
+        So the next window sees rows that are loaded or erased before it.
+        """
+        if self.config.skip_fetch:
+            self._bring_home(window, window)
+        self._buffers = [None, None]
+
+    def _bring_home(self, window: Window, counted: Window, kept_by: Window | None = None) -> None:
+        """Write the rows of a window, except those that the next one has taken over."""
+        for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
+            keys, rows = table.keys, table.buffer
+            goes = torch.ones(len(keys), dtype=torch.bool)
             if table.admitted is not None:
-                keys, rows = keys[table.admitted], ops.gather_rows(rows, table.admitted)
-            group.table.write(keys, rows)
+                goes[:] = False
+                goes[table.admitted] = True
+            if kept_by is not None and (kept := kept_by.tables[index].kept) is not None:
+                goes[kept[0]] = False
+            if not bool(goes.all()):
+                going = goes.nonzero().squeeze(1)
+                keys, rows = keys[going], ops.gather_rows(rows, going.to(rows.device))
+            group.table.write(keys, rows.cpu())
+            counted.counts.written += len(keys)
 
     # Sums. The grid makes them independent of order; the window level fixes the order instead.
 
-    def _sum_rows(
-        self,
-        values: torch.Tensor,
-        rows: torch.Tensor,
-        count: int,
-        name: str,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        level = self.config.consistency
-        return ops.segment_sum(
-            values, rows, count, level=level, out=out, bits=self.config.grid_bits, name=name
-        )
+    def _no_gradients(self, rows: int, dim: int) -> torch.Tensor:
+        dtype = torch.int64 if self.exact else torch.float32
+        return torch.zeros(rows, dim, dtype=dtype, device=self.device)
+
+    def _add_rows(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        ops.segment_sum(
+            values, rows, len(out), level=self.config.consistency, out=out, bits=self.config.grid_bits,
+            name="embedding gradient",
+        )  # fmt: skip
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")
@@ -279,13 +313,18 @@ class WindowProgram:
         return sums / terms
 
     def _travel(
-        self, window: Window, values: torch.Tensor, send: list[int], receive: list[int]
+        self,
+        window: Window,
+        values: torch.Tensor,
+        send: list[int],
+        receive: list[int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         here = self.communicators.rank
         sent = (sum(send) - send[here]) * values.shape[1] * values.element_size()
         window.sent_bytes += sent
         window.counts.row_bytes += sent
-        return self.communicators.communication.all_to_all(values, send, receive)
+        return self.communicators.communication.all_to_all(values, send, receive, out)
 
     def losses_of(self, window: Window) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
         """For each batch itself, and in its micro-batches' order sample ids (B,) and losses (B,) float32."""

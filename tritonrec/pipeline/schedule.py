@@ -36,9 +36,13 @@ class Access:
 
     `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
     ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order
-    on all ranks. `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the
-    batch before, K(t) & K(t-1), or to ``idle`` ones of neither batch. `batch` = 1 names the buffer of the
-    batch before.
+    on all ranks. Of a place per micro-batch a stage touches its ``own``, those ``up_to`` its own, or those
+    ``from`` its own: rows that came for a micro-batch serve all later ones, and gradients that leave after a
+    micro-batch are added up in all earlier ones.
+
+    `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the batch before,
+    K(t) & K(t-1), to ``new`` ones that it did not have, to those ``dropped`` since, K(t-1) - K(t), or to
+    ``idle`` ones of neither batch. `batch` = 1 names the buffer of the batch before.
 
     A ``stale`` read may race with a write to the kept rows, because somebody overwrites them before use; the
     check demands that somebody does.
@@ -47,8 +51,9 @@ class Access:
     mode: Literal["read", "write", "update"]
     place: str
     per: Literal["run", "batch", "micro_batch"] = "run"
-    rows: Literal["none", "batch", "kept", "idle"] = "none"
+    rows: Literal["none", "batch", "kept", "new", "dropped", "idle"] = "none"
     batch: int = 0
+    micro_batches: Literal["own", "up_to", "from"] = "own"
     stale: bool = False
 
 
@@ -90,6 +95,9 @@ class Schedule:
     stages: tuple[Stage, ...]
     batches_in_flight: int
     early: bool = True
+    keeps_rows: bool = (
+        False  # a batch's rows stay in a buffer while the next batch uses them; see `keep_rows`
+    )
 
     def __getitem__(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -197,6 +205,7 @@ def _nested() -> tuple[Stage, ...]:
                 update("host", rows="idle"),
                 read("host", rows="batch", stale=True),
                 write("buffer", rows="batch"),
+                write("kept_rows", per="batch"),
             ),
             moves=True,
         ),
@@ -204,7 +213,11 @@ def _nested() -> tuple[Stage, ...]:
             "synchronise",
             "sync",
             (Edge("retrieve"), Edge("sparse_update", batch=1)),
-            (read("buffer", rows="kept", batch=1), write("buffer", rows="kept")),
+            (
+                read("kept_rows", per="batch"),
+                read("buffer", rows="kept", batch=1),
+                write("buffer", rows="kept"),
+            ),
             moves=True,
         ),
         Stage(
@@ -226,10 +239,10 @@ def _nested() -> tuple[Stage, ...]:
             (
                 read("device_samples", per="batch"),
                 read("routes", per="batch"),
-                read("embeddings", per=one),
+                read("embeddings", per=one, micro_batches="up_to"),
                 read("dense"),
                 update("dense_gradient"),
-                write("gradients", per=one),
+                update("gradients", per=one, micro_batches="from"),
             ),
             per_micro_batch=True,
         ),
@@ -297,5 +310,41 @@ FWP = replace(
     batches_in_flight=1,
 )
 """Frozen-window pipelining alone (section V): one batch at a time, exchanges overlap inside its window."""
+
+
+def keep_rows(schedule: Schedule) -> Schedule:
+    """The table with rows that stay in a buffer while consecutive batches use them.
+
+    Rows of K(t-1) & K(t) would be overwritten by `synchronise`: they are not fetched, and not written back
+    until a batch does without them. `write_back` of batch t thus brings home what batch t-1 had and t has
+    not; the last batch's rows go home when the pipeline runs empty.
+
+    Raises ValueError for a table without two buffers.
+    """
+    if not any(stage.name == "synchronise" for stage in schedule.stages):
+        raise ValueError(f"schedule {schedule.name!r} has no second buffer, so no row can stay in one")
+    home = Edge("write_back", batch=2)
+    after = [Edge("write_back", batch=1) if edge == home else edge for edge in schedule["retrieve"].after]
+    kept = schedule._with(
+        "retrieve",
+        after=tuple(after),
+        touches=tuple(
+            replace(access, rows="new", stale=False) if access.stale else access
+            for access in schedule["retrieve"].touches
+        ),
+    )
+    return replace(
+        kept._with(
+            "write_back",
+            after=(Edge("retrieve"), Edge("sparse_update", batch=1)),
+            touches=(
+                Access("read", "kept_rows", per="batch"),
+                Access("read", "buffer", rows="dropped", batch=1),
+                Access("write", "host", rows="dropped"),
+            ),
+        ),
+        keeps_rows=True,
+    )
+
 
 SCHEDULES = {schedule.name: schedule for schedule in (DBP, FWP, NESTPIPE)}

@@ -17,7 +17,7 @@ from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
 from .executor import Delay, Executor, StageFailedError
 from .program import WindowProgram
-from .schedule import FWP, SCHEDULES, Schedule, Task
+from .schedule import FWP, SCHEDULES, Schedule, Task, keep_rows
 from .synchronous import Synchronous, run_in_turn
 from .window import LookupCounts, Window, WindowConfig
 
@@ -46,6 +46,21 @@ class StepResult:
     terms: int
 
 
+def schedule_of(mode: Mode, config: WindowConfig) -> Schedule | None:
+    """The table that a mode runs; None for the two that run in turn, ``sync`` and ``sequential``.
+
+    Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows.
+    """
+    schedule = SCHEDULES.get(mode)
+    if not config.skip_fetch:
+        return schedule
+    if schedule is None:
+        raise ValueError(
+            f"mode {mode!r} keeps no rows between batches; skip_fetch is for 'dbp' and 'nestpipe'"
+        )
+    return keep_rows(schedule)
+
+
 class Trainer:
     """Trains a model with row-sharded tables in one of `MODES`; what it computes does not depend on which.
 
@@ -58,7 +73,7 @@ class Trainer:
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
-        schedule: another table than the mode's; checked like any.
+        schedule: another table than `schedule_of` the mode; checked like any.
         checked: False skips the check, for planted bugs only.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
@@ -89,7 +104,7 @@ class Trainer:
         self.counts = LookupCounts()
         self._program: WindowProgram | None = None
         self.reference: Synchronous | None = None
-        used = schedule or SCHEDULES.get(mode)
+        used = schedule or schedule_of(mode, self.config)
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
@@ -108,7 +123,8 @@ class Trainer:
                 model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
             )
             return
-        self._program = WindowProgram(model, tables, dense, communicators, self.config)
+        two = used is not None and any(stage.name == "synchronise" for stage in used.stages)
+        self._program = WindowProgram(model, tables, dense, communicators, self.config, dual_buffer=two)
         if used is not None:
             self._executor = Executor(
                 used, self._program.actions, self.config.window_micro_batches, self._span, delay, checked
@@ -175,6 +191,8 @@ class Trainer:
             raise StopIteration
         window = self._pending.popleft()
         executor.wait(window.number)
+        if not self._pending:
+            self.program.finish(window)
         self._finish(window)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..data import Batch
+from .routes import MAX_FIRST_USE, Asked, Leg, no_keys
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
@@ -26,30 +27,29 @@ class Model(Protocol):
     def __call__(self, batch: Batch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor: ...
 
 
-def _no_keys() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
 @dataclass
 class TableWindow:
     """What the stages of one window share about one table."""
 
-    # routing, as the rank that asks: keys of each micro-batch grouped by owner
-    inverse: list[torch.Tensor] = field(default_factory=list)  # occurrence -> row of the exchanged embeddings
-    send: list[list[int]] = field(default_factory=list)  # [i][r]: keys of micro-batch i owned by rank r
-    # routing, as the owner
+    # routing: the plan, as the rank that asks and as the owner
+    asked: Asked = field(default_factory=Asked)
     receive: list[list[int]] = field(default_factory=list)  # [i][r]: keys that rank r asks of this one
-    received_keys: torch.Tensor = field(default_factory=_no_keys)
+    received_keys: torch.Tensor = field(default_factory=no_keys)
+    received_last_use: torch.Tensor | None = None
     # retrieval
-    keys: torch.Tensor = field(default_factory=_no_keys)  # (K,) distinct
+    keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
     admitted: torch.Tensor | None = None  # (k,) buffer rows whose keys have a row; None: all
     cold: torch.Tensor | None = None  # (K,) bool, rows kept in half precision; None: none
-    wanted: list[torch.Tensor] = field(default_factory=list)  # [i]: buffer rows asked for, by source rank
+    kept: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # rows of K(t-1) & K(t) in the last buffer and in this
+    )
+    wanted: Leg = field(default_factory=Leg)  # buffer rows to send with each micro-batch
+    returned: Leg = field(default_factory=Leg)  # buffer rows whose gradients come with each
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))  # (K, row width)
     # the window
-    embeddings: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    row_gradient: torch.Tensor | None = None  # (K, dim), fp32 or on the grid
+    embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
+    gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
+    row_gradient: torch.Tensor | None = None  # (K, dim), fp32 or on the grid, at the owner
 
 
 @dataclass
@@ -61,6 +61,8 @@ class LookupCounts:
         exchanged: keys sent to their owners, this rank's own among them, after dedup before the exchange.
         received: keys that this owner was asked for.
         read: rows read from the table, after dedup before the lookup.
+        kept: rows that the last window's buffer handed on.
+        written: rows written back to the table.
         lookups: table lookups made, one for each table that is not merged into another.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
     """
@@ -69,6 +71,8 @@ class LookupCounts:
     exchanged: int = 0
     received: int = 0
     read: int = 0
+    kept: int = 0
+    written: int = 0
     lookups: int = 0
     key_bytes: int = 0
     row_bytes: int = 0
@@ -118,6 +122,8 @@ class WindowConfig:
             section 5.2).
         dedup: where repeated keys are dropped: before the exchange, before the owner's lookup, at both places
             or at none (MTGRBoost, section 4.3).
+        skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
+            next batch nor written back while they stay. For modes with two buffers, ``dbp`` and ``nestpipe``.
         grid_bits: grid of 2**-grid_bits for gradient sums.
         seed: of dropout.
     """
@@ -127,6 +133,9 @@ class WindowConfig:
     clustering: bool = False
     accumulate: int = 1
     dedup: Dedup = "both"
+    first_use: bool = False
+    taper: float = 1.0
+    skip_fetch: bool = False
     grid_bits: int = ops.GRID_BITS
     seed: int = 0
 
@@ -139,6 +148,21 @@ class WindowConfig:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
         if self.dedup not in ("none", "exchange", "lookup", "both"):
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if not 0 < self.taper <= 1:
+            raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
+        if self.first_use and self.dedup not in ("exchange", "both"):
+            raise ValueError(
+                f"first_use sends a key once, so it needs dedup before the exchange, got {self.dedup!r}"
+            )
+        if self.skip_fetch and self.dedup not in ("lookup", "both"):
+            raise ValueError(
+                f"skip_fetch reads a row at most once: it needs dedup before the lookup, got {self.dedup!r}"
+            )
+        if self.first_use and self.window_micro_batches > MAX_FIRST_USE:
+            raise ValueError(
+                f"first_use takes at most {MAX_FIRST_USE} micro-batches in a window, "
+                f"got {self.window_micro_batches}"
+            )
 
     @property
     def window_micro_batches(self) -> int:

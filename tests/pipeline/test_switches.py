@@ -1,0 +1,181 @@
+"""Promise: first use, taper and skipped fetches save bytes and reads, and change no bit."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import (
+    DenseOptimizer,
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Heat,
+    RowOptimizer,
+    TablePolicy,
+)
+from tritonrec.nn import HSTU, HSTUConfig
+from tritonrec.pipeline import (
+    DBP,
+    FWP,
+    NESTPIPE,
+    PIPELINED,
+    Edge,
+    ScheduleError,
+    Trainer,
+    WindowConfig,
+    check,
+    keep_rows,
+)
+
+CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, heat=Heat(3, every=3))
+TWO_BUFFERS = ("dbp", "nestpipe")
+
+
+def parts(policy=None):
+    torch.manual_seed(0)
+    model, rule = HSTU(CONFIG), RowOptimizer("adam", lr=0.05)
+    feature = FeatureConfig("item", 6, policy=policy or TablePolicy())
+    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
+    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+
+
+def batches(count=6):
+    loader = NextItemLoader(load("zipf:users=60,items=200,seed=1"), 7, 9, 1, seed=3)
+    return [loader.batch(step) for step in range(count)]
+
+
+def run(mode, made=None, step_by_step=False, **window):
+    made = made or parts()
+    with Trainer(*made, Communicators.local(), mode, WindowConfig(seed=4, **window)) as training:
+        if step_by_step:
+            for batch in batches():
+                training.step(batch)
+        else:
+            list(training.run(batches()))
+        return state(made), training.counts
+
+
+def state(made):
+    _, tables, dense = made
+    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+@pytest.mark.parametrize("policy", [None, POLICY], ids=["plain", "policies"])
+def test_no_switch_changes_a_bit(mode, policy):
+    expected, _ = run("sync", parts(policy))
+    for first_use, taper, skip in product((False, True), (1.0, 0.5), (False, True)):
+        if skip and mode not in TWO_BUFFERS:
+            continue
+        switches = {"first_use": first_use, "taper": taper, "skip_fetch": skip, "clustering": first_use}
+        got, _ = run(mode, parts(policy), micro_batches=4, **switches)
+        assert same(got, expected), switches
+
+
+def test_first_use_sends_what_one_micro_batch_would():
+    _, whole = run("nestpipe", micro_batches=1)
+    for count in (2, 4, 8):
+        _, plain = run("nestpipe", micro_batches=count)
+        _, first = run("nestpipe", micro_batches=count, first_use=True)
+        assert first.exchanged == whole.exchanged < plain.exchanged
+
+
+@pytest.mark.parametrize("mode", TWO_BUFFERS)
+def test_rows_that_stay_are_neither_read_nor_written(mode):
+    expected, plain = run(mode, micro_batches=2)
+    got, skipped = run(mode, micro_batches=2, skip_fetch=True)
+    assert same(got, expected) and skipped.kept == plain.kept > 0
+    assert skipped.read == skipped.written == plain.read - plain.kept
+
+
+@pytest.mark.parametrize("mode", TWO_BUFFERS)
+def test_between_single_steps_all_rows_are_home(mode):
+    expected, _ = run(mode, micro_batches=2)
+    got, counts = run(mode, micro_batches=2, step_by_step=True, skip_fetch=True)
+    assert same(got, expected) and counts.kept == 0
+
+
+def test_rows_loaded_between_runs_are_seen():
+    made, other = parts(), parts()
+    for each in (made, other):
+        switches = WindowConfig(2, seed=4, skip_fetch=each is made)
+        with Trainer(*each, Communicators.local(), "nestpipe", switches) as training:
+            list(training.run(batches()[:3]))
+            ids, rows = each[1].export()["item"]
+            each[1].load("item", ids, rows * 0.5)
+            list(training.run(batches()[3:]))
+    assert same(state(made), state(other))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
+@pytest.mark.parametrize("schedule", [DBP, NESTPIPE], ids=lambda schedule: schedule.name)
+def test_tables_that_keep_rows_are_sound(schedule, micro_batches):
+    check(keep_rows(schedule), micro_batches)
+
+
+KEEPING = keep_rows(NESTPIPE)
+NEEDED = [
+    (stage, edge) for stage in ("retrieve", "synchronise", "write_back") for edge in KEEPING[stage].after
+]
+
+
+@pytest.mark.parametrize(("stage", "edge"), NEEDED, ids=[f"{e.stage}-{s}" for s, e in NEEDED])
+def test_every_edge_of_a_table_that_keeps_rows_is_needed(stage, edge):
+    with pytest.raises(ScheduleError):
+        check(KEEPING.without_edge(stage, edge), 4)
+
+
+def test_a_row_neither_fetched_nor_kept_and_a_row_lost_are_found():
+    def without(stage, rows):
+        return KEEPING._with(stage, touches=tuple(a for a in KEEPING[stage].touches if a.rows != rows))
+
+    with pytest.raises(ScheduleError, match=r"exchange\(4, 0\) reads buffer\[0\], which holds no row"):
+        check(without("synchronise", "kept"), 2)
+    with pytest.raises(ScheduleError, match="never reaches the host table"):
+        check(without("write_back", "dropped"), 2)
+
+
+def test_gradients_that_leave_before_their_last_use_are_found():
+    touches = tuple(replace(a, micro_batches="own") for a in NESTPIPE["gradient_exchange"].touches)
+    early = tuple(replace(a, micro_batches="from") if a.place == "gradients" else a for a in touches)
+    with pytest.raises(ScheduleError, match="gradients"):
+        check(NESTPIPE._with("gradient_exchange", touches=early), 3)
+    late = tuple(
+        replace(a, micro_batches="from") if a.place == "embeddings" else a
+        for a in NESTPIPE["compute"].touches
+    )
+    with pytest.raises(ScheduleError, match="embeddings"):
+        check(NESTPIPE._with("compute", touches=late), 3)
+
+
+def test_keeping_rows_needs_two_buffers():
+    with pytest.raises(ValueError, match="'fwp' has no second buffer"):
+        keep_rows(FWP)
+    for mode in ("sync", "sequential"):
+        with pytest.raises(ValueError, match="keeps no rows between batches"):
+            Trainer(*parts(), Communicators.local(), mode, WindowConfig(skip_fetch=True))
+    assert Edge("write_back", batch=1) in KEEPING["retrieve"].after
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"taper": 0.0},
+        {"taper": 1.5},
+        {"first_use": True, "dedup": "lookup"},
+        {"skip_fetch": True, "dedup": "exchange"},
+        {"first_use": True, "micro_batches": 300},
+    ],
+)
+def test_switches_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="got"):
+        WindowConfig(**wrong)
