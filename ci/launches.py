@@ -355,6 +355,14 @@ def _norm(dim):
     run(ops.norm_mul_dropout, x, u, weight, bias, **draws).sum().backward()
 
 
+@case("norm_linear_silu", dtype=(torch.float32, torch.bfloat16))
+def _norm_linear_silu(dtype):
+    x, scale, shift = (ones(*shape, dtype=dtype, grad=True) for shape in ((size, 64), (64,), (64,)))
+    weight, bias = ones(128, 64, dtype=dtype, grad=True), ones(128, dtype=dtype, grad=True)
+    for recompute in ((), ("norm", "linear")):
+        run(ops.norm_linear_silu, x, scale, shift, weight, bias, recompute=recompute).sum().backward()
+
+
 @case("sampled_softmax", dim=(50, 256))
 def _softmax(dim):
     hidden, valid = ones(size, dim, grad=True), torch.ones(size, 32, dtype=torch.bool)

@@ -1,17 +1,27 @@
 """The user's door to the kernels: every public op, typed and documented, one import away.
 
 Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation` tells which one runs.
+docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting for a device.
 """
 
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, implementation
 from .kernels.gather_rows import gather_rows, scatter_rows
 from .kernels.grid import DEFAULT_BITS as GRID_BITS
-from .kernels.grid import ExactSumError, from_grid, to_grid
-from .kernels.hash_table import hash_assign, hash_erase, hash_find, hash_grow, hash_insert
+from .kernels.grid import ExactSumError, check_summed, from_grid, to_grid
+from .kernels.hash_table import (
+    HashTableFullError,
+    check_inserted,
+    hash_assign,
+    hash_erase,
+    hash_find,
+    hash_grow,
+    hash_insert,
+)
 from .kernels.hstu_attention import hstu_attention
 from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
+from .kernels.norm_linear_silu import norm_linear_silu
 from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.philox import derive_seed, initial_rows, random_indices
 from .kernels.relative_aggregate import relative_aggregate
@@ -24,8 +34,11 @@ from .kernels.unique import unique
 __all__ = [
     "GRID_BITS",
     "ExactSumError",
+    "HashTableFullError",
     "Impl",
     "bucketize",
+    "check_inserted",
+    "check_summed",
     "derive_seed",
     "from_grid",
     "gather_rows",
@@ -40,6 +53,7 @@ __all__ = [
     "intersect",
     "linear",
     "linear_weight_grad",
+    "norm_linear_silu",
     "norm_mul_dropout",
     "owner_of",
     "random_indices",

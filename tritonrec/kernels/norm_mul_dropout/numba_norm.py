@@ -61,7 +61,7 @@ def backward(
     dy, dy_stride, x, x_stride, u, u_stride, weight, bias, dropout, samples, positions, means, rstds,
     dx, du, du_stride, dweight, dbias, start, stop, dim,
 ):  # fmt: skip
-    """Rows [start, stop) of dx, du, and each token's own terms of dweight and dbias; all but du contiguous."""
+    """Rows [start, stop) of dx, du and each token's own terms of dweight and dbias, contiguous but for du."""
     k0, k1, tag, threshold, factor = dropout
     gated = u.shape[0] > 0
     ones = np.ones(dim, F32)

@@ -43,12 +43,12 @@ def forward_kernel(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     count = tl.full((), 0.0, tl.float32) + dim
     for row in range(start, rows, tl.num_programs(0)):
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0)
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.div_rn(tl.sum(x, axis=0), count)
         centred = tl.where(inside, x - mean, 0.0)
         variance = tl.div_rn(tl.sum(centred * centred, axis=0), count)

@@ -33,10 +33,11 @@ def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64)
     for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + place, mask=place < length, other=0.0)
-        dy = tl.load(dy_ptr + place, mask=place < length, other=0.0)
+        x = tl.load(x_ptr + place, mask=place < length, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + place, mask=place < length, other=0.0).to(tl.float32)
         s = sigmoid(x)
-        tl.store(dx_ptr + place, dy * (s * (1.0 + x * (1.0 - s))), mask=place < length)
+        dx = dy * (s * (1.0 + x * (1.0 - s)))
+        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=place < length)
 
 
 def _launch(kernel, *tensors) -> None:
@@ -53,5 +54,5 @@ def forward(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def backward(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor) -> None:
-    """Fill `dx`; all contiguous."""
+    """Fill `dx`, which may be `dy`; all contiguous."""
     _launch(backward_kernel, dy, x, dx)

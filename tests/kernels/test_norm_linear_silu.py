@@ -1,0 +1,318 @@
+"""Norm, linear layer and SiLU as one op: the bits of the three, whatever is kept for backward."""
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec import ops
+from tritonrec.kernels.norm_linear_silu import _outputs, norm_linear_silu
+from tritonrec.kernels.norm_mul_dropout import norm_backward, norm_forward
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+EPS = 1e-5
+CHOICES = [(), ("norm",), ("linear",), ("norm", "linear")]
+
+# name: tokens, inputs, outputs
+SHAPES = {
+    "empty": (0, 5, 3),
+    "one_row": (1, 7, 5),
+    "one_column": (6, 1, 3),
+    "one_output": (6, 5, 1),
+    "odd_dim": (40, 37, 35),
+    "block_plus_one": (33, 33, 33),
+    "wide": (9, 130, 70),
+}
+op, backward_op = torch.ops.tritonrec.norm_linear_silu, torch.ops.tritonrec.norm_linear_silu_backward
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
+
+
+def case(name, seed=0):
+    """x, norm_weight, norm_bias, weight, bias and a cotangent; z reaches 8 in size."""
+    tokens, inputs, outputs = SHAPES[name]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, inputs), (inputs,), (inputs,), (outputs, inputs), (outputs,), (tokens, outputs)]
+    x, norm_weight, norm_bias, weight, bias, dy = (torch.randn(s, generator=generator) for s in shapes)
+    return x * 3 + 1, norm_weight + 1, norm_bias, weight * 2 * inputs**-0.5, bias + 0.3, dy + 0.1
+
+
+def gradients(call, tensors):
+    """y, dx and the gradients of the parameters."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors[:-1]]
+    y = call(*leaves)
+    return [value.cpu() for value in (y.detach(), *torch.autograd.grad(y, leaves, tensors[-1]))]
+
+
+def fused(impl, recompute=("norm",)):
+    return lambda *leaves: norm_linear_silu(*leaves, EPS, recompute, impl)
+
+
+def unfused(impl):
+    def call(x, norm_weight, norm_bias, weight, bias):
+        normed = ops.norm_mul_dropout(x, None, norm_weight, norm_bias, EPS, impl=impl)
+        return ops.silu(ops.linear(normed, weight, bias, impl), impl)
+
+    return call
+
+
+def plain(x, norm_weight, norm_bias, weight, bias):
+    normed = torch.nn.functional.layer_norm(x, norm_weight.shape, norm_weight, norm_bias, EPS)
+    z = torch.nn.functional.linear(normed, weight, bias)
+    return z / (1 + torch.exp(-z))
+
+
+WHAT = ("y", "dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("odd_dim", ()), ("odd_dim", ("norm", "linear")), *product(SHAPES, CHOICES[1:3])]
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bits_are_those_of_the_three_ops(impl, name, recompute):
+    tensors = [on(impl, tensor) for tensor in case(name)]
+    expected = gradients(unfused(impl), tensors)
+    for what, got, want in zip(WHAT, gradients(fused(impl, recompute), tensors), expected, strict=True):
+        assert torch.equal(got, want), what
+    if name == "odd_dim":
+        assert expected[0].min() < -0.2 and expected[0].max() > 6
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_error_is_that_of_plain_float32(impl, name):
+    tensors = case(name)
+    got = gradients(fused(impl), [on(impl, tensor) for tensor in tensors])
+    same = gradients(plain, tensors)
+    exact = gradients(plain, [tensor.double() for tensor in tensors])
+    # sums over the tokens pass through terms of this size
+    for what, *values in zip(WHAT, got, same, exact, strict=True):
+        assert_error_at_most_twice(*values, what, largest=10.0)
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_row_keeps_its_bits_in_any_batch(impl):
+    x, *parameters, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+
+    def run(rows):
+        leaf = x[rows].requires_grad_()
+        y = norm_linear_silu(leaf, *parameters, EPS, impl=impl)
+        return y.detach(), *torch.autograd.grad(y, leaf, dy[rows])
+
+    whole = run(on(impl, torch.arange(40)))
+    generator = torch.Generator().manual_seed(1)
+    for count in (1, 1, 2, 3, 5, 31, 32, 33, 39):
+        rows = on(impl, torch.randperm(40, generator=generator)[:count])
+        for some, every in zip(run(rows), whole, strict=True):
+            assert torch.equal(some, every[rows]), count
+
+
+def kept_and_poisoned(impl, x, weight, keep_normed, keep_linear):
+    """Outputs of forward full of NaN, each with guard rows around it."""
+    guards = []
+    for value in _outputs(x, weight, keep_normed, keep_linear):
+        whole = torch.full((len(value) + 4, *value.shape[1:]), float("nan"), device=x.device)
+        guards.append((whole, whole[2 : len(value) + 2]))
+    return guards
+
+
+@pytest.mark.parametrize(("keep_normed", "keep_linear"), list(product([False, True], repeat=2)))
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_every_element_is_written_and_nothing_else(impl, keep_normed, keep_linear, monkeypatch):
+    tensors = [on(impl, tensor) for tensor in case("block_plus_one")]
+    x, norm_weight, norm_bias, weight, bias, dy = tensors
+    flags = (keep_normed, keep_linear)
+    expected = op(*tensors[:-1], EPS, *flags, impl)
+    guards = kept_and_poisoned(impl, x, weight, *flags)
+    from tritonrec.kernels import norm_linear_silu as folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_outputs", lambda *_: tuple(inner for _, inner in guards))
+        folder._forward(*tensors[:-1], EPS, *flags, impl)
+    for (whole, inner), want in zip(guards, expected, strict=True):
+        assert torch.equal(inner, want)
+        assert whole[:2].isnan().all() and whole[-2:].isnan().all() and not inner.isnan().any()
+    assert [len(value) for value in expected] == [33, 33 * keep_linear, 33 * keep_normed, 33, 33]
+    normed, means, rstds = norm_forward(
+        x, None, norm_weight, norm_bias, EPS, 0.0, 0, None, None, impl
+    )  # what is kept is what the single ops make
+    assert torch.equal(expected[3], means) and torch.equal(expected[4], rstds)
+    if keep_normed:
+        assert torch.equal(expected[2], normed)
+    if keep_linear:
+        assert torch.equal(expected[1], ops.linear(normed, weight, bias, impl))
+
+    around = torch.full((37, 33), float("nan"), device=x.device)
+    dz = around[2:35]
+    dz.copy_(dy)
+    dx, dnorm_weight, dnorm_bias, again = backward_op(
+        dz, x, norm_weight, norm_bias, weight, bias, EPS, *expected[1:], impl
+    )
+    assert around[:2].isnan().all() and around[-2:].isnan().all()
+    leaf = ops.linear(normed, weight, bias, impl).requires_grad_()
+    (slope,) = torch.autograd.grad(ops.silu(leaf, impl), leaf, dy)
+    assert torch.equal(dz, slope)
+    terms = norm_backward(
+        ops.linear(slope, weight.t(), None, impl), x, None, norm_weight, norm_bias, 0.0, 0, None, None,
+        means, rstds, impl,
+    )  # fmt: skip
+    for got, want in zip((dx, dnorm_weight, dnorm_bias), (terms[0], *terms[2:]), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(again, normed[: 0 if keep_normed else 33])
+
+
+@pytest.mark.parametrize("recompute", CHOICES, ids="-".join)
+def test_what_is_kept_for_backward(recompute):
+    tensors = case("odd_dim")
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        fused("cpu", recompute)(*(tensor.requires_grad_() for tensor in tensors[:-1]))
+    parameters = 2 * 37 + 37 * 35 + 35
+    kept = 40 * 37 * ("norm" not in recompute) + 40 * 35 * ("linear" not in recompute)
+    assert sum(sizes) == 40 * 37 + parameters + 2 * 40 + kept
+
+
+def test_the_gradient_that_comes_in_is_left_alone():
+    *leaves, dy = case("odd_dim")
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    before = dy.clone()
+    torch.autograd.grad(fused("cpu")(*leaves), leaves, dy)
+    assert torch.equal(dy, before)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_a_bias(impl):
+    x, norm_weight, norm_bias, weight, _, dy = (on(impl, tensor) for tensor in case("odd_dim"))
+    leaves = [tensor.requires_grad_() for tensor in (x, norm_weight, norm_bias, weight)]
+    zero = torch.zeros(35, device=x.device)
+    with_zero = norm_linear_silu(*leaves, zero, EPS, impl=impl)
+    without = norm_linear_silu(*leaves, None, EPS, ("linear",), impl=impl)
+    assert torch.equal(with_zero, without)
+    pairs = (torch.autograd.grad(y, leaves, dy) for y in (with_zero, without))
+    assert all(map(torch.equal, *pairs))
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_strided_inputs(impl):
+    x, norm_weight, norm_bias, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
+    expected = norm_linear_silu(x, norm_weight, norm_bias, weight, bias, EPS, impl=impl)
+    wide = torch.full((40, 50), float("nan"), device=x.device)
+    wide[:, 3:40] = x
+    every_second = [vector.repeat_interleave(2)[::2] for vector in (norm_weight, norm_bias, bias)]
+    for some in (wide[:, 3:40], x.t().contiguous().t(), x.repeat_interleave(2, 0)[::2]):
+        turned = weight.t().contiguous().t()
+        got = norm_linear_silu(some, *every_second[:2], turned, every_second[2], EPS, impl=impl)
+        assert torch.equal(got, expected)
+
+
+def test_threads_change_no_bit(threads_one_and_two):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(801, 96), (96,), (96,), (210, 96), (210,), (801, 210)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    one, two = threads_one_and_two(lambda: gradients(fused("cpu", ("norm", "linear")), tensors))
+    assert all(map(torch.equal, one, two))
+
+
+def test_exact_weight_gradient_from_the_buffer():
+    """dz and n make each sample's gradient on the grid: what `linear` makes of the unfused ones."""
+    x, norm_weight, norm_bias, weight, bias, dy = case("odd_dim")
+    _, *kept = op(x, norm_weight, norm_bias, weight, bias, EPS, False, False, "cpu")
+    dz = dy.clone()
+    normed = backward_op(dz, x, norm_weight, norm_bias, weight, bias, EPS, *kept, "cpu")[3]
+    offsets = [0, 7, 7, 30, 40]
+    whole, parts = (torch.zeros_like(weight, dtype=torch.int64) for _ in range(2))
+    ops.linear_weight_grad(whole, dz, normed, torch.tensor(offsets))
+    for start, stop in reversed(list(pairwise(offsets))):
+        ops.linear_weight_grad(parts, dz[start:stop], normed[start:stop], torch.tensor([0, stop - start]))
+    assert whole.any() and torch.equal(whole, parts)
+    exact = gradients(plain, [tensor.double() for tensor in case("odd_dim")])[4]
+    torch.testing.assert_close(ops.from_grid(whole).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+# The interpreter cuts a float32 to bfloat16 instead of rounding it.
+@pytest.mark.parametrize("recompute", CHOICES, ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.float16])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_half_precision(impl, dtype, recompute):
+    """Against the same with float64 in between; whatever is kept, the bits are the same."""
+    tensors = [on(impl, tensor.to(dtype)) for tensor in case("odd_dim")]
+    got = gradients(fused(impl, recompute), tensors)
+    assert all(value.dtype == dtype for value in got)
+    for one, other in zip(got, gradients(fused(impl), tensors), strict=True):
+        assert torch.equal(one, other)
+    halves = [tensor.cpu() for tensor in tensors]
+    exact = gradients(plain, [tensor.double() for tensor in halves])
+    for what, value, right in zip(WHAT, got, exact, strict=True):
+        error = (value.double() - right).square().mean().sqrt() / right.square().mean().sqrt()
+        assert error < 4 * torch.finfo(dtype).eps, (what, error)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 70), st.integers(1, 40), st.integers(1, 40), st.booleans(),
+    st.sampled_from(CHOICES), st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_shape_has_the_bits_of_the_three_ops(tokens, inputs, outputs, biased, recompute, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, inputs), (inputs,), (inputs,), (outputs, inputs), (outputs,), (tokens, outputs)]
+    tensors = [torch.randn(shape, generator=generator) * 2 for shape in shapes]
+    if not biased:
+        tensors[4] = torch.zeros(outputs)
+    assert all(
+        map(torch.equal, gradients(fused("cpu", recompute), tensors), gradients(unfused("cpu"), tensors))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3)}, r"x must be \(L, in\) and weight \(out, in\), got x \(3,\)"),
+        ({"weight": torch.zeros(5, 4)}, r"got x \(4, 3\) and weight \(5, 4\)"),
+        ({"weight": torch.zeros(0, 3)}, r"one feature or more each way, got \(0, 3\)"),
+        ({"norm_weight": torch.zeros(4)}, r"norm_weight must be \(3,\), got \(4,\)"),
+        ({"norm_bias": torch.zeros(1)}, r"norm_bias must be \(3,\), got \(1,\)"),
+        ({"bias": torch.zeros(3)}, r"bias must be \(5,\), got \(3,\)"),
+        ({"bias": torch.zeros(5).half()}, "bias must be torch.float32 like x, got torch.float16"),
+        ({"recompute": ("norms",)}, r"recompute takes some of \('norm', 'linear'\), got \['norms'\]"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {
+        "x": torch.zeros(4, 3), "norm_weight": torch.zeros(3), "norm_bias": torch.zeros(3),
+        "weight": torch.zeros(5, 3), "bias": torch.zeros(5),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        norm_linear_silu(**(arguments | change))
+
+
+def test_other_bad_arguments():
+    tensors = [tensor.half() for tensor in case("odd_dim")]
+    with pytest.raises(ValueError, match="on the CPU computes in float32"):
+        norm_linear_silu(*tensors[:5], impl="cpu")
+    *inputs, dy = case("odd_dim")
+    kept = op(*inputs, EPS, True, True, "cpu")[1:]
+    with pytest.raises(ValueError, match=r"dy is written in place and must be \(40, 35\) and contiguous"):
+        backward_op(dy.t().contiguous().t(), *inputs, EPS, *kept, "cpu")
+
+
+def test_compiles_without_a_graph_break():
+    tensors = case("odd_dim")
+    compiled = torch.compile(fused("cpu", ("norm", "linear")), fullgraph=True, backend="aot_eager")
+    for got, want in zip(gradients(compiled, tensors), gradients(fused("cpu"), tensors), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("keep_normed", "keep_linear"), [(False, False), (True, True)])
+def test_registration(keep_normed, keep_linear):
+    *leaves, dy = case("odd_dim")
+    kept = op(*leaves, EPS, keep_normed, keep_linear, "cpu")[1:]
+    torch.library.opcheck(backward_op.default, (dy, *leaves, EPS, *kept, "cpu"))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    torch.library.opcheck(op.default, (*leaves, EPS, keep_normed, keep_linear, "cpu"))

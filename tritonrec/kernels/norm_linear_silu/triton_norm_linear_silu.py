@@ -1,0 +1,84 @@
+# mypy: ignore-errors
+"""Norm, linear layer and SiLU in Triton: rows are normalised while a product's tile is loaded.
+
+A row's mean and deviation come from the norm's own kernel, in a pass that writes nothing else. The product
+has the tiles of `linear`, fixed by dtype alone, and every step between is the one that the single ops take,
+so in float32 the bits are those of the three ops one after another.
+
+    L tokens, I inputs, O outputs
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.linear.triton_linear import INTERPRETED, MOST_PROGRAMS, configuration, multiply_add
+from tritonrec.kernels.norm_mul_dropout import triton_norm
+from tritonrec.kernels.triton_float import exp
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, means_ptr, rstds_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr,
+    x_row, x_column, weight_row, weight_column, tokens, inner, columns,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y, z or both (one that is None is not written): z = norm(x) @ weight + bias, y = silu(z)."""
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + lane
+    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+        row = tile * BLOCK + lane
+        mean = tl.load(means_ptr + row, mask=row < tokens, other=0.0)[:, None]
+        rstd = tl.load(rstds_ptr + row, mask=row < tokens, other=0.0)[:, None]
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for start in range(0, inner, BLOCK):
+            term = start + lane
+            exists = (row < tokens)[:, None] & (term < inner)[None, :]
+            x = tl.load(x_ptr + row[:, None] * x_row + term[None, :] * x_column, mask=exists, other=0.0)
+            scale = tl.load(norm_weight_ptr + term, mask=term < inner, other=0.0).to(tl.float32)[None, :]
+            shift = tl.load(norm_bias_ptr + term, mask=term < inner, other=0.0).to(tl.float32)[None, :]
+            normed = tl.where(exists, (x.to(tl.float32) - mean) * rstd * scale + shift, 0.0)
+            weight = tl.load(
+                weight_ptr + term[:, None] * weight_row + column[None, :] * weight_column,
+                mask=(term < inner)[:, None] & (column < columns)[None, :],
+                other=0.0,
+            )
+            total = multiply_add(normed.to(weight.dtype), weight, total, INTERPRETED)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        to = row[:, None] * columns + column[None, :]
+        exists = (row < tokens)[:, None] & (column < columns)[None, :]
+        if z_ptr is not None:
+            tl.store(z_ptr + to, total.to(z_ptr.dtype.element_ty), mask=exists)
+        if y_ptr is not None:
+            y = tl.div_rn(total, 1.0 + exp(-total))
+            tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=exists)
+
+
+def norm(
+    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float,
+    normed: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fill means, rstds, and normed unless it is None."""
+    triton_norm.forward(
+        x, None, norm_weight, norm_bias, eps, 0.0, 0, 0, None, None, normed, means, rstds
+    )  # fmt: skip
+
+
+def product(
+    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
+    y: torch.Tensor | None, z: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Fill y and z unless None: x (L, I) and weight (O, I) with any strides, the others contiguous."""
+    (tokens, inner), columns = x.shape, weight.shape[0]
+    config = configuration("rows", x)
+    grid = (min(triton.cdiv(tokens, config["BLOCK"]), MOST_PROGRAMS), triton.cdiv(columns, config["BLOCK"]))
+    forward_kernel[grid](
+        x, norm_weight.contiguous(), norm_bias.contiguous(), means, rstds, weight,
+        None if bias is None else bias.contiguous(), y, z, *x.stride(), weight.stride(1), weight.stride(0),
+        tokens, inner, columns, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+    )  # fmt: skip
