@@ -46,4 +46,6 @@ def pad(values: torch.Tensor, size: int, fill: int | bool) -> torch.Tensor:
 
 def record(status: torch.Tensor, code: torch.Tensor | int) -> None:
     """Keep the first code that is not 0."""
+    if isinstance(code, int):
+        code = status.new_full((), code)
     torch.where(status == 0, code, status, out=status)

@@ -24,23 +24,31 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.hash_table import reference
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
+from tritonrec.kernels.padding import check_scalar
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class HashTableFullError(RuntimeError):
-    """The new keys do not fit into the free slots; the table is unchanged."""
+__all__ = [
+    "HashTableFullError",
+    "check_inserted",
+    "hash_assign",
+    "hash_erase",
+    "hash_find",
+    "hash_grow",
+    "hash_insert",
+]
 
 
 def hash_insert(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
     keys: torch.Tensor,
-    next_row: int,
+    next_row: int | torch.Tensor,
     free_rows: torch.Tensor | None = None,
     impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
 ) -> Pair:
     """Find the rows of `keys`; those not yet in the table get new rows, in the order of `keys`.
 
@@ -51,26 +59,59 @@ def hash_insert(
         slot_keys: (M,) int64, mutated.
         slot_rows: (M,) int32, mutated.
         keys: (K,) int64, distinct (not checked: keys come from `unique`).
-        next_row: the first row to hand out after the free ones; none may pass ``2**31 - 1``.
+        next_row: the first row to hand out after the free ones; none may pass ``2**31 - 1``. A () int64
+            tensor moves on by the rows taken, so that no host has to know how many keys were new.
         free_rows: (F,) int64 or int32, rows to hand out first, distinct and owned by no key (not checked).
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the keys that hold (`kernels.padding`).
+        status: () int64, mutated: takes the number of new keys that did not fit, for `check_inserted`,
+            where otherwise the host would wait to raise. The rows of those keys are then -1.
 
     Returns:
-        ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
+        ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new. Behind `count` -1 and false.
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.
     """
-    _validate(slot_keys, slot_rows, keys)
-    if not 0 <= next_row < 1 << 31:
-        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
+    _validate(slot_keys, slot_rows, keys, count)
+    check_scalar("status", status, slot_keys)
     if free_rows is not None:
         _validate_rows("free_rows", free_rows, slot_rows)
-    return torch.ops.tritonrec.hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
+    row_counter = None
+    if isinstance(next_row, torch.Tensor):
+        check_scalar("next_row", next_row, slot_keys)
+        next_row, row_counter = 0, next_row
+    elif not 0 <= next_row < 1 << 31:
+        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
+    return torch.ops.tritonrec.hash_insert(
+        slot_keys, slot_rows, keys, next_row, free_rows, impl, count, row_counter, status
+    )
+
+
+def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:
+    """Raise the error that `hash_insert` wrote into `status`; waits for the device.
+
+    Args:
+        status: () int64, as `hash_insert` left it. slot_rows: (M,) int32, that table.
+    Raises:
+        HashTableFullError: a call was refused; it changed nothing, and its new keys have no rows.
+    """
+    refused = int(status)
+    if refused:
+        raise HashTableFullError(
+            f"{refused} new keys did not fit into a table of {slot_rows.numel()} slots, of which "
+            f"{int((slot_rows >= 0).sum())} are occupied now, or passed the last int32 row; nothing was "
+            "inserted: grow the table with hash_grow, clear the status and repeat that step"
+        )
 
 
 def hash_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: Impl = "auto"
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The row of each key, or -1 where the key is absent.
 
@@ -79,12 +120,13 @@ def hash_find(
         slot_rows: (M,) int32.
         keys: (K,) int64, repeats allowed.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the keys that hold (`kernels.padding`).
 
     Returns:
-        (K,) int64.
+        (K,) int64; -1 behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys)
-    return torch.ops.tritonrec.hash_find(slot_keys, slot_rows, keys, impl)
+    _validate(slot_keys, slot_rows, keys, count)
+    return torch.ops.tritonrec.hash_find(slot_keys, slot_rows, keys, impl, count)
 
 
 def hash_assign(
@@ -93,6 +135,8 @@ def hash_assign(
     keys: torch.Tensor,
     rows: torch.Tensor,
     impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Give each key that is in the table a new row.
 
@@ -102,19 +146,25 @@ def hash_assign(
         keys: (K,) int64, distinct (not checked). Absent keys stay absent.
         rows: (K,) int64 or int32, in [0, 2**31).
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the keys that hold (`kernels.padding`).
 
     Returns:
-        (K,) int64, the row each key had, or -1 where it is absent.
+        (K,) int64, the row each key had, or -1 where it is absent or behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys)
+    _validate(slot_keys, slot_rows, keys, count)
     _validate_rows("rows", rows, slot_rows)
     if rows.shape != keys.shape:
         raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
-    return torch.ops.tritonrec.hash_assign(slot_keys, slot_rows, keys, rows, impl)
+    return torch.ops.tritonrec.hash_assign(slot_keys, slot_rows, keys, rows, impl, count)
 
 
 def hash_erase(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: Impl = "auto"
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: Impl = "auto",
+    *,
+    count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Take keys out of the table.
 
@@ -123,12 +173,13 @@ def hash_erase(
         slot_rows: (M,) int32, mutated.
         keys: (K,) int64, distinct (not checked). Absent keys are passed over.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        count: () int64, the keys that hold (`kernels.padding`).
 
     Returns:
-        (K,) int64, the row each key had, or -1 where it was absent.
+        (K,) int64, the row each key had, or -1 where it was absent or behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys)
-    return torch.ops.tritonrec.hash_erase(slot_keys, slot_rows, keys, impl)
+    _validate(slot_keys, slot_rows, keys, count)
+    return torch.ops.tritonrec.hash_erase(slot_keys, slot_rows, keys, impl, count)
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: Impl = "auto") -> Pair:
@@ -146,7 +197,12 @@ def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: Impl = "au
     return torch.ops.tritonrec.hash_grow(slot_keys, slot_rows, impl)
 
 
-def _validate(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor | None = None) -> None:
+def _validate(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+) -> None:
     size = slot_keys.shape[0] if slot_keys.dim() == 1 else -1
     if size < 8 or size & (size - 1) or slot_rows.shape != slot_keys.shape:
         raise ValueError(
@@ -164,6 +220,7 @@ def _validate(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tens
     for other in (slot_rows, keys):
         if other is not None and other.device != slot_keys.device:
             raise ValueError(f"slot_keys is on {slot_keys.device}, the others on {other.device}")
+    check_scalar("count", count, slot_keys)
 
 
 def _validate_rows(name: str, rows: torch.Tensor, slot_rows: torch.Tensor) -> None:
@@ -171,222 +228,3 @@ def _validate_rows(name: str, rows: torch.Tensor, slot_rows: torch.Tensor) -> No
         raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
     if rows.device != slot_rows.device:
         raise ValueError(f"slot_rows is on {slot_rows.device}, {name} on {rows.device}")
-
-
-def _check_range(name: str, rows: torch.Tensor) -> None:
-    # on an accelerator the look would stall its queue
-    if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
-        raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
-
-
-def launch_insert(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    next_row: int,
-    free_rows: torch.Tensor | None = None,
-    impl: str = "auto",
-) -> Pair:
-    """`hash_insert` without validation and without the dispatcher, for callers inside the package."""
-    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
-    free_rows = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
-    if next_row + keys.numel() - free_rows.numel() > 1 << 31:
-        # only new keys take rows, so count them before refusing
-        new = int((launch_find(slot_keys, slot_rows, keys, impl) < 0).sum()) - free_rows.numel()
-        if next_row + new > 1 << 31:
-            raise ValueError(f"{new} new keys from row {next_row} pass the last int32 row")
-    placed: Pair | None
-    if chosen == "cpu":
-        from tritonrec.kernels.hash_table import numba_hash_table
-
-        rows = torch.empty(keys.numel(), dtype=torch.int64)
-        inserted = torch.empty(keys.numel(), dtype=torch.bool)
-        reused = numba_hash_table.hash_insert(
-            _unsigned(slot_keys),
-            slot_rows.numpy(),
-            _unsigned(keys),
-            next_row,
-            free_rows.contiguous().numpy(),
-            rows.numpy(),
-            inserted.numpy(),
-        )
-        placed = (rows, inserted) if reused >= 0 else None
-    elif chosen == "triton":
-        from tritonrec.kernels.hash_table import triton_hash_table
-
-        placed = triton_hash_table.hash_insert(slot_keys, slot_rows, keys, next_row, free_rows)
-    else:
-        placed = reference.hash_insert(slot_keys, slot_rows, keys, next_row, free_rows)
-    if placed is None:
-        raise HashTableFullError(
-            f"{keys.numel()} keys do not fit into a table of {slot_keys.numel()} slots with "
-            f"{int((slot_rows >= 0).sum())} occupied: grow it with hash_grow first; nothing was inserted"
-        )
-    return placed
-
-
-def launch_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str = "auto"
-) -> torch.Tensor:
-    """`hash_find` without validation and without the dispatcher, for callers inside the package."""
-    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
-    if chosen == "cpu":
-        from tritonrec.kernels.hash_table import numba_hash_table
-
-        rows = torch.empty(keys.numel(), dtype=torch.int64)
-        numba_hash_table.hash_find(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(keys), rows.numpy())
-        return rows
-    if chosen == "triton":
-        from tritonrec.kernels.hash_table import triton_hash_table
-
-        return triton_hash_table.hash_find(slot_keys, slot_rows, keys)
-    return reference.hash_find(slot_keys, slot_rows, keys)
-
-
-def launch_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    impl: str = "auto",
-) -> torch.Tensor:
-    """`hash_assign` without validation and without the dispatcher, for callers inside the package."""
-    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
-    if chosen == "cpu":
-        from tritonrec.kernels.hash_table import numba_hash_table
-
-        before = torch.empty(keys.numel(), dtype=torch.int64)
-        numba_hash_table.hash_assign(
-            _unsigned(slot_keys),
-            slot_rows.numpy(),
-            _unsigned(keys),
-            rows.long().contiguous().numpy(),
-            before.numpy(),
-        )
-        return before
-    if chosen == "triton":
-        from tritonrec.kernels.hash_table import triton_hash_table
-
-        return triton_hash_table.hash_assign(slot_keys, slot_rows, keys, rows)
-    return reference.hash_assign(slot_keys, slot_rows, keys, rows)
-
-
-def launch_erase(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str = "auto"
-) -> torch.Tensor:
-    """`hash_erase` without validation and without the dispatcher, for callers inside the package."""
-    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
-    if chosen == "cpu":
-        from tritonrec.kernels.hash_table import numba_hash_table
-
-        before = torch.empty(keys.numel(), dtype=torch.int64)
-        numba_hash_table.hash_erase(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(keys), before.numpy())
-        return before
-    if chosen == "triton":
-        from tritonrec.kernels.hash_table import triton_hash_table
-
-        return triton_hash_table.hash_erase(slot_keys, slot_rows, keys)
-    return reference.hash_erase(slot_keys, slot_rows, keys)
-
-
-def launch_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str = "auto") -> Pair:
-    """`hash_grow` without validation and without the dispatcher, for callers inside the package."""
-    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
-    if chosen == "reference":
-        return reference.hash_grow(slot_keys, slot_rows)
-    new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
-    new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
-    if chosen == "cpu":
-        from tritonrec.kernels.hash_table import numba_hash_table
-
-        numba_hash_table.hash_grow(
-            _unsigned(slot_keys), slot_rows.numpy(), _unsigned(new_keys), new_rows.numpy()
-        )
-    else:
-        from tritonrec.kernels.hash_table import triton_hash_table
-
-        triton_hash_table.hash_grow(slot_keys, slot_rows, new_keys, new_rows)
-    return new_keys, new_rows
-
-
-def _unsigned(keys: torch.Tensor):
-    return keys.contiguous().numpy().view("uint64")
-
-
-@torch.library.custom_op("tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows"))
-def _insert_op(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    next_row: int,
-    free_rows: torch.Tensor | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if free_rows is not None:
-        _check_range("free_rows", free_rows[: keys.numel()])
-    return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
-
-
-@_insert_op.register_fake
-def _insert_fake(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    next_row: int,
-    free_rows: torch.Tensor | None,
-    impl: str,
-) -> Pair:
-    return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
-
-
-@torch.library.custom_op("tritonrec::hash_find", mutates_args=())
-def _find_op(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str) -> torch.Tensor:
-    return launch_find(slot_keys, slot_rows, keys, impl)
-
-
-@_find_op.register_fake
-def _find_fake(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str
-) -> torch.Tensor:
-    return torch.empty_like(keys)
-
-
-@torch.library.custom_op("tritonrec::hash_assign", mutates_args=("slot_rows",))
-def _assign_op(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, impl: str
-) -> torch.Tensor:
-    _check_range("rows", rows)
-    return launch_assign(slot_keys, slot_rows, keys, rows, impl)
-
-
-@_assign_op.register_fake
-def _assign_fake(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, impl: str
-) -> torch.Tensor:
-    return torch.empty_like(keys)
-
-
-@torch.library.custom_op("tritonrec::hash_erase", mutates_args=("slot_rows",))
-def _erase_op(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str
-) -> torch.Tensor:
-    return launch_erase(slot_keys, slot_rows, keys, impl)
-
-
-@_erase_op.register_fake
-def _erase_fake(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str
-) -> torch.Tensor:
-    return torch.empty_like(keys)
-
-
-@torch.library.custom_op("tritonrec::hash_grow", mutates_args=())
-def _grow_op(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_grow(slot_keys, slot_rows, impl)
-
-
-@_grow_op.register_fake
-def _grow_fake(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str) -> Pair:
-    return slot_keys.new_empty(2 * slot_keys.shape[0]), slot_rows.new_empty(2 * slot_rows.shape[0])

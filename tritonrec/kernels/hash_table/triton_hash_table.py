@@ -12,6 +12,8 @@ import triton.language as tl
 
 from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
+from tritonrec.kernels.padding import padding
+from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
@@ -22,18 +24,19 @@ def _find_kernel(
     new_rows_ptr,
     rows_ptr,
     num_keys,
+    count_ptr,
     num_groups,
     ASSIGN: tl.constexpr,
     ERASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The row of every key; then the key's row becomes the new one, or its slot is freed.
+    """The row of every key, -1 behind the count; then that row becomes the new one, or its slot is freed.
 
     Erasing keys side by side does not depend on the schedule: a group with an empty slot keeps it, and one
     without gets only tombstones. No search is misled meanwhile, since paths stay as they are.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_keys
+    inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     hashed = mix64(key)
     group = hashed & (num_groups - 1)
@@ -62,7 +65,7 @@ def _find_kernel(
         pending = pending & (match < 0) & (ends_here == 0)
         group = (group + step) & (num_groups - 1)
         visit += 1
-    tl.store(rows_ptr + offsets, found.to(tl.int64), mask=inside)
+    tl.store(rows_ptr + offsets, found.to(tl.int64), mask=offsets < num_keys)
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def _claim_kernel(
         visit += 1
 
 
-def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
+def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
     keys = keys.contiguous()
     rows = torch.empty_like(keys)
     if keys.numel():
@@ -118,6 +121,7 @@ def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
             new_rows,
             rows,
             keys.numel(),
+            count,
             num_groups,
             ASSIGN=assign,
             ERASE=erase,
@@ -126,21 +130,29 @@ def _launch_find(slot_keys, slot_rows, keys, new_rows=None, erase=False):
     return rows
 
 
-def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_find(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_find`."""
-    return _launch_find(slot_keys, slot_rows, keys)
+    return _launch_find(slot_keys, slot_rows, keys, count)
 
 
 def hash_assign(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    count: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_assign`."""
-    return _launch_find(slot_keys, slot_rows, keys, new_rows=rows)
+    return _launch_find(slot_keys, slot_rows, keys, count, new_rows=rows)
 
 
-def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_erase(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
-    return _launch_find(slot_keys, slot_rows, keys, erase=True)
+    return _launch_find(slot_keys, slot_rows, keys, count, erase=True)
 
 
 def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
@@ -155,23 +167,35 @@ def hash_insert(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
     keys: torch.Tensor,
-    next_row: int,
+    next_row: int | torch.Tensor,
     free_rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """See `tritonrec.kernels.hash_table.hash_insert`; None where the table is too small."""
+    count: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.hash_table.hash_insert`.
+
+    Rows and `inserted`, then two () int64: how many rows from `next_row` on are used up, and how many new
+    keys were refused, all or none. Nothing is read back: whether they fit is decided on the device, and
+    what does not fit is not wanted.
+    """
     keys = keys.contiguous()
-    found = hash_find(slot_keys, slot_rows, keys)
-    inserted = found < 0
-    if int((slot_rows >= 0).sum() + inserted.sum()) > slot_rows.numel():
-        return None
-    number = torch.cumsum(inserted, 0) - 1
-    rows = next_row - free_rows.numel() + number
-    if free_rows.numel():
-        reused = free_rows.long()[number.clamp(0, free_rows.numel() - 1)]
-        rows = torch.where(number < free_rows.numel(), reused, rows)
-    rows = torch.where(inserted, rows, found)
-    _claim(slot_keys, slot_rows, keys, rows, inserted)
-    return rows, inserted
+    found = hash_find(slot_keys, slot_rows, keys, count)
+    wanted = found < 0
+    if keys.numel() == 0:
+        return found, wanted, keys.new_zeros(()), keys.new_zeros(())
+    if count is not None:
+        wanted &= ~padding(keys.numel(), count)
+    number = torch.cumsum(wanted, 0)
+    new, free = number[-1], free_rows.numel()
+    used = (new - free).clamp(min=0)
+    fits = ((slot_rows >= 0).sum() + new <= slot_rows.numel()) & (used + next_row <= 1 << 31)
+    wanted &= fits
+    rows = number + next_row - (free + 1)
+    if free:
+        reused = free_rows[(number - 1).clamp(0, free - 1)]
+        rows = torch.where(number <= free, reused, rows)
+    rows = torch.where(wanted, rows, found)
+    _claim(slot_keys, slot_rows, keys, rows, wanted)
+    return rows, wanted, torch.where(fits, used, 0), torch.where(fits, 0, new)
 
 
 def hash_grow(

@@ -1,0 +1,304 @@
+"""The implementations of the hash table behind one function each, and their registration."""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.dispatch import implementation, on_host
+from tritonrec.kernels.hash_table import reference
+from tritonrec.kernels.padding import held, pad, record
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class HashTableFullError(RuntimeError):
+    """The new keys do not fit into the free slots; the table is unchanged."""
+
+
+def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    if not on_host(rows):
+        return
+    rows = _first(rows, count)
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
+        raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
+
+
+def launch_insert(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int | torch.Tensor,
+    free_rows: torch.Tensor | None,
+    impl: str,
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> Pair:
+    """`hash_insert` without validation and without the dispatcher, for callers inside the package."""
+    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    size = keys.numel()
+    free_rows = keys.new_empty(0) if free_rows is None else free_rows[:size].long()
+    if chosen == "triton":
+        from tritonrec.kernels.hash_table import triton_hash_table
+
+        rows, inserted, used, refused = triton_hash_table.hash_insert(
+            slot_keys, slot_rows, keys, next_row, free_rows, count
+        )
+        if status is None and int(refused):
+            raise _refusal(slot_rows, size, int(refused), int(next_row), free_rows.numel())
+    else:
+        keys = _first(keys, count)
+        first_row = int(next_row)
+        # only new keys take rows, so they are counted before a refusal
+        fits = first_row + keys.numel() - free_rows.numel() <= 1 << 31 or (
+            first_row + _new(slot_keys, slot_rows, keys, impl) - free_rows.numel() <= 1 << 31
+        )
+        on_host = _insert_cpu if chosen == "cpu" else reference.hash_insert
+        placed = on_host(slot_keys, slot_rows, keys, first_row, free_rows) if fits else None
+        used = refused = 0
+        if placed is None:
+            refused = _new(slot_keys, slot_rows, keys, impl)
+            if status is None:
+                raise _refusal(slot_rows, size, refused, first_row, free_rows.numel())
+            placed = launch_find(slot_keys, slot_rows, keys, impl), torch.zeros_like(keys, dtype=torch.bool)
+        elif isinstance(next_row, torch.Tensor):
+            used = max(int(placed[1].sum()) - free_rows.numel(), 0)
+        rows, inserted = pad(placed[0], size, -1), pad(placed[1], size, False)
+    if isinstance(next_row, torch.Tensor):
+        next_row += used
+    if status is not None:
+        record(status, refused)
+    return rows, inserted
+
+
+def _insert_cpu(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor,
+) -> Pair | None:
+    from tritonrec.kernels.hash_table import numba_hash_table
+
+    rows = torch.empty(keys.numel(), dtype=torch.int64)
+    inserted = torch.empty(keys.numel(), dtype=torch.bool)
+    reused = numba_hash_table.hash_insert(
+        _unsigned(slot_keys),
+        slot_rows.numpy(),
+        _unsigned(keys),
+        next_row,
+        free_rows.contiguous().numpy(),
+        rows.numpy(),
+        inserted.numpy(),
+    )
+    return (rows, inserted) if reused >= 0 else None
+
+
+def _new(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, impl: str) -> int:
+    return int((launch_find(slot_keys, slot_rows, keys, impl) < 0).sum())
+
+
+def _refusal(slot_rows: torch.Tensor, keys: int, new: int, next_row: int, free: int) -> Exception:
+    occupied = int((slot_rows >= 0).sum())
+    if occupied + new <= slot_rows.numel():
+        return ValueError(f"{new - free} new keys from row {next_row} pass the last int32 row")
+    return HashTableFullError(
+        f"{keys} keys do not fit into a table of {slot_rows.numel()} slots with {occupied} occupied: "
+        "grow it with hash_grow first; nothing was inserted"
+    )
+
+
+def launch_find(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`hash_find` without validation and without the dispatcher, for callers inside the package."""
+    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    if chosen == "triton":
+        from tritonrec.kernels.hash_table import triton_hash_table
+
+        return triton_hash_table.hash_find(slot_keys, slot_rows, keys, count)
+    size, keys = keys.numel(), _first(keys, count)
+    if chosen == "cpu":
+        from tritonrec.kernels.hash_table import numba_hash_table
+
+        rows = torch.empty(keys.numel(), dtype=torch.int64)
+        numba_hash_table.hash_find(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(keys), rows.numpy())
+    else:
+        rows = reference.hash_find(slot_keys, slot_rows, keys)
+    return pad(rows, size, -1)
+
+
+def launch_assign(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`hash_assign` without validation and without the dispatcher, for callers inside the package."""
+    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    if chosen == "triton":
+        from tritonrec.kernels.hash_table import triton_hash_table
+
+        return triton_hash_table.hash_assign(slot_keys, slot_rows, keys, rows, count)
+    size, keys, rows = keys.numel(), _first(keys, count), _first(rows, count)
+    if chosen == "cpu":
+        from tritonrec.kernels.hash_table import numba_hash_table
+
+        before = torch.empty(keys.numel(), dtype=torch.int64)
+        numba_hash_table.hash_assign(
+            _unsigned(slot_keys),
+            slot_rows.numpy(),
+            _unsigned(keys),
+            rows.long().contiguous().numpy(),
+            before.numpy(),
+        )
+    else:
+        before = reference.hash_assign(slot_keys, slot_rows, keys, rows)
+    return pad(before, size, -1)
+
+
+def launch_erase(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`hash_erase` without validation and without the dispatcher, for callers inside the package."""
+    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    if chosen == "triton":
+        from tritonrec.kernels.hash_table import triton_hash_table
+
+        return triton_hash_table.hash_erase(slot_keys, slot_rows, keys, count)
+    size, keys = keys.numel(), _first(keys, count)
+    if chosen == "cpu":
+        from tritonrec.kernels.hash_table import numba_hash_table
+
+        before = torch.empty(keys.numel(), dtype=torch.int64)
+        numba_hash_table.hash_erase(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(keys), before.numpy())
+    else:
+        before = reference.hash_erase(slot_keys, slot_rows, keys)
+    return pad(before, size, -1)
+
+
+def launch_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str) -> Pair:
+    """`hash_grow` without validation and without the dispatcher, for callers inside the package."""
+    chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    if chosen == "reference":
+        return reference.hash_grow(slot_keys, slot_rows)
+    new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
+    new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
+    if chosen == "cpu":
+        from tritonrec.kernels.hash_table import numba_hash_table
+
+        numba_hash_table.hash_grow(
+            _unsigned(slot_keys), slot_rows.numpy(), _unsigned(new_keys), new_rows.numpy()
+        )
+    else:
+        from tritonrec.kernels.hash_table import triton_hash_table
+
+        triton_hash_table.hash_grow(slot_keys, slot_rows, new_keys, new_rows)
+    return new_keys, new_rows
+
+
+def _first(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
+    return values if count is None else values[: held(count, values.numel())]
+
+
+def _unsigned(keys: torch.Tensor):
+    return keys.contiguous().numpy().view("uint64")
+
+
+@torch.library.custom_op(
+    "tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows", "row_counter", "status")
+)
+def _insert_op(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor | None,
+    impl: str,
+    count: torch.Tensor | None = None,
+    row_counter: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`next_row` counts where there is no `row_counter`."""
+    if free_rows is not None:
+        _check_range("free_rows", free_rows[: keys.numel()])
+    first_row = next_row if row_counter is None else row_counter
+    return launch_insert(slot_keys, slot_rows, keys, first_row, free_rows, impl, count, status)
+
+
+@_insert_op.register_fake
+def _insert_fake(
+    slot_keys, slot_rows, keys, next_row, free_rows, impl, count=None, row_counter=None, status=None
+):
+    return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
+
+
+@torch.library.custom_op("tritonrec::hash_find", mutates_args=())
+def _find_op(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return launch_find(slot_keys, slot_rows, keys, impl, count)
+
+
+@_find_op.register_fake
+def _find_fake(slot_keys, slot_rows, keys, impl, count=None):
+    return torch.empty_like(keys)
+
+
+@torch.library.custom_op("tritonrec::hash_assign", mutates_args=("slot_rows",))
+def _assign_op(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check_range("rows", rows, count)
+    return launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
+
+
+@_assign_op.register_fake
+def _assign_fake(slot_keys, slot_rows, keys, rows, impl, count=None):
+    return torch.empty_like(keys)
+
+
+@torch.library.custom_op("tritonrec::hash_erase", mutates_args=("slot_rows",))
+def _erase_op(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return launch_erase(slot_keys, slot_rows, keys, impl, count)
+
+
+@_erase_op.register_fake
+def _erase_fake(slot_keys, slot_rows, keys, impl, count=None):
+    return torch.empty_like(keys)
+
+
+@torch.library.custom_op("tritonrec::hash_grow", mutates_args=())
+def _grow_op(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_grow(slot_keys, slot_rows, impl)
+
+
+@_grow_op.register_fake
+def _grow_fake(slot_keys, slot_rows, impl):
+    return slot_keys.new_empty(2 * slot_keys.shape[0]), slot_rows.new_empty(2 * slot_rows.shape[0])
