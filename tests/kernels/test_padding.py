@@ -1,0 +1,391 @@
+"""A padded call gives what the plain one gives of the entries that hold, and fills the rest as promised."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec import ops
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+SMALLEST, LARGEST = -(2**63), 2**63 - 1
+POISON = 77  # a key and a row number that padding must not bring in
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def scalar(impl, value):
+    return on(impl, torch.tensor(value))
+
+
+def behind(part, length, fill):
+    """The first `length` entries, where the others hold `fill`."""
+    part = part.cpu()
+    assert (part[length:] == fill).all()
+    return part[:length]
+
+
+def keys_of(name):
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "empty": torch.zeros(0, dtype=torch.int64),
+        "one": torch.tensor([SMALLEST]),
+        "all_equal": torch.full((300,), -7),
+        "none_equal": torch.arange(-128, 129) * (2**54 + 1),
+        "extremes": torch.tensor([LARGEST, SMALLEST, 0, -1, LARGEST, SMALLEST, 1, 0]),
+        "skewed": torch.randint(-40, 40, (520,), generator=generator),
+    }[name]
+
+
+def counts_of(size):
+    """Ends, a block and its neighbours, and counts that are out of range and taken as an end."""
+    around = [n + d for n in (256, 512) for d in (-1, 0, 1) if n + d < size]
+    return sorted({0, 1, size // 2, size, *around} | {-(2**40), 2**40})
+
+
+NAMES = ["empty", "one", "all_equal", "none_equal", "extremes", "skewed"]
+
+
+def check_unique(keys, count, impl):
+    size = len(keys)
+    length = min(max(count, 0), size)
+    distinct, inverse, times = ops.unique(keys[:length], "reference")
+    got = ops.unique(on(impl, keys), impl, padded=True, count=scalar(impl, count))
+    assert int(got[3]) == len(distinct) and got[3].dtype == torch.int64 and got[3].dim() == 0
+    assert torch.equal(behind(got[0], len(distinct), 0), distinct) and len(got[0]) == size
+    assert torch.equal(behind(got[1], length, -1), inverse) and len(got[1]) == size
+    assert torch.equal(behind(got[2], len(distinct), 0), times) and len(got[2]) == size
+    short = ops.unique(on(impl, keys), impl, count=scalar(impl, count))
+    assert torch.equal(short[0].cpu(), distinct) and torch.equal(short[2].cpu(), times)
+    assert torch.equal(behind(short[1], length, -1), inverse)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
+def test_unique(impl, name):
+    keys = keys_of(name)
+    for count in counts_of(len(keys)):
+        check_unique(keys, count, impl)
+    for ours, plain in zip(
+        ops.unique(on(impl, keys), impl, padded=True), ops.unique(keys, "reference"), strict=False
+    ):
+        assert torch.equal(ours.cpu()[: len(plain)], plain)
+
+
+def check_intersect(left, right, left_count, right_count, impl):
+    a, b = min(max(left_count, 0), len(left)), min(max(right_count, 0), len(right))
+    expected = ops.intersect(left[:a], right[:b], "reference")
+    counts = {"left_count": scalar(impl, left_count), "right_count": scalar(impl, right_count)}
+    here, there, common = ops.intersect(on(impl, left), on(impl, right), impl, padded=True, **counts)
+    assert int(common) == len(expected[0])
+    for ours, plain in ((here, expected[0]), (there, expected[1])):
+        assert len(ours) == min(len(left), len(right))
+        assert torch.equal(behind(ours, len(plain), -1), plain)
+    for ours, plain in zip(
+        ops.intersect(on(impl, left), on(impl, right), impl, **counts), expected, strict=True
+    ):
+        assert torch.equal(ours.cpu(), plain)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_intersect(impl):
+    extremes, many = keys_of("extremes")[:4], keys_of("none_equal")
+    shifted = many.flip(0)[3:]
+    for left, right in (
+        (extremes, many),
+        (many, extremes),
+        (many, shifted),
+        (shifted, many),
+        (many, many[:0]),
+    ):
+        for left_count in (0, 1, len(left) - 1, len(left), 2**40):
+            for right_count in {-1, len(right) // 2, len(right)}:
+                check_intersect(left, right, left_count, right_count, impl)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(GPU, reason="writes out of bounds are seen by guards on the host")
+def test_more_matches_than_room_write_nothing_outside():
+    """Keys that are not distinct are against the contract; memory stays whole all the same."""
+    left = torch.zeros(300, dtype=torch.int64)
+    here, there, common = ops.intersect(left, left[:1], "triton", padded=True)
+    assert here.tolist() == [0] and there.tolist() == [0] and int(common) == 300
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bucketize(impl, name):
+    keys = keys_of(name)
+    for count in counts_of(len(keys)):
+        length = min(max(count, 0), len(keys))
+        expected = ops.bucketize(keys[:length], 3, "reference")
+        permutation, splits = ops.bucketize(on(impl, keys), 3, impl, count=scalar(impl, count))
+        assert torch.equal(permutation.cpu()[:length], expected[0]) and torch.equal(splits.cpu(), expected[1])
+        assert torch.equal(permutation.cpu()[length:], torch.arange(length, len(keys)))
+
+
+def table(impl, slots, occupied=()):
+    keys = on(impl, torch.zeros(slots, dtype=torch.int64))
+    rows = on(impl, torch.full((slots,), -1, dtype=torch.int32))
+    ops.hash_insert(keys, rows, on(impl, torch.tensor(occupied, dtype=torch.int64)), 0, impl=impl)
+    return keys, rows
+
+
+def dict_of(slot_keys, slot_rows):
+    return {k: r for k, r in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True) if r >= 0}
+
+
+@pytest.mark.parametrize("free", [0, 2, 5])
+@pytest.mark.parametrize("count", [-3, 0, 1, 4, 6, 99])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_insert_takes_rows_for_the_keys_that_hold(impl, count, free):
+    keys = torch.tensor([-1, SMALLEST, POISON, LARGEST, 0, 5])
+    length = min(max(count, 0), 6)
+    free_rows = torch.arange(50, 50 + free)
+    ours, plain = table(impl, 16, [0, POISON]), table("reference", 16, [0, POISON])
+    expected, new = ops.hash_insert(*plain, keys[:length], 2, free_rows, "reference")
+    next_row, status = scalar(impl, 2), scalar(impl, 0)
+    rows, inserted = ops.hash_insert(
+        *ours, on(impl, keys), next_row, on(impl, free_rows), impl, count=scalar(impl, count), status=status
+    )
+    assert torch.equal(behind(rows, length, -1), expected) and torch.equal(
+        behind(inserted, length, False), new
+    )
+    assert dict_of(*ours) == dict_of(*plain)
+    assert int(next_row) == 2 + max(int(new.sum()) - free, 0) and int(status) == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_find_assign_and_erase_pass_over_what_does_not_hold(impl):
+    held = [3, -4, SMALLEST, LARGEST]
+    keys, rows = on(impl, torch.tensor([-4, LARGEST, 8, 3])), on(impl, torch.tensor([20, 21, 22, 2**40]))
+    count = scalar(impl, 3)
+    ours = table(impl, 8, held)
+    assert ops.hash_find(*ours, keys, impl, count=count).tolist() == [1, 3, -1, -1]
+    assert ops.hash_assign(*ours, keys, rows, impl, count=count).tolist() == [1, 3, -1, -1]
+    assert dict_of(*ours) == {3: 0, -4: 20, SMALLEST: 2, LARGEST: 21}
+    assert ops.hash_erase(*ours, keys, impl, count=count).tolist() == [20, 21, -1, -1]
+    assert dict_of(*ours) == {3: 0, SMALLEST: 2}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(impl):
+    ours = table(impl, 8, [1, 2, 3])
+    before, next_row, status = dict_of(*ours), scalar(impl, 3), scalar(impl, 0)
+    keys = on(impl, torch.tensor([2, 10, 11, 12, 13, 14, 15, 1]))
+    rows, inserted = ops.hash_insert(*ours, keys, next_row, impl=impl, status=status)
+    assert rows.tolist() == [1, -1, -1, -1, -1, -1, -1, 0] and not inserted.any()
+    assert dict_of(*ours) == before and int(next_row) == 3 and int(status) == 6
+    with pytest.raises(ops.HashTableFullError, match="6 new keys did not fit into a table of 8 slots"):
+        ops.check_inserted(status, ours[1])
+    ops.hash_insert(*ours, keys[:7] + 20, next_row, impl=impl, status=status)
+    assert int(status) == 6
+    fits, _ = ops.hash_insert(*ours, keys[:6], next_row, impl=impl, status=status)
+    assert fits.tolist() == [1, 3, 4, 5, 6, 7] and int(status) == 6 and int(next_row) == 8
+    ops.check_inserted(status.zero_(), ours[1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_that_pass_the_last_one_are_refused_on_the_device_too(impl):
+    ours, next_row, status = table(impl, 8), scalar(impl, 2**31 - 2), scalar(impl, 0)
+    keys, free = on(impl, torch.tensor([4, 5, 6, 7])), on(impl, torch.tensor([9]))
+    rows, _ = ops.hash_insert(*ours, keys, next_row, free, impl, status=status)
+    assert rows.tolist() == [-1] * 4 and int(status) == 4 and dict_of(*ours) == {}
+    with pytest.raises(ops.HashTableFullError, match="or passed the last int32 row"):
+        ops.check_inserted(status, ours[1])
+    with pytest.raises(ValueError, match="3 new keys from row 2147483646 pass the last int32 row"):
+        ops.hash_insert(*ours, keys, next_row, free, impl)
+    rows, _ = ops.hash_insert(*ours, keys[:3], next_row, free, impl, status=status)
+    assert rows.tolist() == [9, 2**31 - 2, 2**31 - 1] and int(next_row) == 2**31
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_move_where_they_hold(impl, count):
+    length = min(max(count, 0), 8)
+    source = torch.randn(9, 3, generator=torch.Generator().manual_seed(2))
+    rows = torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
+    rows[length:] = POISON  # no row: reading it would be an error
+    ours, number = on(impl, source.clone()).requires_grad_(), scalar(impl, count)
+    got = ops.gather_rows(ours, on(impl, rows), impl, count=number)
+    assert torch.equal(behind(got.detach(), length, 0), source[rows[:length]])
+    weights = torch.arange(24.0).view(8, 3)
+    (got * on(impl, weights)).sum().backward()
+    expected = torch.zeros(9, 3).index_add_(0, rows[:length], weights[:length])
+    assert torch.equal(ours.grad.cpu(), expected)
+    moved = on(impl, source.clone())
+    ops.scatter_rows(moved, on(impl, rows), on(impl, weights), impl, count=number)
+    expected = source.clone()
+    expected[rows[:length]] = weights[:length]
+    assert torch.equal(moved.cpu(), expected)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 7, 12, 99])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sums_are_of_the_occurrences_that_hold(impl, count):
+    length = min(max(count, 0), 12)
+    values = torch.randn(12, 3, generator=torch.Generator().manual_seed(3))
+    segments = torch.tensor([2, 0, 2, 4, 4, 2, 0, 1, 1, 4, 2, 0])
+    segments[length:] = -1
+    ours = on(impl, values.clone()).requires_grad_()
+    arguments, number = (on(impl, segments), 6), scalar(impl, count)
+    for level in ("window", "batch"):
+        expected = ops.segment_sum(values[:length], segments[:length], 6, level=level, impl="reference")
+        got = ops.segment_sum(ours, *arguments, level=level, impl=impl, count=number)
+        assert torch.equal(got.detach().cpu(), expected)
+        into = on(impl, torch.ones_like(expected))
+        ops.segment_sum(ours.detach(), *arguments, level=level, impl=impl, count=number, out=into)
+        start = torch.ones_like(expected)
+        ops.segment_sum(values[:length], segments[:length], 6, level=level, impl="reference", out=start)
+        assert torch.equal(into.cpu(), start)
+    ops.segment_sum(ours, *arguments, impl=impl, count=number).sum().backward()
+    assert torch.equal(behind(ours.grad, length, 0), torch.ones(length, 3))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_value_without_a_place_is_put_into_the_status(impl):
+    values = torch.ones(5, 4)
+    values[3, 2], values[4, 1] = float("nan"), float("inf")
+    status, segments = scalar(impl, 0), on(impl, torch.tensor([0, 1, 0, 1, 1]))
+    ops.segment_sum(
+        on(impl, values), segments, 2, level="batch", impl=impl, status=status, count=scalar(impl, 3)
+    )
+    assert int(status) == 0  # the NaN lies behind the count
+    ops.check_summed(status, values.shape)
+    ops.segment_sum(on(impl, values), segments, 2, level="batch", impl=impl, status=status)
+    assert int(status) == 1 + 3 * 4 + 2
+    ops.to_grid(on(impl, values), impl=impl, status=status)
+    assert int(status) == 15  # the first code stays
+    with pytest.raises(ops.ExactSumError, match=r"rows\[3, 2\] or a sum .* grid of 2\*\*-20") as caught:
+        ops.check_summed(status, values.shape, bits=20, name="rows")
+    assert caught.value.index == (3, 2) and caught.value.value is None
+    ops.to_grid(on(impl, values), impl=impl, status=status.zero_())
+    assert int(status) == 15
+    full = on(impl, torch.full((2, 4), 2**63 - 1))
+    ops.segment_sum(
+        on(impl, values[:2]), segments[:2], 2, level="batch", out=full, impl=impl, status=status.zero_()
+    )
+    assert int(status) == 1
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_updates_touch_the_rows_that_hold(impl, optimizer, count):
+    length = min(max(count, 0), 8)
+    generator = torch.Generator().manual_seed(4)
+    grad, indices = torch.randn(8, 3, generator=generator), torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
+    indices[length:] = POISON
+    width = {"sgd": [3], "rowwise_adagrad": [3, 1], "adam": [3, 3, 3]}[optimizer]
+    tables = [torch.rand(9, columns, generator=generator) for columns in width]
+    update = getattr(ops, f"sparse_{optimizer}")
+    ours, theirs = [on(impl, one.clone()) for one in tables], [one.clone() for one in tables]
+    update(*theirs, indices[:length], grad[:length], 0.1, impl="reference")
+    update(*ours, on(impl, indices), on(impl, grad), 0.1, impl=impl, count=scalar(impl, count))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keys=st.lists(st.one_of(st.integers(-3, 3), st.sampled_from([SMALLEST, LARGEST])), max_size=20),
+    count=st.integers(-2, 25),
+    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
+)
+def test_unique_of_any_keys_and_count(keys, count, impl):
+    check_unique(torch.tensor(keys, dtype=torch.int64), count, impl)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    left=st.lists(st.integers(-9, 9), unique=True, max_size=15),
+    right=st.lists(st.integers(-9, 9), unique=True, max_size=15),
+    counts=st.tuples(st.integers(-2, 18), st.integers(-2, 18)),
+    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
+)
+def test_intersect_of_any_keys_and_counts(left, right, counts, impl):
+    left, right = (torch.tensor(keys, dtype=torch.int64) for keys in (left, right))
+    check_intersect(left, right, *counts, impl)
+
+
+KEYS = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.unique(KEYS, count=torch.tensor([2])), r"count must be \(\) int64, got shape \(1,\)"),
+        (lambda: ops.unique(KEYS, padded=True, count=torch.tensor(2.0)), r"count must be .* torch.float32"),
+        (lambda: ops.intersect(KEYS, KEYS, right_count=KEYS), "right_count must be"),
+        (lambda: ops.intersect(KEYS, KEYS, left_count=KEYS), "left_count must be"),
+        (
+            lambda: ops.bucketize(KEYS, 2, count=KEYS[0].to("meta")),
+            "count is on meta, what it speaks of on cpu",
+        ),
+        (lambda: ops.gather_rows(torch.zeros(4, 2), KEYS, count=KEYS), "count must be"),
+        (lambda: ops.scatter_rows(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), count=KEYS), "count must be"),
+        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, count=KEYS), "count must be"),
+        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, status=KEYS), "status must be"),
+        (lambda: ops.to_grid(torch.zeros(4), status=KEYS), "status must be"),
+        (
+            lambda: ops.sparse_sgd(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), 0.1, count=KEYS),
+            "count must be",
+        ),
+        (lambda: ops.hash_find(*table("cpu", 8), KEYS, count=KEYS), "count must be"),
+        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, 0, status=KEYS), "status must be"),
+        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, KEYS), "next_row must be"),
+    ],
+)
+def test_bad_counts_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_compiles_without_a_graph_break():
+    def chain(keys, slot_keys, slot_rows, next_row, status, values):
+        distinct, inverse, _, found = ops.unique(keys, padded=True)
+        rows, inserted = ops.hash_insert(slot_keys, slot_rows, distinct, next_row, count=found, status=status)
+        sums = ops.segment_sum(values, inverse, 9, level="batch", status=status, count=found)
+        here, there, common = ops.intersect(distinct, values[:, 0].long(), padded=True, left_count=found)
+        grid = ops.to_grid(values, status=status)
+        return rows, inserted, sums, here, there, common, ops.gather_rows(values, rows, count=found), grid
+
+    def arguments():
+        keys = torch.tensor([5, 5, -1, 9, 5, -1, 7, 7, 7])
+        values = torch.arange(27.0).view(9, 3)
+        return keys, *table("cpu", 16), torch.tensor(0), torch.tensor(0), values
+
+    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
+    one, other = arguments(), arguments()
+    for got, expected in zip(compiled(*one), chain(*other), strict=True):
+        assert torch.equal(got, expected)
+    assert int(one[3]) == int(other[3]) == 4 and dict_of(*one[1:3]) == dict_of(*other[1:3])
+
+
+def test_registration():
+    keys, count, status = torch.arange(5), torch.tensor(3), torch.tensor(0)
+    ours, values = table("cpu", 16), torch.zeros(5, 2)
+    library = torch.ops.tritonrec
+    for op, arguments in (
+        (library.unique_padded, (keys, "cpu", count)),
+        (library.intersect_padded, (keys, keys, "cpu", count, None)),
+        (library.bucketize, (keys, 3, "cpu", count)),
+        (library.hash_insert, (*ours, keys, 0, None, "cpu", count, torch.tensor(0), status)),
+        (library.hash_find, (*ours, keys, "cpu", count)),
+        (library.hash_assign, (*ours, keys, keys, "cpu", count)),
+        (library.hash_erase, (*ours, keys, "cpu", count)),
+        (library.gather_rows, (values.requires_grad_(), keys, "cpu", count)),
+        (library.scatter_rows, (torch.zeros(5, 2), keys, torch.ones(5, 2), "cpu", count)),
+        (library.segment_sum, (values, keys, 5, "window", 36, "rows", "cpu", count)),
+        (
+            library.segment_sum_into,
+            (torch.zeros(5, 2), values.detach(), keys, 36, "rows", "cpu", count, status),
+        ),
+        (library.to_grid, (values.detach(), 36, "rows", "cpu", status)),
+        (library.sparse_sgd, (torch.zeros(5, 2), keys, values.detach(), 0.1, "cpu", count)),
+    ):
+        torch.library.opcheck(op.default, arguments)
