@@ -11,6 +11,7 @@ from tritonrec.nn import (
     HSTU,
     GatedNorm,
     HSTUConfig,
+    HSTULayer,
     LayerNorm,
     Linear,
     PositionalEmbedding,
@@ -199,11 +200,11 @@ def test_eval_mode_has_no_dropout():
 
 def test_layers_draw_masks_of_their_own(monkeypatch):
     seeds = []
-    forward = GatedNorm.forward
+    forward = HSTULayer.forward
     monkeypatch.setattr(
-        GatedNorm,
+        HSTULayer,
         "forward",
-        lambda self, x, u, seed, *rest: seeds.append(seed) or forward(self, x, u, seed, *rest),
+        lambda self, x, tokens, seed: seeds.append(seed) or forward(self, x, tokens, seed),
     )
     make_model().encode(make_batch(), TABLE[make_batch().ids], SEED)
     assert len(seeds) == CONFIG.layers == len(set(seeds))

@@ -14,8 +14,9 @@ from .modules import (
     Linear,
     PositionalEmbedding,
     RelativeAggregate,
+    RelativeBias,
 )
-from .next_item import NextItemModel, Tokens
+from .next_item import LayerConfig, NextItemModel, Tokens
 
 __all__ = [
     "GRM",
@@ -29,12 +30,14 @@ __all__ = [
     "GatedNorm",
     "HSTUConfig",
     "HSTULayer",
+    "LayerConfig",
     "LayerNorm",
     "Linear",
     "MMoE",
     "NextItemModel",
     "PositionalEmbedding",
     "RelativeAggregate",
+    "RelativeBias",
     "Tokens",
     "attach_grids",
     "binary_cross_entropy",

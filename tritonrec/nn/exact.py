@@ -101,6 +101,31 @@ def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tens
     return ops.segment_sum(values.unsqueeze(1), samples, len(lengths)).squeeze(1)
 
 
+def add_or_sum(parameter: torch.Tensor, terms: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of `parameter` from its terms (n, *shape); with a grid they go there, and it is None."""
+    if not has_grid(parameter):
+        return terms.sum(0)
+    _add_rows(parameter, terms.flatten(1))
+    return None
+
+
+def linear_gradients(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of weight (out, in) and bias (out,) from dy (L, out) and x (L, in), as `add_or_sum`."""
+    dbias = None if bias is None else add_or_sum(bias, dy)
+    if not has_grid(weight):
+        return dy.t() @ x, dbias
+    ops.linear_weight_grad(
+        weight.grid, dy, x, seq_offsets, weight.grid_bits, weight.grid_name,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    return None, dbias
+
+
 def _add_rows(parameter: torch.Tensor, terms: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Add terms (L, D) to the grid's rows (R, D); without `rows`, all to a grid of D elements."""
     grid = parameter.grid.view(-1, terms.shape[1])  # type: ignore[attr-defined]
@@ -121,12 +146,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, seq_offsets = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
         dy = dy.contiguous()
-        ops.linear_weight_grad(weight.grid, dy, x, seq_offsets, weight.grid_bits, weight.grid_name)
-        if bias is not None:
-            _add_rows(bias, dy)
-        dx = ops.linear(dy, weight.detach().t(), None) if ctx.needs_input_grad[0] else None
+        linear_gradients(ctx.weight, ctx.bias, dy, x, seq_offsets)
+        dx = ops.linear(dy, ctx.weight.detach().t(), None) if ctx.needs_input_grad[0] else None
         return dx, None, None, None
 
 
@@ -150,8 +172,8 @@ class _NormMulDropout(torch.autograd.Function):
             dy.contiguous(), x, u, weight.detach(), bias.detach(), ctx.dropout, ctx.seed, sample_ids,
             positions, means, rstds, "auto",
         )  # fmt: skip
-        _add_rows(weight, dweight)
-        _add_rows(bias, dbias)
+        add_or_sum(weight, dweight)
+        add_or_sum(bias, dbias)
         return dx, None if u is None else du, *(None,) * 7
 
 
@@ -168,7 +190,7 @@ class _RelativeAggregate(torch.autograd.Function):
         dv, dtable = _kernels.relative_aggregate_backward(
             dy, v, ctx.table.detach(), seq_offsets, ctx.max_seq_len, timestamps, "auto"
         )
-        _add_rows(ctx.table, dtable.flatten(1))
+        add_or_sum(ctx.table, dtable)
         return dv, None, None, None, None
 
 

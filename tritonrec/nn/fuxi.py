@@ -19,32 +19,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
 from .modules import GatedMLP, GatedNorm, LayerNorm, Linear, RelativeAggregate
-from .next_item import NextItemModel, Tokens
+from .next_item import LayerConfig, NextItemModel, Tokens
+from .transduction import transduce
 
 
 @dataclass(frozen=True)
-class FuXiConfig:
-    """Sizes of a FuXi model.
+class FuXiConfig(LayerConfig):
+    """Sizes of a FuXi model, beside those of `LayerConfig`.
 
     Args:
-        dim: d, of embeddings and residual stream. layers, heads: how many. qk_dim, v_dim: features of a head.
-        ffn_dim: inner width of the second stage, 2 d unless given. time_buckets: weights of the temporal
-            channel; 64 tell all powers of two of a time difference apart, fewer clamp the longest ones.
-        max_seq_len: most tokens of a sample, the attention's normaliser, and weights of the positional
-            channel. dropout: of the gated norm. temperature: of the sampled softmax.
+        ffn_dim: inner width of the second stage, 2 d unless given. temperature: of the sampled softmax.
     """
 
-    dim: int = 64
-    layers: int = 2
-    heads: int = 2
-    qk_dim: int = 32
-    v_dim: int = 32
     ffn_dim: int | None = None
-    time_buckets: int = 64
-    max_seq_len: int = 50
-    dropout: float = 0.2
     temperature: float = 1.0
 
 
@@ -69,24 +57,9 @@ class FuXiLayer(torch.nn.Module):
         """`tokens` with timestamps and without targets; `seed`: of this layer's dropout."""
         if tokens.timestamps is None or tokens.num_targets is not None:
             raise ValueError("a FuXi layer needs the tokens' timestamps and has no mask for targets")
-        config, offsets = self.config, tokens.seq_offsets
-        u, v, q, k = ops.silu(self.uvqk(self.norm(x), offsets)).split(self.sizes, 1)
-        v = v.unflatten(1, (config.heads, config.v_dim))
-        semantic = ops.hstu_attention(
-            q.unflatten(1, (config.heads, config.qk_dim)),
-            k.unflatten(1, (config.heads, config.qk_dim)),
-            v,
-            offsets,
-            config.max_seq_len,
-            alpha=config.qk_dim**-0.5,
-            scaling_seqlen=config.max_seq_len,
-        )
-        positional = self.by_position(v, offsets, config.max_seq_len)
-        temporal = self.by_time(v, offsets, config.max_seq_len, tokens.timestamps)
-        channels = torch.cat([channel.flatten(1) for channel in (positional, temporal, semantic)], 1)
-        gated = self.gate(channels, u, seed, tokens.sample_ids, tokens.positions)
-        y = x + self.output(gated, offsets)
-        return y + self.ffn(self.ffn_norm(y), offsets)
+        tables = {"by_position": self.by_position.weight, "by_time": self.by_time.weight}
+        y = transduce(self, x, tokens, seed, **tables)
+        return y + self.ffn(self.ffn_norm(y), tokens.seq_offsets)
 
 
 class FuXi(NextItemModel):

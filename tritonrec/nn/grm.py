@@ -20,7 +20,7 @@ Dimensions: B samples, C contextual features, Lh history and Le exposed tokens, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,37 +31,33 @@ from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import LayerNorm, Linear, PositionalEmbedding
-from .next_item import Tokens
+from .next_item import LayerConfig, Tokens
 
 if TYPE_CHECKING:
     from ..data.impressions import ImpressionBatch
 
 
+OLDEST = -(2**63)  # the time of contextual tokens, which have none
+
+
 @dataclass(frozen=True)
-class GRMConfig:
-    """Sizes of a GRM.
+class GRMConfig(LayerConfig):
+    """Sizes of a GRM, beside those of `LayerConfig`; `max_seq_len` counts context and exposed items too.
 
     Args:
-        dim: d, of item, action and genre rows and of the residual stream. context_dim: of contextual rows.
-        context, tasks: names, in the batch's order. experts, top_k: of MMoE. layers, heads: how many.
-        qk_dim, v_dim: features of a head. max_seq_len: most tokens of a sample, context and exposed ones
-            among them, and the attention's normaliser. dropout: of the gated norm. genres: whether items
-            have pooled genres.
+        dim: of item, action and genre rows and of the residual stream. context_dim: of contextual rows.
+        context, tasks: names, in the batch's order. experts, top_k: of MMoE. genres: whether items have
+            pooled genres. relative_bias: as `HSTUConfig`'s; contextual tokens are older than all others.
     """
 
-    dim: int = 64
+    max_seq_len: int = 200
     context_dim: int = 16
     context: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("click", "conversion")
     experts: int = 4
     top_k: int = 2
-    layers: int = 2
-    heads: int = 2
-    qk_dim: int = 32
-    v_dim: int = 32
-    max_seq_len: int = 200
-    dropout: float = 0.2
     genres: bool = False
+    relative_bias: bool = False
 
 
 class GRM(torch.nn.Module):
@@ -73,10 +69,8 @@ class GRM(torch.nn.Module):
         if taken:
             raise ValueError(f"context may not be named like a feature of tokens: {sorted(taken)}")
         self.config = config
-        layer = HSTUConfig(
-            dim=config.dim, heads=config.heads, qk_dim=config.qk_dim, v_dim=config.v_dim,
-            max_seq_len=config.max_seq_len, dropout=config.dropout,
-        )  # fmt: skip
+        shared = {field.name: getattr(config, field.name) for field in fields(LayerConfig)}
+        layer = HSTUConfig(**shared, relative_bias=config.relative_bias)
         self.context = torch.nn.ModuleList(Linear(config.context_dim, config.dim) for _ in config.context)
         self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
         self.layers = torch.nn.ModuleList(HSTULayer(layer) for _ in range(config.layers))
@@ -135,9 +129,6 @@ class GRM(torch.nn.Module):
         seq_offsets = (
             torch.cat([sample, sample.new_tensor([batch.num_samples])]) * context + history + exposed
         )
-        tokens = Tokens.place(
-            seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff()
-        )
         # Before a history token stand all context up to its own sample's, and earlier samples' exposed ones.
         before_history = (sample + 1) * context + exposed[:-1]
         before_exposed = (sample + 1) * context + history[1:]
@@ -146,4 +137,12 @@ class GRM(torch.nn.Module):
         own = torch.arange(len(batch.exposed_items), device=history.device)
         exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff())
         context_to = [seq_offsets[:-1] + feature for feature in range(context)]
-        return torch.cat([*context_to, history_to, exposed_to]), exposed_to, tokens
+        to = torch.cat([*context_to, history_to, exposed_to])
+        tokens = Tokens.place(
+            seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff()
+        )
+        if self.config.relative_bias:
+            ages = torch.full_like(sample, OLDEST).repeat(context)
+            times = torch.cat([ages, batch.history_timestamps, batch.exposed_timestamps])
+            tokens = tokens._replace(timestamps=times[torch.argsort(to)])
+        return to, exposed_to, tokens

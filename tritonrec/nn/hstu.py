@@ -4,37 +4,38 @@
     a = attention(q, k, v)                      pointwise aggregated attention, equation 2
     x = x + linear(dropout(norm(a) * u))        pointwise transformation, equation 3
 
+With `HSTUConfig.relative_bias` the scores of attention get equation 2's relative attention bias: one learned
+weight for each place back, one for each power of two of the time since. As in the published model, a token
+asks at the time of the next one, which is known when the next item is to be found.
+
 Dimensions: L tokens, H heads, d model dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import ops
-from .modules import GatedNorm, LayerNorm, Linear
-from .next_item import NextItemModel, Tokens
+from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
+from .next_item import LayerConfig, NextItemModel, Tokens
+from .transduction import transduce
+
+if TYPE_CHECKING:
+    from ..data import JaggedBatch
 
 
 @dataclass(frozen=True)
-class HSTUConfig:
-    """Sizes of an HSTU model.
+class HSTUConfig(LayerConfig):
+    """Sizes of an HSTU model, beside those of `LayerConfig`.
 
     Args:
-        dim: d, of embeddings and residual stream. layers, heads: how many.
-        qk_dim, v_dim: features of a head. max_seq_len: most tokens of a sample, and the attention's
-            normaliser. dropout: of the gated norm. temperature: of the sampled softmax.
+        relative_bias: add learned biases of relative position and time to the attention's scores.
+        temperature: of the sampled softmax.
     """
 
-    dim: int = 64
-    layers: int = 2
-    heads: int = 2
-    qk_dim: int = 32
-    v_dim: int = 32
-    max_seq_len: int = 50
-    dropout: float = 0.2
+    relative_bias: bool = False
     temperature: float = 1.0
 
 
@@ -44,34 +45,30 @@ class HSTULayer(torch.nn.Module):
     def __init__(self, config: HSTUConfig):
         super().__init__()
         self.config = config
-        self.sizes = [
-            config.heads * size for size in (config.v_dim, config.v_dim, config.qk_dim, config.qk_dim)
-        ]
+        width, qk_width = config.heads * config.v_dim, config.heads * config.qk_dim
+        self.sizes = [width, width, qk_width, qk_width]
         self.norm = LayerNorm(config.dim)
         self.uvqk = Linear(config.dim, sum(self.sizes))
-        self.gate = GatedNorm(config.heads * config.v_dim, config.dropout)
-        self.output = Linear(config.heads * config.v_dim, config.dim)
+        self.gate = GatedNorm(width, config.dropout)
+        self.output = Linear(width, config.dim)
+        self.bias = RelativeBias(config.max_seq_len, config.time_buckets) if config.relative_bias else None
 
     def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
-        """`seed`: of this layer's dropout."""
-        config = self.config
-        uvqk = ops.silu(self.uvqk(self.norm(x), tokens.seq_offsets))
-        u, v, q, k = uvqk.split(self.sizes, 1)
-        attended = ops.hstu_attention(
-            q.unflatten(1, (config.heads, config.qk_dim)),
-            k.unflatten(1, (config.heads, config.qk_dim)),
-            v.unflatten(1, (config.heads, config.v_dim)),
-            tokens.seq_offsets,
-            config.max_seq_len,
-            alpha=config.qk_dim**-0.5,
-            scaling_seqlen=config.max_seq_len,
-            num_targets=tokens.num_targets,
-        ).flatten(1)
-        gated = self.gate(attended, u, seed, tokens.sample_ids, tokens.positions)
-        return x + self.output(gated, tokens.seq_offsets)
+        """`tokens` with timestamps where there is a relative bias; `seed`: of this layer's dropout."""
+        if self.bias is None:
+            return transduce(self, x, tokens, seed)
+        if tokens.timestamps is None:
+            raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
+        tables = {"pos_weights": self.bias.pos_weights, "ts_weights": self.bias.ts_weights}
+        return transduce(self, x, tokens, seed, **tables)
 
 
 class HSTU(NextItemModel):
     """Next-item model: rows of items plus positions, HSTU layers, sampled softmax."""
 
     layer = HSTULayer
+
+    def place(self, batch: JaggedBatch) -> Tokens:
+        """Where the batch's tokens stand, and when they ask."""
+        tokens = super().place(batch)
+        return tokens.asking_at_next() if self.config.relative_bias else tokens

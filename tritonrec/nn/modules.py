@@ -104,6 +104,15 @@ class PositionalEmbedding(torch.nn.Module):
         return exact.lookup(self.weight, positions)
 
 
+class RelativeBias(torch.nn.Module):
+    """Learned weights of attention's relative bias, one for each place back and each power of two of time."""
+
+    def __init__(self, max_seq_len: int, time_buckets: int):
+        super().__init__()
+        self.pos_weights = torch.nn.Parameter(torch.randn(max_seq_len) * 0.02)
+        self.ts_weights = torch.nn.Parameter(torch.randn(time_buckets) * 0.02)
+
+
 class RelativeAggregate(torch.nn.Module):
     """Causal sums with a learned weight for each head and bucket of relative position or time."""
 

@@ -1,4 +1,5 @@
-"""What next-item models share: rows of items plus positions, layers, a norm, and a sampled softmax.
+"""What models share: sizes, places of tokens, and for the next item rows of items plus positions, layers, a
+norm, and a sampled softmax.
 
 A model names its `layer`, which is built from the configuration and called as ``layer(x, tokens, seed)``.
 
@@ -7,6 +8,7 @@ Dimensions: L tokens, B samples, K negatives, d model dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from .. import ops
 from .exact import sum_by_sample
 from .modules import LayerNorm, PositionalEmbedding
+from .transduction import check_recompute
 
 if TYPE_CHECKING:
     from ..data import JaggedBatch
@@ -27,6 +30,7 @@ class Tokens(NamedTuple):
     positions: torch.Tensor  # (L,), in the sample, from 0
     timestamps: torch.Tensor | None = None  # (L,)
     num_targets: torch.Tensor | None = None  # (B,), the last so many tokens do not see each other
+    query_timestamps: torch.Tensor | None = None  # (L,), when a token asks, where not at its own time
 
     @classmethod
     def place(
@@ -51,12 +55,46 @@ class Tokens(NamedTuple):
         positions = torch.arange(len(owners), device=starts.device) - starts
         return cls(seq_offsets, owners, positions, timestamps, num_targets)
 
+    def asking_at_next(self) -> Tokens:
+        """The same tokens, each asking at the time of its sample's next one, the last at its own."""
+        assert self.timestamps is not None
+        last = self.positions.roll(-1) == 0
+        times = torch.where(last, self.timestamps, self.timestamps.roll(-1))
+        return self._replace(query_timestamps=times)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes that models of HSTU's kind share.
+
+    Args:
+        dim: d, of embeddings and residual stream. layers, heads: how many. qk_dim, v_dim: features of a head.
+        max_seq_len: most tokens of a sample, and the attention's normaliser. dropout: of the gated norm.
+        time_buckets: weights for powers of two of a time difference, where a model has them; 64 tell all
+            powers apart, fewer clamp the longest ones.
+        recompute: what a layer's backward computes again instead of keeping it, of "norm", "uvqk", "silu",
+            "attention" and "gate". It changes memory and time, and no bit.
+    """
+
+    dim: int = 64
+    layers: int = 2
+    heads: int = 2
+    qk_dim: int = 32
+    v_dim: int = 32
+    max_seq_len: int = 50
+    dropout: float = 0.2
+    time_buckets: int = 64
+    recompute: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", check_recompute(self.recompute))
+
 
 class NextItemModel(torch.nn.Module):
     """Called as ``model(batch, rows, seed)`` by the trainer; see `tritonrec.pipeline.Model`.
 
     Args:
-        config: with ``dim``, ``layers``, ``max_seq_len`` and ``temperature``, and what `layer` needs.
+        config: a `LayerConfig` with ``temperature``, and what `layer` needs.
     """
 
     layer: type[torch.nn.Module]
@@ -68,9 +106,13 @@ class NextItemModel(torch.nn.Module):
         self.layers = torch.nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.norm = LayerNorm(config.dim)
 
+    def place(self, batch: JaggedBatch) -> Tokens:
+        """Where the batch's tokens stand."""
+        return Tokens.place(batch.offsets, batch.sample_ids, self.config.max_seq_len, batch.timestamps)
+
     def encode(self, batch: JaggedBatch, rows: torch.Tensor, seed: int = 0) -> torch.Tensor:
         """Hidden states (L, d) from the embedding rows (L, d) of ``batch.ids``."""
-        tokens = Tokens.place(batch.offsets, batch.sample_ids, self.config.max_seq_len, batch.timestamps)
+        tokens = self.place(batch)
         x = rows * self.config.dim**0.5 + self.positions(tokens.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, tokens, ops.derive_seed(seed, index, 0))

@@ -1,0 +1,221 @@
+"""The layer that HSTU, GRM and FuXi share, as one step of autograd that keeps what it is told to keep.
+
+    n = norm(x),   z = linear(n),   u, v, q, k = silu(z)
+    a = [channels of v by relative position and time,] attention(q, k, v)
+    g = dropout(norm(a) * u),   out = x + linear(g)
+
+Backward needs n, z, uvqk, a and g. `RECOMPUTED` names them in this order; those in a configuration's
+``recompute`` are not kept but computed again, by the same kernels from the same inputs, so to the same bits
+(dropout is a function of seed, sample and position). The gradients of u, v, q and k are written into one
+buffer, (L, sizes of all), by the kernels that make them; in place it becomes the gradient of z.
+
+Dimensions: L tokens, H heads, d model dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .. import ops
+from .exact import add_or_sum, linear_gradients
+
+if TYPE_CHECKING:
+    from .next_item import Tokens
+
+_kernels = torch.ops.tritonrec
+
+RECOMPUTED = ("norm", "uvqk", "silu", "attention", "gate")
+CHANNELS = ("by_position", "by_time")  # beside attention
+
+
+def check_recompute(names: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple; ValueError for one that is not in `RECOMPUTED`."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if unknown := sorted(set(names).difference(RECOMPUTED)):
+        raise ValueError(f"recompute takes some of {', '.join(RECOMPUTED)}, got {', '.join(unknown)}")
+    return names
+
+
+class Parameters(NamedTuple):
+    """Of one layer; tables that it does not have are None."""
+
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor
+    uvqk_weight: torch.Tensor
+    uvqk_bias: torch.Tensor
+    gate_weight: torch.Tensor
+    gate_bias: torch.Tensor
+    output_weight: torch.Tensor
+    output_bias: torch.Tensor
+    pos_weights: torch.Tensor | None = None  # of attention's bias
+    ts_weights: torch.Tensor | None = None
+    by_position: torch.Tensor | None = None  # of channels beside attention
+    by_time: torch.Tensor | None = None
+
+
+class Call(NamedTuple):
+    """What one call of a layer is told beside x and its parameters."""
+
+    tokens: Tokens
+    heads: int
+    qk_dim: int
+    v_dim: int
+    max_seq_len: int
+    eps: float  # of the norm
+    gate_eps: float
+    dropout: float
+    seed: int
+    recompute: tuple[str, ...]
+    channels: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Columns of u, v, q and k."""
+        values, keys = self.heads * self.v_dim, self.heads * self.qk_dim
+        return [self.channels * values, values, keys, keys]
+
+    def parts(self, uvqk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views u (L, sizes[0]), v (L, H, v_dim), q and k (L, H, qk_dim) of a buffer (L, sum of sizes)."""
+        u, *vqk = uvqk.split(self.sizes, 1)
+        return u, *(part.unflatten(1, (self.heads, -1)) for part in vqk)
+
+    def draws(self) -> tuple[Any, ...]:
+        """What dropout is a function of."""
+        sites = (self.tokens.sample_ids, self.tokens.positions) if self.dropout else (None, None)
+        return self.dropout, self.seed, *sites
+
+    def attention(self, parameters: Parameters) -> dict[str, Any]:
+        """The arguments of attention after q, k and v."""
+        timed = parameters.ts_weights is not None
+        return {
+            "seq_offsets": self.tokens.seq_offsets, "max_seq_len": self.max_seq_len,
+            "alpha": self.qk_dim**-0.5, "scaling_seqlen": self.max_seq_len, "mask_numbers": [1, 0, 0, 0],
+            "num_targets": self.tokens.num_targets, "num_contexts": None, "delta_offsets": None,
+            "attn_scale": None, "pos_weights": parameters.pos_weights, "ts_weights": parameters.ts_weights,
+            "timestamps": self.tokens.timestamps if timed else None,
+            "query_timestamps": self.tokens.query_timestamps if timed else None,
+            "bias_factor": 1.0, "deterministic": True, "impl": "auto",
+        }  # fmt: skip
+
+    def tables(self, parameters: Parameters) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """(name, table, timestamps) of each channel beside attention."""
+        times = {"by_position": None, "by_time": self.tokens.timestamps}
+        every = [(name, getattr(parameters, name), times[name]) for name in CHANNELS]
+        return [channel for channel in every if channel[1] is not None]
+
+
+def transduce(layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: torch.Tensor) -> torch.Tensor:
+    """(L, d) -> (L, d), the residual added. With grids, gradients of parameters go there, sample by sample.
+
+    Args:
+        layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
+        seed: of dropout. tables: of `Parameters`.
+    """
+    config, norm, uvqk, gate, output = layer.config, layer.norm, layer.uvqk, layer.gate, layer.output
+    parameters = Parameters(
+        norm.weight, norm.bias, uvqk.weight, uvqk.bias, gate.weight, gate.bias, output.weight, output.bias,
+        **tables,
+    )  # fmt: skip
+    call = Call(
+        tokens, config.heads, config.qk_dim, config.v_dim, config.max_seq_len, norm.eps, gate.eps,
+        gate.dropout if gate.training else 0.0, seed,
+        config.recompute if torch.is_grad_enabled() else RECOMPUTED,
+        channels=1 + sum(name in CHANNELS for name in tables),
+    )  # fmt: skip
+    return _Transduction.apply(call, x, *parameters)
+
+
+def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_linear: bool):
+    return _kernels.norm_linear_silu(
+        x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, keep_normed, keep_linear, "auto"
+    )
+
+
+def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
+    _, v, q, k = call.parts(uvqk)
+    attended = _kernels.hstu_attention(q, k, v, **call.attention(p)).flatten(1)
+    offsets = call.tokens.seq_offsets
+    channels = [
+        _kernels.relative_aggregate(v, table, offsets, call.max_seq_len, times, "auto").flatten(1)
+        for _, table, times in call.tables(p)
+    ]
+    return torch.cat([*channels, attended], 1) if channels else attended
+
+
+def _gate(attended: torch.Tensor, uvqk: torch.Tensor, p: Parameters, call: Call):
+    u = call.parts(uvqk)[0]
+    return _kernels.norm_mul_dropout(
+        attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws(), "auto"
+    )
+
+
+def _attend_backward(
+    dattended: torch.Tensor, uvqk: torch.Tensor, duvqk: torch.Tensor, p: Parameters, call: Call
+) -> dict[str, torch.Tensor]:
+    """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
+    (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
+    *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
+    dpos, dts = _kernels.hstu_attention_backward_into(dq, dk, dv, dout, q, k, v, **call.attention(p))
+    terms = {"pos_weights": dpos, "ts_weights": dts}
+    of_channels: torch.Tensor | None = None
+    for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
+        dvalues, terms[name] = _kernels.relative_aggregate_backward(
+            dchannel, v, table, call.tokens.seq_offsets, call.max_seq_len, times, "auto"
+        )
+        of_channels = dvalues if of_channels is None else of_channels.add_(dvalues)
+    if of_channels is not None:
+        dv += of_channels
+    return terms
+
+
+class _Transduction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, x, *parameters):
+        p, again = Parameters(*parameters), call.recompute
+        uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
+        attended = _attend(uvqk, p, call)
+        gated, *gate_rows = _gate(attended, uvqk, p, call)
+        out = ops.linear(gated, p.output_weight, p.output_bias)
+        stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
+        kept = (None if name in again else value for name, value in stages.items())
+        ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
+        ctx.call, ctx.own = call, p  # the grids are these tensors', not those of what was saved of them
+        return out.add_(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        call, own, dy = ctx.call, ctx.own, dy.contiguous()
+        x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
+        p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
+        if uvqk is None and z is not None:
+            uvqk = ops.silu(z)
+        elif uvqk is None:
+            uvqk, z, again, *_ = _front(x, p, call, normed is None, True)
+            normed = again if normed is None else normed
+        attended = _attend(uvqk, p, call) if attended is None else attended
+        gated = _gate(attended, uvqk, p, call)[0] if gated is None else gated
+
+        terms: dict[str, torch.Tensor] = {}  # of parameters' gradients, by token or by sample
+        duvqk, offsets = torch.empty_like(uvqk), call.tokens.seq_offsets
+        output = linear_gradients(own.output_weight, own.output_bias, dy, gated, offsets)
+        dattended, terms["gate_weight"], terms["gate_bias"] = _kernels.norm_mul_dropout_backward_into(
+            call.parts(duvqk)[0], ops.linear(dy, p.output_weight.t()), attended, call.parts(uvqk)[0],
+            p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds, "auto",
+        )  # fmt: skip
+        terms |= _attend_backward(dattended, uvqk, duvqk, p, call)
+        no_z, no_normed = (x.new_empty(0, like.shape[1]) for like in (duvqk, x))
+        dx, terms["norm_weight"], terms["norm_bias"], again = _kernels.norm_linear_silu_backward(
+            duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps,
+            no_z if z is None else z, no_normed if normed is None else normed, means, rstds, "auto",
+        )  # fmt: skip
+        normed = again if normed is None else normed
+        uvqk_pair = linear_gradients(own.uvqk_weight, own.uvqk_bias, duvqk, normed, offsets)
+        grads = {"output_weight": output[0], "output_bias": output[1]}
+        grads |= {"uvqk_weight": uvqk_pair[0], "uvqk_bias": uvqk_pair[1]}
+        for name, of_parameter in terms.items():
+            parameter = getattr(own, name)
+            grads[name] = None if parameter is None else add_or_sum(parameter, of_parameter)
+        return None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
