@@ -24,8 +24,8 @@ from tritonrec.kernels.hstu_attention import (
     reference,
 )
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.numba_bias import log2_of_difference as log2_on_cpu
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
+from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -33,10 +33,12 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
 
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     """Refuse a sequence of more than `max_seq_len` tokens; on an accelerator as `check_offsets`."""
-    lengths = seq_offsets[1:] - seq_offsets[:-1]
     if seq_offsets.device.type != "cpu":
-        torch._assert_async((lengths <= max_seq_len).all(), f"a sequence is longer than {max_seq_len=}")
+        fits = (seq_offsets[1:] - seq_offsets[:-1] <= max_seq_len).all()
+        torch._assert_async(fits, f"a sequence is longer than {max_seq_len=}")
         return
-    if lengths.numel() and int(lengths.max()) > max_seq_len:
+    offsets = seq_offsets.numpy()
+    lengths = offsets[1:] - offsets[:-1]
+    if lengths.size and lengths.max() > max_seq_len:
         at = int(lengths.argmax())
         raise ValueError(f"sequence {at} has {int(lengths[at])} tokens, more than {max_seq_len=}")

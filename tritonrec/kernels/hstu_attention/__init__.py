@@ -31,12 +31,14 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.checks import check_arguments, check_values
@@ -47,6 +49,7 @@ __all__ = ["attention_backward", "attention_forward", "hstu_attention"]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def hstu_attention(
@@ -126,7 +129,8 @@ def hstu_attention(
     if (scaling_seqlen is None) == (attn_scale is None):
         raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
     check_arguments(q, k, v, call, contextual_seq_len)
-    return _hstu_attention(q, k, v, *call)
+    attend = _Attention.apply if torch.is_grad_enabled() else _hstu_attention
+    return attend(q, k, v, *call)
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
@@ -146,13 +150,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
     from tritonrec.kernels.hstu_attention import numba_attention
 
     out = v.new_zeros(shape)
-    described, sizes, cost = _plan(q, v, call)
-    arguments = (*_flat(q), *_flat(k), *_flat(v), *described, out.view(-1).numpy())
-
-    def run(start: int, stop: int) -> None:
-        numba_attention.forward(*arguments, np.uintp(start), np.uintp(stop), *sizes)  # type: ignore[call-arg]
-
-    over_ranges(run, call.num_sequences, cost)
+    _launch(numba_attention.forward, (q, k, v), call, (out,), 1.0)
     return out
 
 
@@ -184,27 +182,9 @@ def attention_backward(
         return dq, dk, dv, dpos, dts
     from tritonrec.kernels.hstu_attention import numba_attention
 
-    described, sizes, cost = _plan(q, v, call)
-    arguments = (
-        *_flat(do), *_flat(q), *_flat(k), *_flat(v), *described, *_flat(dq), *_flat(dk), *_flat(dv),
-        dpos.numpy(), dts.numpy(),
-    )  # fmt: skip
-
-    def run(start: int, stop: int) -> None:
-        numba_attention.backward(*arguments, np.uintp(start), np.uintp(stop), *sizes)  # type: ignore[call-arg]
-
-    over_ranges(run, call.num_sequences, 2.5 * cost)
-    return dq, dk, dv, dpos, dts
-
-
-def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, np.uintp, np.uintp]:
-    """(L, H, D) as a flat array: row (t, h) starts at t * token_stride + h * head_stride."""
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    tokens, heads, dim = tensor.shape
-    length = (tokens - 1) * tensor.stride(0) + (heads - 1) * tensor.stride(1) + dim
-    flat = tensor.detach().as_strided((length,), (1,)).numpy()
-    return flat, np.uintp(tensor.stride(0)), np.uintp(tensor.stride(1))
+    outs = (dq, dk, dv, dpos, dts)
+    _launch(numba_attention.backward, (do, q, k, v), call, outs, 2.5)
+    return outs
 
 
 _NO_TIMES, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -219,8 +199,15 @@ def _zeros(count: int) -> np.ndarray:
     return np.zeros(count, np.int64)
 
 
-def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np.uintp, ...], float]:
-    """What numba's kernels take beside their tensors, their sizes, and what forward costs."""
+def _flat(tensors: Tensors) -> Iterator[np.ndarray | np.uintp]:
+    """Arrays for numba: three dimensions flat with two strides, tables as they are."""
+    for tensor in tensors:
+        yield from flat_heads(tensor) if tensor.dim() == 3 else (tensor.numpy(),)
+
+
+def _launch(kernel: Callable, inputs: Tensors, call: Call, outs: Tensors, weight: float) -> None:
+    """Run a numba kernel on `inputs`, the last three q, k and v; it costs `weight` times a forward."""
+    q, _, v = inputs[-3:]
     if q.dtype != torch.float32:
         raise ValueError(
             f"hstu_attention on the CPU computes in float32, got {q.dtype}: convert q, k and v with "
@@ -228,10 +215,9 @@ def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np
         )
     offsets = call.seq_offsets.contiguous().numpy()
     row_offsets = _array(call.delta_offsets, offsets)
-    lengths = np.diff(offsets).astype(np.float64)
     none = _zeros(call.num_sequences)
     if call.attn_scale is None:
-        scales = np.full(1, np.float32(1 / call.scaling_seqlen))
+        scales = np.array([1 / call.scaling_seqlen], np.float32)
     else:
         scales = call.attn_scale.contiguous().view(-1).numpy()
     base, sign = (0, 0) if call.pos_weights is None else call.position_index
@@ -242,9 +228,16 @@ def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np
         _array(call.pos_weights, _NO_WEIGHTS), base, sign, _array(call.ts_weights, _NO_WEIGHTS),
         _array(call.query_timestamps, times), times, np.float32(call.bias_factor),
     )  # fmt: skip
+    lengths = (offsets[1:] - offsets[:-1]).astype(np.float64)
     heads, dim_qk, dim_v = q.shape[1], q.shape[2], v.shape[2]
+    pairs = lengths @ (row_offsets[1:] - row_offsets[:-1])
     sizes = tuple(map(np.uintp, (heads, dim_qk, dim_v, int(lengths.max()))))
-    return described, sizes, float((lengths * np.diff(row_offsets)).sum()) * heads * (dim_qk + dim_v)
+    arguments = (*_flat(inputs), *described, *_flat(outs))
+
+    def run(start: int, stop: int) -> None:
+        kernel(*arguments, np.uintp(start), np.uintp(stop), *sizes)
+
+    over_ranges(run, call.num_sequences, weight * float(pairs) * heads * (dim_qk + dim_v))
 
 
 _CALL = (
@@ -308,17 +301,13 @@ def _(dq, dk, dv, do, q, k, v, *described):
 
 def _save(ctx, inputs, output):
     q, k, v, *described = inputs
-    ctx.tensors = [n for n, value in enumerate(described) if isinstance(value, torch.Tensor)]
-    ctx.described = [None if isinstance(value, torch.Tensor) else value for value in described]
-    ctx.save_for_backward(q, k, v, *(described[n] for n in ctx.tensors))
+    ctx.save_for_backward(q, k, v, *(x if isinstance(x, torch.Tensor) else None for x in described))
+    ctx.rest = [None if isinstance(x, torch.Tensor) else x for x in described]
 
 
 def _backward(ctx, do):
     q, k, v, *tensors = ctx.saved_tensors
-    described = list(ctx.described)
-    for n, tensor in zip(ctx.tensors, tensors, strict=True):
-        described[n] = tensor
-    call = Call(*described)
+    call = Call(*(x if tensor is None else tensor for tensor, x in zip(tensors, ctx.rest, strict=True)))
     dq, dk, dv, dpos, dts = _hstu_attention_backward(do, q, k, v, *call)
     rest = dict.fromkeys(Call._fields)
     if call.pos_weights is not None:
@@ -329,3 +318,15 @@ def _backward(ctx, do):
 
 
 _hstu_attention.register_autograd(_backward, setup_context=_save)
+
+
+class _Attention(torch.autograd.Function):
+    """What `register_autograd` generates, without its loops over the schema: they cost 70 us a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        out = _hstu_attention(*inputs)
+        _save(ctx, inputs, out)
+        return out
+
+    backward = staticmethod(_backward)

@@ -87,6 +87,8 @@ def check_values(q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
     """Refuse offsets and counts that do not fit; on an accelerator the checks are queued on the device."""
     check_offsets("seq_offsets", call.seq_offsets, len(k))
     check_lengths(call.seq_offsets, call.max_seq_len)
+    if call.delta_offsets is call.num_targets is call.num_contexts is None:
+        return
     lengths = call.seq_offsets[1:] - call.seq_offsets[:-1]
     if call.delta_offsets is not None:
         check_offsets("delta_offsets", call.delta_offsets, len(q))

@@ -14,20 +14,12 @@ from tritonrec.kernels.hstu_attention.numba_bias import add_bias, add_bias_gradi
 from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.numba_float import exp
 from tritonrec.kernels.numba_matmul import add_products
+from tritonrec.kernels.numba_sequences import transpose
 
 F32 = np.float32
 I = np.int64
 U = np.uintp
 ONE, THREE, FOUR = U(1), U(3), U(4)
-
-
-@njit(cache=True, nogil=True)
-def transpose(source, first, stride, rows, columns, out, out_stride):
-    """``out[c, r] = source[r, c]``, flat."""
-    for r in range(rows):
-        start = first + r * stride
-        for c in range(columns):
-            out[c * out_stride + r] = source[start + c]
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -52,11 +44,12 @@ def clear_hidden(x, at, spans, row, left, right):
     done = left
     for n in range(3):
         start, stop = spans_of(spans, row, n)
-        if start < stop:
-            start, stop = min(max(start, done), right), min(max(stop, done), right)
-            clear(x, at + done, start - done)
+        if start < right and stop > done:
+            if start > done:
+                clear(x, at + done, start - done)
             done = stop
-    clear(x, at + done, right - done)
+    if done < right:
+        clear(x, at + done, right - done)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -88,12 +81,26 @@ def add_bias_to_row(p, at, spans, row, pos, base, sign, ts, row_time, times, beg
 
 
 @njit(cache=True, nogil=True)
+def add_bias_gradient_of_row(
+    ds, at, spans, row, pos_sums, base, sign, ts_sums, row_time, times, begin, alpha
+):  # fmt: skip
+    """Add what `row` sees to the tables' sums; then ds *= alpha."""
+    for n in range(3):
+        start, stop = spans_of(spans, row, n)
+        add_bias_gradient(
+            ds, at, I(row), I(start), I(stop), pos_sums, base, sign, ts_sums, row_time, times, I(begin)
+        )
+        for j in range(at + start, at + stop):
+            ds[j] *= alpha
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # a check for zero would keep `weigh` from vectors
 def forward(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, row_offsets, targets, contexts, mask,
-    scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor, out,
-    start, stop, heads, dim_qk, dim_v, longest,
+    scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor,
+    out, out_token, out_head, start, stop, heads, dim_qk, dim_v, longest,
 ):  # fmt: skip
-    """Sequences [start, stop); `out` is contiguous and zero; `targets` has one entry per sequence.
+    """Sequences [start, stop); `out` is zero; `targets` has one entry per sequence.
 
     `row_offsets` are the offsets of q: the last so many tokens of each sequence. The scale of row t is
     ``scales[t * scale_step]``.
@@ -103,7 +110,6 @@ def forward(
     p = np.empty(FOUR * width, F32)
     spans = np.empty((longest, 4), np.int64)
     runs = np.empty((3, 2), np.int64)
-    out_token = heads * dim_v
     biased = pos.shape[0] + ts.shape[0] > 0
     slope = F32(1.0) if biased else alpha
     row_time = I(0)
@@ -130,8 +136,6 @@ def forward(
                     )  # fmt: skip
                 for r in range(rows):
                     at, row = r * width, i + r
-                    for n in range(count):
-                        clear_hidden(p, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
                     if biased:
                         if row_times.shape[0] > 0:
                             row_time = row_times[begin + row]
@@ -139,19 +143,20 @@ def forward(
                             p, at, spans, row, pos, base, sign, ts, row_time, times, begin, alpha, factor
                         )
                     scale = scales[(t + r) * scale_step]
-                    for n in range(3):
-                        left, right = spans_of(spans, row, n)
+                    for n in range(count):
+                        left, right = U(runs[n, 0]), U(runs[n, 1])
                         weigh(p, at + left, right - left, slope, scale)
+                        clear_hidden(p, at, spans, row, left, right)
                 for n in range(count):
                     left, right = U(runs[n, 0]), U(runs[n, 1])
                     add_products(
-                        out, t * out_token + h * dim_v, out_token, p, left, width, ONE,
+                        out, t * out_token + h * out_head, out_token, p, left, width, ONE,
                         v, v_first + left * v_token, v_token, rows, right - left, dim_v,
                     )  # fmt: skip
                 i += rows
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def backward(
     do, do_token, do_head, q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, offsets, row_offsets,
     targets, contexts, mask, scales, scale_step, alpha, pos, base, sign, ts, row_times, times, factor,
@@ -206,9 +211,6 @@ def backward(
                     )  # fmt: skip
                 for r in range(rows):
                     at, row = r * width, i + r
-                    for n in range(count):
-                        clear_hidden(p, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
-                        clear_hidden(ds, at, spans, row, U(runs[n, 0]), U(runs[n, 1]))
                     if biased:
                         if row_times.shape[0] > 0:
                             row_time = row_times[begin + row]
@@ -216,16 +218,15 @@ def backward(
                             p, at, spans, row, pos, base, sign, ts, row_time, times, begin, alpha, factor
                         )
                     scale = scales[(t + r) * scale_step]
-                    for n in range(3):
-                        left, right = spans_of(spans, row, n)
+                    for n in range(count):
+                        left, right = U(runs[n, 0]), U(runs[n, 1])
                         weigh_with_slope(p, ds, at + left, right - left, slope, scale, gain)
-                        if biased:
-                            add_bias_gradient(
-                                ds, at, I(row), I(left), I(right), pos_sums, base, sign, ts_sums, row_time,
-                                times, I(begin),
-                            )  # fmt: skip
-                            for j in range(at + left, at + right):
-                                ds[j] *= alpha
+                        clear_hidden(p, at, spans, row, left, right)
+                        clear_hidden(ds, at, spans, row, left, right)
+                    if biased:
+                        add_bias_gradient_of_row(
+                            ds, at, spans, row, pos_sums, base, sign, ts_sums, row_time, times, begin, alpha
+                        )
                 for n in range(count):
                     left, right = U(runs[n, 0]), U(runs[n, 1])
                     columns = right - left

@@ -7,29 +7,12 @@ A table that is not there is empty. Gradients of the tables add float32 terms in
 """
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
+
+from tritonrec.kernels.numba_sequences import log2_of_difference
 
 I = np.int64
 U = np.uintp
-
-
-@intrinsic
-def leading_zeros(typingctx, x):
-    """Zero bits above the highest one of a uint64 that is not 0."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.ctlz(arguments[0], ir.IntType(1)(1))
-
-    return types.int64(types.uint64), codegen
-
-
-@njit(cache=True, nogil=True, inline="always")
-def log2_of_difference(late, early):
-    """floor(log2(max(1, late - early))) of two int64: the difference always fits uint64."""
-    difference = np.uint64(late) - np.uint64(early)
-    return I(63) - leading_zeros(difference if late > early else np.uint64(1))
 
 
 @njit(cache=True, nogil=True)

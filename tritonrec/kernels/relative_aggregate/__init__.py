@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.offsets import check_lengths, check_offsets
 from tritonrec.kernels.relative_aggregate import reference
 from tritonrec.kernels.workers import over_ranges
@@ -97,7 +98,7 @@ def aggregate_forward(
 
     out = torch.zeros(v.shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
-    arguments = (*_flat(v), table.contiguous().view(-1).numpy(), offsets, times, out.view(-1).numpy())
+    arguments = (*flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times, out.view(-1).numpy())
 
     def run(start: int, stop: int) -> None:
         numba_relative.forward(*arguments, np.uintp(start), np.uintp(stop), *sizes)
@@ -133,7 +134,7 @@ def aggregate_backward(
     dv, dtable = torch.zeros(v.shape), torch.empty(shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
     arguments = (
-        *_flat(do), *_flat(v), table.contiguous().view(-1).numpy(), offsets, times,
+        *flat_heads(do), *flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times,
         dv.view(-1).numpy(), dtable.view(-1).numpy(),
     )  # fmt: skip
 
@@ -145,16 +146,6 @@ def aggregate_backward(
 
 
 _NO_TIMES = np.empty(0, np.int64)
-
-
-def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, np.uintp, np.uintp]:
-    """(L, H, D) as a flat array: row (t, h) starts at t * token_stride + h * head_stride."""
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    tokens, heads, dim = tensor.shape
-    length = (tokens - 1) * tensor.stride(0) + (heads - 1) * tensor.stride(1) + dim
-    flat = tensor.as_strided((length,), (1,)).numpy()
-    return flat, np.uintp(tensor.stride(0)), np.uintp(tensor.stride(1))
 
 
 def _plan(
