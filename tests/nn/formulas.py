@@ -22,21 +22,31 @@ def layer_norm(x, module):
     return centred / torch.sqrt(variance + module.eps) * module.weight + module.bias
 
 
-def attention(q, k, v, heads, normaliser, targets):
-    """One sample: (n, heads * size) each; the last `targets` rows do not see each other."""
+def attention(q, k, v, heads, normaliser, targets, bias=0):
+    """One sample: (n, heads * size) each; the last `targets` rows do not see each other. bias (n, n)."""
     n = len(q)
     seen = [[j == i or (j < i and j < n - targets) for j in range(n)] for i in range(n)]
     mask = torch.tensor(seen, dtype=q.dtype).reshape(n, n)
     outs = []
     for a, b, c in zip(*(tensor.chunk(heads, 1) for tensor in (q, k, v)), strict=True):
-        outs.append(silu(a @ b.T / a.shape[1] ** 0.5) * mask / normaliser @ c)
+        outs.append(silu(a @ b.T / a.shape[1] ** 0.5 + bias) * mask / normaliser @ c)
     return torch.cat(outs, 1)
 
 
-def hstu_layer(x, module, targets=0):
+def relative_bias(module, times, asked):
+    """One sample (n, n): the weight of places back, and of powers of two of the time since."""
+    n, last = len(times), len(module.ts_weights) - 1
+    ago = [[max(1, int(asked[i]) - int(times[j])).bit_length() - 1 for j in range(n)] for i in range(n)]
+    back = [[max(0, i - j) for j in range(n)] for i in range(n)]
+    at = torch.tensor([ago, back], dtype=torch.int64).view(2, n, n)
+    return module.ts_weights[at[0].clamp(max=last)] + module.pos_weights[at[1]]
+
+
+def hstu_layer(x, module, targets=0, times=None, asked=None):
     """One sample (n, d), without dropout."""
     u, v, q, k = silu(linear(layer_norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
-    attended = attention(q, k, v, module.config.heads, module.config.max_seq_len, targets)
+    bias = 0 if module.bias is None else relative_bias(module.bias, times, asked)
+    attended = attention(q, k, v, module.config.heads, module.config.max_seq_len, targets, bias)
     return x + linear(u * layer_norm(attended, module.gate), module.output)
 
 

@@ -102,8 +102,10 @@ def oracle(model, batch, rows):
         tokens.append(rows["item"][shown] + (rows["genre"][shown] if config.genres else 0))
         x = torch.cat(tokens)
         x = x * config.dim**0.5 + model.positions.weight[: len(x)]
+        ages = [torch.tensor([-(2**63)] * len(config.context), dtype=torch.int64)]
+        times = torch.cat([*ages, batch.history_timestamps[old], batch.exposed_timestamps[new]])
         for layer in model.layers:
-            x = formulas.hstu_layer(x, layer, len(new))
+            x = formulas.hstu_layer(x, layer, len(new), times, times)
         z = formulas.mmoe(formulas.layer_norm(x[len(x) - len(new) :], model.norm), model.head)
         y = batch.labels[new].to(z.dtype)
         p = torch.sigmoid(z)
@@ -115,6 +117,7 @@ def oracle(model, batch, rows):
 CONFIGS = {
     "full": CONFIG,
     "bare": replace(CONFIG, context=(), genres=False, tasks=("click",)),
+    "biased": replace(CONFIG, relative_bias=True, time_buckets=5, recompute=("norm", "silu")),
     "deep": replace(CONFIG, context=("age",), layers=3, experts=4, top_k=4),
 }
 
@@ -165,9 +168,10 @@ def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
             assert torch.equal(got[2][name], part), (subset, name)
 
 
+@pytest.mark.parametrize("config", [CONFIG, CONFIGS["biased"]], ids=["full", "biased"])
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_grids_do_not_depend_on_the_split(split):
-    model, (batch, rows) = make_model(), make_batch()
+def test_grids_do_not_depend_on_the_split(split, config):
+    model, (batch, rows) = make_model(config), make_batch()
     whole = attach_grids(model)
     run(model, batch, rows)
     parts = attach_grids(model)

@@ -1,0 +1,293 @@
+"""The fused layer: bits of its single steps, whatever is kept for backward and however a batch is cut."""
+
+from copy import deepcopy
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import formulas
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+
+from tritonrec import ops
+from tritonrec.nn import (
+    FuXiConfig,
+    FuXiLayer,
+    HSTUConfig,
+    HSTULayer,
+    Tokens,
+    attach_grids,
+    exact,
+    transduction,
+)
+
+SIZES = {"dim": 10, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dropout": 0.3, "time_buckets": 6}
+LAYERS = {
+    "hstu": (HSTULayer, HSTUConfig(**SIZES)),
+    "biased": (HSTULayer, HSTUConfig(**SIZES, relative_bias=True)),
+    "fuxi": (FuXiLayer, FuXiConfig(**SIZES, ffn_dim=13)),
+}
+LENGTHS = [5, 0, 1, 21, 3, 0, 7]
+SEED = 77
+NAMES = transduction.RECOMPUTED
+CHOICES = [names for count in range(6) for names in combinations(NAMES, count)]
+
+
+def make_layer(name, **changes):
+    torch.manual_seed(0)
+    build, config = LAYERS[name]
+    layer = build(replace(config, **changes))
+    for parameter in layer.parameters():  # large enough for SiLU not to be a line, no bias at zero
+        parameter.data = parameter.data * 1.5 + 0.2 * torch.randn_like(parameter)
+    return layer
+
+
+def make_tokens(name, lengths=LENGTHS, samples=None):
+    """x (L, d) and tokens; of some samples only, the draws are those of all."""
+    generator = torch.Generator().manual_seed(1)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = sum(lengths)
+    x = torch.randn(tokens, SIZES["dim"], generator=generator)
+    times = (torch.randint(0, 5, (tokens,), generator=generator) ** 2).cumsum(0) - 9
+    targets = torch.tensor([length // 3 for length in lengths])
+    ids = torch.arange(len(lengths)) * 1000 - 5
+    if samples is not None:
+        rows = torch.cat([torch.arange(0), *(torch.arange(offsets[b], offsets[b + 1]) for b in samples)])
+        x, times, targets, ids = x[rows], times[rows], targets[samples], ids[samples]
+        offsets = torch.tensor([0, *(lengths[b] for b in samples)]).cumsum(0)
+    placed = Tokens.place(offsets, ids, SIZES["max_seq_len"], times, None if name == "fuxi" else targets)
+    return x, placed.asking_at_next() if name == "biased" else placed
+
+
+def run(layer, x, tokens, grids=False, call=None):
+    """Output, dx, and the parameters' gradients or grids, by name."""
+    attached = attach_grids(layer) if grids else {}
+    x = x.clone().requires_grad_()
+    out = (call or layer)(x, tokens, SEED)
+    dout = torch.randn(1000, out.shape[1], generator=torch.Generator().manual_seed(2))
+    out.backward(dout[tokens.positions * 7 + (tokens.sample_ids + 5) // 1000])  # goes with its token
+    named = {
+        name: attached[name] if grids else parameter.grad for name, parameter in layer.named_parameters()
+    }
+    layer.zero_grad(set_to_none=True)
+    return {"out": out.detach(), "dx": x.grad, **named}
+
+
+def assert_equal(got, want, what=""):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{what} {name}"
+
+
+def step_by_step(layer):
+    """The same layer out of single ops, each with its own autograd."""
+    config = layer.config
+
+    def call(x, tokens, seed):
+        offsets = tokens.seq_offsets
+        uvqk = ops.silu(layer.uvqk(layer.norm(x), offsets))
+        u, *vqk = uvqk.split(layer.sizes, 1)
+        v, q, k = (part.unflatten(1, (config.heads, -1)) for part in vqk)
+        bias = getattr(layer, "bias", None)
+        options = {} if bias is None else {
+            **bias._parameters, "timestamps": tokens.timestamps, "query_timestamps": tokens.query_timestamps
+        }  # fmt: skip
+        attended = ops.hstu_attention(
+            q, k, v, offsets, config.max_seq_len, alpha=config.qk_dim**-0.5,
+            scaling_seqlen=config.max_seq_len, num_targets=tokens.num_targets, **options,
+        ).flatten(1)  # fmt: skip
+        if isinstance(layer, FuXiLayer):
+            positional = layer.by_position(v, offsets, config.max_seq_len)
+            temporal = layer.by_time(v, offsets, config.max_seq_len, tokens.timestamps)
+            attended = torch.cat([positional.flatten(1), temporal.flatten(1), attended], 1)
+        gated = layer.gate(attended, u, seed, tokens.sample_ids, tokens.positions)
+        y = x + layer.output(gated, offsets)
+        return y + layer.ffn(layer.ffn_norm(y), offsets) if isinstance(layer, FuXiLayer) else y
+
+    return call
+
+
+# ops.hstu_attention has no grids for its tables: with them, the cuts below stand for it
+@pytest.mark.parametrize(
+    ("name", "grids"),
+    [("hstu", False), ("hstu", True), ("biased", False), ("fuxi", False), ("fuxi", True)],
+)
+def test_bits_are_those_of_the_single_steps(name, grids):
+    layer = make_layer(name)
+    x, tokens = make_tokens(name)
+    got = run(layer, x, tokens, grids)
+    assert all(value.any() for value in got.values())
+    assert_equal(got, run(layer, x, tokens, grids, step_by_step(layer)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_recomputed_changes_no_bit(name):
+    """All 32 choices of HSTU; the others where they differ from it."""
+    x, tokens = make_tokens(name)
+    want = {grids: run(make_layer(name), x, tokens, grids) for grids in (False, True)}
+    for names in CHOICES if name == "hstu" else [CHOICES[4], CHOICES[-1], ("attention", "uvqk"), NAMES]:
+        layer = make_layer(name, recompute=names)
+        for grids, expected in want.items():
+            assert_equal(run(layer, x, tokens, grids), expected, f"{names}")
+
+
+def saved_bytes(layer, x, tokens, call=None):
+    """Bytes of float tensors that backward keeps, without x and parameters; views of a buffer count once."""
+    buffers = {}
+    known = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.data_ptr() not in known:
+            buffers[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (call or layer)(x, tokens, SEED)
+    return sum(buffers.values())
+
+
+@pytest.mark.parametrize("name", ["hstu", "biased"])
+def test_bytes_kept_for_backward(name):
+    x, tokens = make_tokens(name)
+    x = x.requires_grad_()
+    layer = make_layer(name)
+    columns = sum(layer.sizes)
+    numbers = {"norm": 10, "uvqk": columns, "silu": columns, "attention": 14, "gate": 14}
+    rows = 4 * len(x)
+    for names in [(), *((one,) for one in NAMES), NAMES]:
+        kept = sum(count for stage, count in numbers.items() if stage not in names)
+        assert saved_bytes(make_layer(name, recompute=names), x, tokens) == rows * (4 + kept), names
+    # means and deviations of two norms are the 4; the single steps keep as much as the layer that keeps all
+    assert saved_bytes(layer, x, tokens) == saved_bytes(layer, x, tokens, step_by_step(layer))
+
+
+def test_nothing_is_kept_without_gradients():
+    layer = make_layer("hstu")
+    x, tokens = make_tokens("hstu")
+    want = layer(x, tokens, SEED).detach()
+    with torch.no_grad():
+        assert saved_bytes(layer, x, tokens) == 0
+        assert torch.equal(layer(x, tokens, SEED), want)
+
+
+@pytest.mark.parametrize("names", [(), NAMES])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_element_of_the_gradient_buffer_is_written(name, names, monkeypatch):
+    layer = make_layer(name, recompute=names)
+    x, tokens = make_tokens(name)
+    want = run(layer, x, tokens)
+    poisoned = []
+
+    def empty_like(tensor):
+        poisoned.append(torch.full_like(tensor, float("nan")))
+        return poisoned[-1]
+
+    monkeypatch.setattr(transduction.torch, "empty_like", empty_like)
+    assert_equal(run(layer, x, tokens), want)
+    assert [tuple(buffer.shape) for buffer in poisoned] == [(sum(LENGTHS), sum(layer.sizes))]
+    assert torch.equal(want["uvqk.bias"], poisoned[0].sum(0))  # and that buffer is what uvqk's gradients read
+
+
+CUTS = [[[6, 5, 4, 3, 2, 1, 0]], [[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_grids_do_not_depend_on_the_cut(name, cut):
+    """Rows of output and dx, too, belong to their sample alone: dropout and times ask for nobody else."""
+    layer = make_layer(name, recompute=("norm", "attention"))
+    x, tokens = make_tokens(name)
+    whole = run(layer, x, tokens, grids=True)
+    sums = {key: torch.zeros_like(value) for key, value in whole.items() if value.dtype == torch.int64}
+    bounds = list(pairwise(torch.tensor([0, *LENGTHS]).cumsum(0).tolist()))
+    for samples in cut:
+        some = run(layer, *make_tokens(name, samples=samples), grids=True)
+        rows = torch.cat([torch.arange(0), *(torch.arange(*bounds[b]) for b in samples)])
+        for key, value in some.items():
+            if key in sums:
+                sums[key] += value
+            else:
+                assert torch.equal(value, whole[key][rows]), (samples, key)
+    assert sums.keys() == dict(layer.named_parameters()).keys()
+    for key, value in sums.items():
+        assert value.any() and torch.equal(value, whole[key]), key
+
+
+@pytest.mark.parametrize("name", ["hstu", "biased"])
+def test_error_is_that_of_plain_float32(name):
+    layer = make_layer(name, recompute=("norm", "uvqk")).eval()
+    x, tokens = make_tokens(name)
+
+    def formula(module):
+        def call(some, at, seed):
+            bounds = list(pairwise(at.seq_offsets.tolist()))
+            asked = at.timestamps if at.query_timestamps is None else at.query_timestamps
+            parts = [
+                formulas.hstu_layer(some[a:b], module, int(t), at.timestamps[a:b], asked[a:b])
+                for (a, b), t in zip(bounds, at.num_targets, strict=True)
+            ]
+            return torch.cat(parts)
+
+        return call
+
+    def runs(module, some, call=None):
+        leaf = some.clone().requires_grad_()
+        out = (call or module)(leaf, tokens, SEED)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+        parameters = dict(module.named_parameters())
+        values = torch.autograd.grad(out, [leaf, *parameters.values()], dout)
+        return dict(zip(["out", "dx", *parameters], [out.detach(), *values], strict=True))
+
+    double = deepcopy(layer).double()
+    plain, right = runs(layer, x, formula(layer)), runs(double, x.double(), formula(double))
+    for what, got in runs(layer, x).items():
+        assert_error_at_most_twice(got, plain[what], right[what], what, largest=10.0)
+
+
+def test_exact_gradients_of_the_tables_are_those_of_autograd():
+    layer = make_layer("biased")
+    x, tokens = make_tokens("biased")
+    floats, grids = run(layer, x, tokens), run(layer, x, tokens, grids=True)
+    for name in ("bias.pos_weights", "bias.ts_weights"):
+        torch.testing.assert_close(floats[name], ops.from_grid(grids[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_asks_at_the_time_of_its_next():
+    offsets, times = torch.tensor([0, 3, 3, 4, 6]), torch.tensor([5, 7, 9, -3, 2, 2**62])
+    tokens = Tokens.place(offsets, torch.arange(4), 9, times).asking_at_next()
+    assert tokens.query_timestamps.tolist() == [7, 9, 9, -3, 2**62, 2**62]
+    assert tokens.timestamps is times
+    empty = Tokens.place(torch.tensor([0]), torch.arange(0), 9, times[:0]).asking_at_next()
+    assert empty.query_timestamps.shape == (0,)
+
+
+def test_a_relative_bias_needs_timestamps():
+    layer = make_layer("biased")
+    x, tokens = make_tokens("biased")
+    with pytest.raises(ValueError, match="relative bias needs the tokens' timestamps"):
+        layer(x, tokens._replace(timestamps=None), SEED)
+
+
+def test_without_a_bias_there_are_no_tables():
+    assert not any("bias.pos" in name for name, _ in make_layer("hstu").named_parameters())
+    plain, biased = make_layer("hstu"), make_layer("biased")
+    assert biased.bias.pos_weights.shape == (21,) and biased.bias.ts_weights.shape == (6,)
+    for table in biased.bias.parameters():
+        table.data.zero_()
+    for parameter, other in zip(plain.parameters(), biased.parameters(), strict=False):
+        other.data = parameter.data
+    x, tokens = make_tokens("hstu")
+    torch.testing.assert_close(plain(x, tokens, SEED), biased(x, tokens, SEED))
+
+
+@pytest.mark.parametrize("config", [HSTUConfig, FuXiConfig])
+def test_what_to_recompute_is_checked(config):
+    with pytest.raises(ValueError, match=r"recompute takes some of norm, uvqk, silu, .*, got attn, normed"):
+        config(recompute=("normed", "gate", "attn"))
+    assert config(recompute=["gate"]).recompute == config(recompute="gate").recompute == ("gate",)
+
+
+def test_gradients_without_grids_are_sums():
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    terms = torch.randn(4, 3, 2)
+    assert torch.equal(exact.add_or_sum(weight, terms), terms.sum(0))
