@@ -41,6 +41,7 @@ from tritonrec.distributed import Communicators, RankDiedError, RankPool
 from tritonrec.embedding import DenseOptimizer
 from tritonrec.harness.lab.network import LabError, Network
 from tritonrec.harness.lab.rounds import ranks_in
+from tritonrec.harness.lab.settings import Setting, parse_switches
 from tritonrec.harness.setup import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
@@ -62,21 +63,22 @@ class System:
     dedup: bool = False
 
 
-def systems(micro_batches: int) -> list[System]:
-    """The baseline first."""
-    ours = [
-        System(f"nestpipe N={count} {level}", "nestpipe", WindowConfig(count, level))
-        for level in ("window", "batch")
-        for count in (1, micro_batches)
-    ]
-    return [
+def systems(micro_batches: int, switches: dict[str, object]) -> list[System]:
+    """TorchRec's first; ours without overlap, with whole batches, and with micro-batches and the switches."""
+    found = [
         System("TorchRec, plain", "plain"),
         System("TorchRec, SparseDist", "pipeline"),
         System("TorchRec, plain, dedup", "plain", dedup=True),
         System("TorchRec, SparseDist, dedup", "pipeline", dedup=True),
         System("synchronous, window", "sequential", WindowConfig(1, "window")),
-        *ours,
     ]
+    for level in ("window", "batch"):
+        setting = Setting("nestpipe", micro_batches, {**switches, "consistency": level})
+        found += [
+            System(f"nestpipe N=1, {level}", "nestpipe", WindowConfig(1, level)),
+            System(f"nestpipe N={micro_batches}, {level}", "nestpipe", setting.window(0)),
+        ]
+    return found
 
 
 def dealt(batch: JaggedBatch, items: int, seed: int) -> JaggedBatch:
@@ -280,7 +282,7 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
     )  # fmt: skip
     job = Job(args.data, "hstu", args.batch_size, 50, args.negatives, sizes=sizes, lr=args.lr, slots=1 << 16)
     items = 1 + int(max(job.loader().catalogue))
-    compared = systems(args.micro_batches)
+    compared = systems(args.micro_batches, parse_switches(args.switch))
     baseline, times, losses = compared[0].name, {s.name: [] for s in compared}, {}
     with pool_of(ranks, args.rate) as pool:
         for number in range(args.rounds + 1):  # the first round compiles
@@ -294,7 +296,9 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
             last = {name: run.losses for name, run in runs.items()}
     peer = min((s.name for s in compared if s.window is None), key=lambda name: median(times[name]))
     console.print(
-        f"{ranks} ranks, links of {args.rate:g} Mbit/s (0: no limit), {args.optimizer}", highlight=False
+        f"{ranks} ranks, links of {args.rate:g} Mbit/s (0: no limit), {args.optimizer}; "
+        f"N={args.micro_batches} with {' '.join(args.switch) or 'no switch'}",
+        highlight=False,
     )
     table = Table(title=f"A step beside {peer}, the fastest of TorchRec's", title_justify="left")
     for name in ("system", "ms", "ratio", "spread", "first loss", "last loss", "differs"):
@@ -334,6 +338,12 @@ def main() -> None:
     parser.add_argument("--ranks", default="4,2", help="world sizes between commas")
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each link; 0: no limit, no root")
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument(
+        "--switch",
+        nargs="*",
+        default=["first_use", "skip_fetch", "taper=0.5"],
+        help="of our micro-batched rows",
+    )
     parser.add_argument("--optimizer", choices=("sgd", "rowwise_adagrad"), default="sgd")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=14)

@@ -296,8 +296,10 @@ def lab(
     data: DataOption = "zipf:users=8000,items=40000,median_length=40,seed=1",
     world_size: Annotated[int, typer.Option(min=2, help="Ranks, each in a network namespace.")] = 4,
     rate: Annotated[float, typer.Option(help="Mbit/s of each rank's link, each way.")] = 100.0,
-    modes: Annotated[str, typer.Option(help="Modes beside synchronous training.")] = "dbp,fwp,nestpipe",
-    micro_batches: Annotated[str, typer.Option(help="Values of N for fwp and nestpipe.")] = "4,8",
+    modes: Annotated[
+        str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
+    ] = "dbp,fwp,nestpipe",
+    micro_batches: Annotated[str, typer.Option(help="Values of N; dbp runs whole batches.")] = "4,8",
     switch: Annotated[
         list[str] | None,
         typer.Option(
@@ -355,7 +357,7 @@ def lab(
             Job(data, "hstu", batch_size, max_seq_len, negatives, sizes=sizes, seed=seed),
             world_size,
             rate,
-            _names(modes, ("dbp", "fwp", "nestpipe"), "--modes"),  # type: ignore[arg-type]
+            _names(modes, ("sequential", "dbp", "fwp", "nestpipe"), "--modes"),  # type: ignore[arg-type]
             _numbers(micro_batches, "--micro-batches"),
             settings.parse_switches(switch or []),
             settings.parse_emulation(emulate),
@@ -374,6 +376,61 @@ def lab(
     if png:
         _checked(lambda: report.draw_report(result, png))
         console.print(f"picture: {png}")
+
+
+@app.command()
+def simulate(
+    table: Annotated[str, typer.Option(help="Only tables of the paper whose name contains this.")] = "",
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(help="Predict a lab's report, or traces, the first of which gives the costs; repeat."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Also simulate so many workers, each by itself.")
+    ] = None,
+    jitter: Annotated[
+        float, typer.Option(min=0, max=1, help="Scatter of tasks: of --workers, and of the curves.")
+    ] = 0.0,
+    exponent: Annotated[float, typer.Option(min=0, max=5, help="Zipf's, of the assumed keys.")] = 1.05,
+    affinity: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of keys that a user's community has to itself.")
+    ] = 0.8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write cells and curves here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw scaling curves and the sweep of Fig. 9.")] = None,
+) -> None:
+    """Model the cluster of the NestPipe paper; print paper, model and error side by side.
+
+    Four constants are fitted on TorchRec's rows of Tables II and III; every other figure is predicted by
+    executing the schedule tables.
+    """
+    from .simulator import Workload
+    from .simulator import run as simulator
+
+    if measured:
+        if table or workers or jitter or png:
+            raise typer.BadParameter("--measured goes with --json only")
+        _checked(lambda: simulator.simulate_measured(measured, json_file))
+        return
+    keys = Workload(exponent=exponent, affinity=affinity)
+    _checked(lambda: simulator.simulate(keys, table or None, workers, jitter, json_file, png))
+
+
+@app.command()
+def plan(
+    costs: Annotated[
+        Path | None, typer.Option(help="Stage costs (docs/simulator.md), or a report of lab --json.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Measure the costs from this trace instead.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to plan for; default: those measured.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plans to this file.")] = None,
+    save_costs: Annotated[Path | None, typer.Option(help="Write the stage costs to this file.")] = None,
+) -> None:
+    """Choose micro-batches, taper, batches in flight and 2D grouping from measured stage costs."""
+    from .simulator import run as simulator
+
+    _checked(lambda: simulator.plan(costs, trace, world_size, json_file, save_costs))
 
 
 @app.command()

@@ -38,7 +38,7 @@ class Setting:
     @property
     def switch_words(self) -> list[str]:
         """``clustering``, ``dedup=none``: the switches as they are typed."""
-        return [name if value is True else f"{name}={_word(value)}" for name, value in self.switches.items()]
+        return [name if value is True else f"{name}={value}" for name, value in self.switches.items()]
 
 
 BASELINE = Setting("sequential")
@@ -54,10 +54,10 @@ def settings(
     """
     chosen, counts = [BASELINE], list(micro_batches)
     for mode in modes:
-        chosen += [Setting(mode)] if mode == "dbp" else [Setting(mode, count) for count in counts]
+        chosen += [Setting(mode, count) for count in ([1] if mode == "dbp" else counts)]
     if switches:
         chosen += [Setting("nestpipe", count, switches) for count in counts]
-    return chosen
+    return [setting for place, setting in enumerate(chosen) if setting not in chosen[:place]]
 
 
 def parse_switches(words: Iterable[str]) -> dict[str, Any]:
@@ -76,21 +76,13 @@ def parse_switches(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(word: str, text: str, default: Any) -> Any:
+    kinds = {bool: "true or false", int: "a whole number", float: "a number"}
     try:
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(default, int):
-            return int(text)
-        if isinstance(default, str):
-            return text
-        return tuple(float(part) for part in text.split(","))
+        return type(default)(text)
     except (KeyError, ValueError):
-        kind = {bool: "true or false", int: "a whole number"}.get(type(default), "numbers between commas")
-        raise LabError(f"--switch {word!r} takes {kind}") from None
-
-
-def _word(value: Any) -> str:
-    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+        raise LabError(f"--switch {word!r} takes {kinds[type(default)]}") from None
 
 
 def parse_emulation(text: str) -> dict[str, float]:
