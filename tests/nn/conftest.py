@@ -1,6 +1,7 @@
-"""Tests of models take the rule for float errors from those of kernels."""
+"""Tests of models share the rule for float errors with those of kernels, and single ops with ci."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci")]

@@ -1,12 +1,17 @@
 """The fused layer: bits of its single steps, whatever is kept for backward and however a batch is cut."""
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import formulas
 import pytest
 import torch
+from bench_layer import CHOICES as SHOWN
+from bench_layer import SIZES as SHOWN_SIZES
+from bench_layer import layer_with, saved_bytes, single_ops, workload
 from float_error import assert_error_at_most_twice
 
 from tritonrec import ops
@@ -33,10 +38,10 @@ NAMES = transduction.RECOMPUTED
 CHOICES = [names for count in range(6) for names in combinations(NAMES, count)]
 
 
-def make_layer(name, **changes):
+def make_layer(name, recompute=()):
     torch.manual_seed(0)
     build, config = LAYERS[name]
-    layer = build(replace(config, **changes))
+    layer = build(replace(config, recompute=recompute))
     for parameter in layer.parameters():  # large enough for SiLU not to be a line, no bias at zero
         parameter.data = parameter.data * 1.5 + 0.2 * torch.randn_like(parameter)
     return layer
@@ -79,34 +84,6 @@ def assert_equal(got, want, what=""):
         assert torch.equal(got[name], value), f"{what} {name}"
 
 
-def step_by_step(layer):
-    """The same layer out of single ops, each with its own autograd."""
-    config = layer.config
-
-    def call(x, tokens, seed):
-        offsets = tokens.seq_offsets
-        uvqk = ops.silu(layer.uvqk(layer.norm(x), offsets))
-        u, *vqk = uvqk.split(layer.sizes, 1)
-        v, q, k = (part.unflatten(1, (config.heads, -1)) for part in vqk)
-        bias = getattr(layer, "bias", None)
-        options = {} if bias is None else {
-            **bias._parameters, "timestamps": tokens.timestamps, "query_timestamps": tokens.query_timestamps
-        }  # fmt: skip
-        attended = ops.hstu_attention(
-            q, k, v, offsets, config.max_seq_len, alpha=config.qk_dim**-0.5,
-            scaling_seqlen=config.max_seq_len, num_targets=tokens.num_targets, **options,
-        ).flatten(1)  # fmt: skip
-        if isinstance(layer, FuXiLayer):
-            positional = layer.by_position(v, offsets, config.max_seq_len)
-            temporal = layer.by_time(v, offsets, config.max_seq_len, tokens.timestamps)
-            attended = torch.cat([positional.flatten(1), temporal.flatten(1), attended], 1)
-        gated = layer.gate(attended, u, seed, tokens.sample_ids, tokens.positions)
-        y = x + layer.output(gated, offsets)
-        return y + layer.ffn(layer.ffn_norm(y), offsets) if isinstance(layer, FuXiLayer) else y
-
-    return call
-
-
 # ops.hstu_attention has no grids for its tables: with them, the cuts below stand for it
 @pytest.mark.parametrize(
     ("name", "grids"),
@@ -117,7 +94,7 @@ def test_bits_are_those_of_the_single_steps(name, grids):
     x, tokens = make_tokens(name)
     got = run(layer, x, tokens, grids)
     assert all(value.any() for value in got.values())
-    assert_equal(got, run(layer, x, tokens, grids, step_by_step(layer)))
+    assert_equal(got, run(layer, x, tokens, grids, single_ops(layer)))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -129,21 +106,6 @@ def test_what_is_recomputed_changes_no_bit(name):
         layer = make_layer(name, recompute=names)
         for grids, expected in want.items():
             assert_equal(run(layer, x, tokens, grids), expected, f"{names}")
-
-
-def saved_bytes(layer, x, tokens, call=None):
-    """Bytes of float tensors that backward keeps, without x and parameters; views of a buffer count once."""
-    buffers = {}
-    known = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
-
-    def pack(tensor):
-        if tensor.is_floating_point() and tensor.data_ptr() not in known:
-            buffers[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        (call or layer)(x, tokens, SEED)
-    return sum(buffers.values())
 
 
 @pytest.mark.parametrize("name", ["hstu", "biased"])
@@ -158,7 +120,7 @@ def test_bytes_kept_for_backward(name):
         kept = sum(count for stage, count in numbers.items() if stage not in names)
         assert saved_bytes(make_layer(name, recompute=names), x, tokens) == rows * (4 + kept), names
     # means and deviations of two norms are the 4; the single steps keep as much as the layer that keeps all
-    assert saved_bytes(layer, x, tokens) == saved_bytes(layer, x, tokens, step_by_step(layer))
+    assert saved_bytes(layer, x, tokens) == saved_bytes(layer, x, tokens, single_ops(layer))
 
 
 def test_nothing_is_kept_without_gradients():
@@ -291,3 +253,16 @@ def test_gradients_without_grids_are_sums():
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     terms = torch.randn(4, 3, 2)
     assert torch.equal(exact.add_or_sum(weight, terms), terms.sum(0))
+
+
+def test_the_page_shows_the_bytes_that_are_kept():
+    """docs/models.md has a table for each size, and in it a row for each choice."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    shown = page.split("<!-- layer -->")[1].split("<!-- end layer -->")[0]
+    for title, config in SHOWN_SIZES.items():
+        part = shown.split(title)[1]
+        x, tokens = workload(config)
+        for names in SHOWN:
+            found = re.search(rf"\| {', '.join(names) or 'nothing'} \| ([\d,]+) \|", part)
+            size = saved_bytes(layer_with(config, names), x, tokens) / len(x)
+            assert found is not None and float(found[1].replace(",", "")) == size, names

@@ -84,7 +84,7 @@ class LayerConfig:
     max_seq_len: int = 50
     dropout: float = 0.2
     time_buckets: int = 64
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ("norm",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", check_recompute(self.recompute))
