@@ -2,8 +2,8 @@
 
 import io
 import json
-import time
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tritonrec.distributed import RankPool
 from tritonrec.harness.cli import app
 from tritonrec.harness.lab import report, rounds
+from tritonrec.harness.lab import settings as lab_settings
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import Plan, Result, measure, rows
@@ -112,18 +113,20 @@ def window_of(job, micro_batches):
     return window
 
 
-def test_an_emulated_stage_works_then_waits(job):
-    program, emulation = _Program(), Emulation({"compute": 0.2, "retrieve": 0.05})
+def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
+    slept = []
+    clock = SimpleNamespace(perf_counter=lambda: 5.0 + len(program.done) * 0.01, sleep=slept.append)
+    monkeypatch.setattr(lab_settings, "time", clock)  # every action takes 10 ms
+    program, emulation = _Program(), Emulation({"compute": 0.13, "retrieve": 0.05})
     untouched = program.actions["exchange"]
     emulation.install(program)
     assert program.actions["exchange"] is untouched
-    window = window_of(job, 3)
-    began = time.perf_counter()
+    window = window_of(job, 3)  # 13 samples: 5, 5, 3
     for i in range(3):
         program.actions["compute"](window, i)
     program.actions["retrieve"](window)
-    assert time.perf_counter() - began >= 0.25
     assert program.done == [(window, 0), (window, 1), (window, 2), (window, None)]
+    assert slept == pytest.approx([0.04, 0.04, 0.02, 0.04])
     assert (emulation.tasks, emulation.overruns) == (4, 0)
 
 
@@ -184,24 +187,20 @@ def test_missing_steps_and_other_samples_are_errors():
 
 @pytest.fixture(scope="module")
 def plan(job):
-    return Plan(
-        job, 2, 100.0, ["nestpipe"], [3], {"consistency": "window"}, {"compute": 0.03}, steps=5, rounds=2
-    )
+    switches, seconds = {"consistency": "window", "clustering": True}, {"compute": 0.03}
+    return Plan(job, 2, 100.0, ["nestpipe"], [3], switches, seconds, steps=5, rounds=2)
 
 
 @pytest.fixture(scope="module")
 def runs(plan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
+
+    def run(number, setting):
+        path = folder / f"{number} {setting}.pftrace"
+        return run_once(pool, 2, plan.job, setting, plan.seconds, plan.steps, path)
+
     with RankPool((2,)) as pool:
-        return [
-            [
-                run_once(
-                    pool, 2, plan.job, setting, plan.seconds, plan.steps, folder / f"{number}-{place}.pftrace"
-                )
-                for place, setting in enumerate(plan.settings)
-            ]
-            for number in range(plan.rounds)
-        ]
+        return [[run(number, setting) for setting in plan.settings] for number in range(plan.rounds)]
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +240,12 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
     assert whole.exposed == whole.communication and whole.exposed_lookup == whole.lookup
     assert cut.rows > whole.rows  # micro-batches ask for a key again
     assert report.payload(result.rows[1], result.rows[0]) == cut.rows / whole.rows
-    # float32 gradients are half as long as those on the grid; the rows are the same
-    assert result.rows[2].figures.rows == pytest.approx(cut.rows, rel=1e-12)
-    assert result.rows[2].figures.row_bytes == pytest.approx(cut.row_bytes * 8 / 12)
+    assert cut.exposed_lookup < cut.lookup
+    # A row is twelve float32 there, and twelve float32 or int64 back.
+    assert cut.rows == pytest.approx(cut.row_bytes / (12 * (4 + 8)), rel=1e-12)
+    assert result.rows[2].figures.rows == pytest.approx(
+        result.rows[2].figures.row_bytes / (12 * (4 + 4)), rel=1e-12
+    )
 
 
 @pytest.mark.multi_rank
@@ -276,7 +278,7 @@ def test_the_document_and_the_picture(result, tmp_path):
     )
     assert document["emulated"]["seconds_per_step"] == {"compute": 0.03}
     assert [row["mode"] for row in document["rows"]] == ["sequential", "nestpipe", "nestpipe"]
-    assert document["rows"][2]["switches"] == {"consistency": "window"}
+    assert document["rows"][2]["switches"] == {"consistency": "window", "clustering": True}
     for row in document["rows"]:
         assert len(row["speedups"]) == 2 and row["stages"]["exchange"]["bytes"] > 0
         seconds = report.parts(result.rows[document["rows"].index(row)])

@@ -68,8 +68,8 @@ def figures(run: Run, dim: int) -> Figures:
     if edges := trace.metadata["edges"]:
         report = check_edges(trace.spans, edges, trace.metadata["micro_batches"])
         if not report.honoured:
-            found = report.violations or [f"edges never exercised: {report.never_exercised}; run more steps"]
-            raise LabError(f"{run.setting}: {found[0]}")
+            unseen = f"edges never exercised: {report.never_exercised}; run more steps"
+            raise LabError(f"{run.setting}: {report.violations[0] if report.violations else unseen}")
     ranks = summarise(trace.spans, WARMUP)
 
     def per_step(values: Sequence[int]) -> float:

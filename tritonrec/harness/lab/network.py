@@ -150,7 +150,8 @@ def remove(namespaces: list[str], run: Runner = execute, kill: Callable[[int, in
 def clean(run: Runner = execute, alive: Callable[[int], bool] | None = None) -> tuple[list[str], list[str]]:
     """Remove the namespaces whose owner is gone; returns those removed, and those of labs that still run."""
     is_alive = alive or _is_alive
-    gone, kept = [], []
+    gone: list[str] = []
+    kept: list[str] = []
     for name in existing(run):
         owner = name.removeprefix(f"{PREFIX}-").partition("-")[0]
         (kept if owner.isdigit() and is_alive(int(owner)) else gone).append(name)

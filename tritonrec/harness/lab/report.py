@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import __version__
-from .network import LabError
 from .rounds import PROBES, Plan, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -196,8 +195,6 @@ def parts(row: Row) -> dict[str, float]:
 
 def draw_report(result: Result, path: Path) -> None:
     """Two bars a row: what makes up its step, and below it, thinner, what runs beside it."""
-    if not result.rows:
-        raise LabError("nothing was measured, so there is nothing to draw")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -216,13 +213,13 @@ def draw_report(result: Result, path: Path) -> None:
                     width = seconds[name] * 1e3
                     axes.barh(at, width, left=left, height=height, color=colour, label=label)
                     left += width
-            end = row.figures.step * 1e3
+            end = max(row.figures.step, sum(seconds[name] for name in PARTS)) * 1e3
             axes.text(end, place, f" {median(row.ratios):.2f}x", va="center", fontsize=9)
-        names = [
+        labels = [
             "\n".join([f"{row.setting.mode}, N = {row.setting.micro_batches}", *row.setting.switch_words])
             for row in result.rows
         ]
-        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_yticks(range(len(labels)), labels, fontsize=9)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per step; thin bars: what runs beside the step")
         emulated = "; emulated: " + ", ".join(result.seconds) if result.seconds else ""

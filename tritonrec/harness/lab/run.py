@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ...distributed import Communicators, RankPool
+from ...embedding import OptimizerName
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
 from ..setup import Job
 from .network import LabError
 from .settings import Emulation, Setting
 
-OPTIMIZER = "adam"
+OPTIMIZER: OptimizerName = "adam"
 TOLERANCE = 1e-4
 """Relative, of losses whose gradients were added in float32 in another order."""
 
