@@ -6,11 +6,13 @@ common order: each lane issues its own in the schedule's order, which is the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..ops import GRID_BITS, ExactSumError
 
@@ -20,9 +22,6 @@ TIMEOUT = timedelta(seconds=60)
 SAVE_TIMEOUT = timedelta(minutes=30)
 """The same for the group that saves, where ranks wait for each other's disks; a rank that died is noticed at
 once, by its closed connection."""
-
-GROUPS = 6
-"""Process groups of `Communicators`; the one that saves comes last."""
 
 
 class Communicator:
@@ -79,15 +78,26 @@ class Communicator:
         dist.all_reduce(values, group=self.group)
         return values
 
+    def all_reduce_bytes(self, values: torch.Tensor) -> int:
+        """Bytes that leave a rank in `all_reduce`, as a ring does it: 2 (W - 1) / W of the values."""
+        return 2 * values.numel() * values.element_size() * (self.world_size - 1) // self.world_size
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The rows (n, ...) of every rank, as many as it has, in rank order, on every rank."""
+        world = self.world_size
+        if world == 1:
+            return [values]
+        counts = self.all_to_all_equal(torch.full((world, 1), len(values))).flatten().tolist()
+        repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
+        return list(self.all_to_all(repeated, [len(values)] * world, counts).split(counts))
+
     def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks, in rank order, on every rank."""
         mine = (
             torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
         )
-        world = self.world_size
-        lengths = self.all_to_all_equal(torch.full((world, 1), len(mine))).flatten().tolist()
-        received = self.all_to_all(mine.repeat(world), [len(mine)] * world, lengths)
-        return [bytes(part.tolist()).decode() for part in received.split(lengths)]
+        parts = self.gather(mine)
+        return [bytes(part.tolist()).decode() for part in parts]
 
 
 @dataclass(frozen=True)
@@ -97,33 +107,111 @@ class Communicators:
 
     The caller runs beside the lanes: on a group of theirs its collectives would come before a lane's on one
     rank and after it on another.
+
+    With G replicas of the tables (2D sparse parallelism) the T ranks form G sharding groups of L = T / G,
+    whose ranks hold one part each of a whole set of tables, and L replica groups, whose ranks hold the same
+    part: a mesh of L rows and G columns. T = 8, G = 2::
+
+                      sharding group 0   sharding group 1
+        replicas 0                   0                  1
+        replicas 1                   2                  3       rank r holds part r // G
+        replicas 2                   4                  5
+        replicas 3                   6                  7
+
+    Args:
+        routing, retrieval, communication, checkpoint, shard_control: over this rank's sharding group.
+        replica_routing, replica: over its replica group.
+        reduce, control: over all ranks.
     """
 
     routing: Communicator
     retrieval: Communicator
     communication: Communicator
+    checkpoint: Communicator
+    shard_control: Communicator
+    replica_routing: Communicator
+    replica: Communicator
     reduce: Communicator
     control: Communicator
-    checkpoint: Communicator
 
     @property
     def rank(self) -> int:
-        return self.routing.rank
+        """Among all ranks; which samples are this one's."""
+        return self.control.rank
 
     @property
     def world_size(self) -> int:
+        """T."""
+        return self.control.world_size
+
+    @property
+    def shard(self) -> int:
+        """Which part of the tables this rank holds."""
+        return self.routing.rank
+
+    @property
+    def shards(self) -> int:
+        """L, parts of the tables."""
         return self.routing.world_size
+
+    @property
+    def replicas(self) -> int:
+        """G, copies of each part."""
+        return self.replica.world_size
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank's copy of its part is the one that is saved."""
+        return self.replica.rank == 0
 
     @classmethod
     def local(cls) -> Communicators:
         """For a run of one rank."""
-        return cls(*(Communicator() for _ in range(GROUPS)))
+        return cls(**{each.name: Communicator() for each in fields(cls)})
 
     @classmethod
-    def over(cls, ranks: list[int], timeout: timedelta = TIMEOUT) -> Communicators | None:
-        """Groups over `ranks`; collective over the whole world. None on ranks outside."""
-        timeouts = [timeout] * (GROUPS - 1) + [max(timeout, SAVE_TIMEOUT)]
-        groups = [dist.new_group(ranks, timeout=each, backend="gloo") for each in timeouts]
-        if dist.get_rank() not in ranks:
-            return None
-        return cls(*(Communicator(group) for group in groups))
+    def over(
+        cls, ranks: Sequence[int], timeout: timedelta = TIMEOUT, replicas: int = 1
+    ) -> Communicators | None:
+        """Groups over `ranks`, `replicas` of which hold the same part; collective over the whole world.
+
+        None on ranks outside. Raises ValueError unless the replicas divide the ranks.
+        """
+        if replicas < 1 or len(ranks) % replicas:
+            raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
+        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout)
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, timeout: timedelta = TIMEOUT) -> Communicators | None:
+        """Groups on a mesh whose dimensions are named ``shard`` and ``replicate``, in either order.
+
+        ``init_device_mesh(device, (L, G), mesh_dim_names=("shard", "replicate"))`` makes one of all ranks.
+        """
+        names = mesh.mesh_dim_names or ()
+        if sorted(names) != ["replicate", "shard"]:
+            raise ValueError(f"the mesh needs the dimensions 'shard' and 'replicate', got {names}")
+        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout)
+
+    @classmethod
+    def _of(cls, mesh: torch.Tensor, timeout: timedelta) -> Communicators | None:
+        """Groups on a mesh (L, G) of ranks."""
+        here, found = dist.get_rank(), {}
+
+        def groups(parts: torch.Tensor, *names: str, timeout: timedelta = timeout) -> None:
+            """One communicator by each name over this rank's part (rows of `parts`)."""
+            for name in names:
+                for ranks in parts.tolist():
+                    # Every rank has to make every group, also those it is not in.
+                    group = None if len(ranks) == 1 else dist.new_group(ranks, timeout, "gloo")
+                    if here in ranks:
+                        found[name] = Communicator(group)
+
+        groups(mesh.t(), "routing", "retrieval", "communication")
+        groups(mesh.t(), "checkpoint", timeout=max(timeout, SAVE_TIMEOUT))
+        groups(mesh, "replica_routing", "replica")
+        groups(mesh.reshape(1, -1), "reduce", "control")
+        if mesh.shape[1] == 1:
+            found.update({"shard_control": found["control"]} if found else {})
+        else:
+            groups(mesh.t(), "shard_control")
+        return cls(**found) if found else None

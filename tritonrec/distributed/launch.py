@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,8 +36,10 @@ class RankDiedError(RuntimeError):
 
 
 @contextmanager
-def from_environment(timeout: timedelta = TIMEOUT):
+def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
     """Yield this process's `Communicators` as torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) say.
+
+    `replicas` ranks hold the same part of the tables; they divide the world size.
 
     Without those variables, or with a world of one, the communicators are local. The process groups are
     destroyed on the way out, also after an error.
@@ -48,41 +50,43 @@ def from_environment(timeout: timedelta = TIMEOUT):
         return
     dist.init_process_group("gloo", timeout=timeout)
     try:
-        yield Communicators.over(list(range(world_size)), timeout)
+        yield Communicators.over(range(world_size), timeout, replicas)
     finally:
         dist.destroy_process_group()
 
 
 def _serve(
     rank: int,
-    world_sizes: tuple[int, ...],
+    meshes: tuple[tuple[int, int], ...],
     store: str,
     timeout: timedelta,
     connection: Connection,
     enter: Callable[[int], None] | None,
 ) -> None:
-    """A rank's loop: take (function, world size, arguments), answer ("ok", result) or ("error", text)."""
+    """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text)."""
     torch.set_num_threads(1)
     try:
         if enter is not None:
             enter(rank)
-        world = max(world_sizes)
+        world = max(meshes)[0]
         if world > 1:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
             )
         groups = {
-            size: Communicators.local() if size == 1 else Communicators.over(list(range(size)), timeout)
-            for size in sorted(world_sizes)
+            mesh: Communicators.local()
+            if mesh == (1, 1)
+            else Communicators.over(range(mesh[0]), timeout, mesh[1])
+            for mesh in meshes
         }
         connection.send(("ok", None))
         while True:
             request = connection.recv()
             if request is None:
                 return
-            function, size, args = request
+            function, mesh, args = request
             try:
-                connection.send(("ok", function(groups[size], *args)))
+                connection.send(("ok", function(groups[mesh], *args)))
             except Exception as error:
                 connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
     except (EOFError, KeyboardInterrupt):
@@ -100,7 +104,8 @@ class RankPool:
     """Local processes, one per rank, that stay up and run functions on the first `world_size` of them.
 
     Args:
-        world_sizes: the world sizes that `run` will be asked for; max(world_sizes) processes are started.
+        world_sizes: what `run` will be asked for: world sizes, or (world size, replicas). As many processes
+            are started as the largest has ranks.
         timeout: a rank that waits longer for another in a collective raises.
         enter: called in each process with its rank, before it meets the others; picklable.
 
@@ -110,13 +115,14 @@ class RankPool:
 
     def __init__(
         self,
-        world_sizes: tuple[int, ...],
+        world_sizes: Iterable[int | tuple[int, int]],
         timeout: timedelta = TIMEOUT,
         enter: Callable[[int], None] | None = None,
     ):
-        if not world_sizes or min(world_sizes) < 1:
-            raise ValueError(f"world sizes must be 1 or more, got {world_sizes}")
-        self.world_sizes = tuple(sorted(set(world_sizes)))
+        meshes = {(size, 1) if isinstance(size, int) else size for size in world_sizes}
+        if not meshes or min(min(mesh) for mesh in meshes) < 1:
+            raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
+        self.meshes = tuple(sorted(meshes))
         self.timeout = timeout
         self._directory = tempfile.TemporaryDirectory(prefix="tritonrec-")
         store = os.path.join(self._directory.name, "store")
@@ -124,11 +130,11 @@ class RankPool:
         self._connections: list[Connection] = []
         self.processes = []
         with _one_thread_each():
-            for rank in range(max(self.world_sizes)):
+            for rank in range(self.meshes[-1][0]):
                 here, there = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_sizes, store, timeout, there, enter),
+                    args=(rank, self.meshes, store, timeout, there, enter),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -138,18 +144,20 @@ class RankPool:
                 self.processes.append(process)
         self._ready = False
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
         """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
 
-        `function` must be importable (it is pickled by name). Raises `RankDiedError` naming the rank when
-        one raises, dies, or stalls beyond twice the pool's timeout after the first rank has answered.
+        `replicas` ranks hold the same part of the tables. `function` must be importable (it is pickled by
+        name). Raises `RankDiedError` naming the rank when one raises, dies, or stalls beyond twice the pool's
+        timeout after the first rank has answered.
         """
-        if world_size not in self.world_sizes:
-            raise ValueError(f"this pool was started for world sizes {self.world_sizes}, not {world_size}")
+        mesh = (world_size, replicas)
+        if mesh not in self.meshes:
+            raise ValueError(f"this pool was started for (world size, replicas) {self.meshes}, not {mesh}")
         if not self._ready:
             self._collect(range(len(self.processes)), starting=True)
             self._ready = True
-        request = pickle.dumps((function, world_size, args))
+        request = pickle.dumps((function, mesh, args))
         for rank in range(world_size):
             try:
                 self._connections[rank].send_bytes(request)

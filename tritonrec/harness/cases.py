@@ -48,7 +48,8 @@ class Case:
 
     `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log than
     the job's, `variant` an entry of `VARIANTS`. With `restart` the run is saved half way, and goes on at that
-    world size in fresh tables and with fresh optimizers.
+    world size in fresh tables and with fresh optimizers. `replicas` ranks hold the same part of the tables
+    (2D sparse parallelism), before a restart; after it there is one copy.
     """
 
     mode: Mode
@@ -62,6 +63,7 @@ class Case:
     data: str = ""
     variant: str = ""
     restart: int = 0
+    replicas: int = 1
 
     def job(self, job: Job) -> Job:
         """What the case trains, where the harness was asked for `job`."""
@@ -90,7 +92,8 @@ class Case:
 
     def __str__(self) -> str:
         return (
-            f"{self.mode} {self.consistency} world_size={self.world_size} N={self.micro_batches} "
+            f"{self.mode} {self.consistency} world_size={self.world_size} "
+            f"{f'replicas={self.replicas} ' if self.replicas > 1 else ''}N={self.micro_batches} "
             f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
             f"{' on ' + self.data if self.data else ''}{' ' + self.variant if self.variant else ''}"
             f"{f' restarted at world_size={self.restart}' if self.restart else ''}"
@@ -105,7 +108,9 @@ class Case:
             yield replace(self, restart=0)
         if self.variant:
             yield replace(self, variant="")
-        if self.world_size > 1:
+        if self.replicas > 1:
+            yield replace(self, replicas=1)
+        elif self.world_size > 1:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
         if self.micro_batches > 1:
@@ -173,9 +178,11 @@ def contract_table(
                 replace(hostile, world_size=min(factors[2]), clustering=False, delay_seed=None),
             ]
     chosen += extra_cases(size, factors[0], factors[2], factors[3], steps)
-    order = {mode: place for place, mode in enumerate(factors[0])}
+    order = {mode: place for place, mode in enumerate(("sequential", *factors[0]))}
 
     def place(c: Case) -> tuple[Any, ...]:
+        if c.replicas > 1:
+            return 3, c.variant, c.world_size, c.replicas, order[c.mode]
         if c.restart:
             return 2, c.world_size, c.restart
         plain = (c.consistency, c.world_size, c.micro_batches, c.steps)
@@ -217,10 +224,39 @@ def extra_cases(
             for index, name in enumerate(VARIANTS)
             if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
+    cases += replica_cases(size, modes, largest, micro_batches, length)
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
+    return cases
+
+
+def replica_cases(
+    size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
+) -> list[Case]:
+    """2D sparse parallelism: every grouping of the largest world size and of twice as many ranks.
+
+    Each in the last mode and without any overlap; ``"quick"`` runs one grouping. Then one case with all
+    switches and policies, and one that goes on at another world size, with one copy of the tables.
+    """
+    if largest < 2:
+        return []
+    ranks = [(world, replicas) for world in (largest, 2 * largest) for replicas in range(2, world + 1)]
+    meshes = [(world, replicas) for world, replicas in ranks if world % replicas == 0]
+    optimizers = OPTIMIZERS[::-1]
+    cases = [
+        Case(
+            mode, "batch", world, micro_batches[index % len(micro_batches)], True,
+            optimizers[index % 3], steps, index if mode in PIPELINED else None, replicas=replicas,
+        )
+        for index, (world, replicas) in enumerate(meshes[:1] if size == "quick" else meshes)
+        for mode in (modes[-1], "sequential")
+    ]  # fmt: skip
+    if "nestpipe" in modes:
+        both = Case("nestpipe", "batch", 2 * (largest // 2), max(micro_batches), True, "adam", steps, 5)
+        cases.append(replace(both, variant="scale", replicas=2))
+        cases.append(replace(both, variant=RESTART, replicas=2, restart=1))
     return cases
 
 

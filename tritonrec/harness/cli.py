@@ -155,6 +155,21 @@ def train(
     dedup: Annotated[
         DedupName, typer.Option(help="Drop repeated keys before the exchange, the lookup, or both.")
     ] = DedupName.both,
+    first_use: Annotated[
+        bool, typer.Option("--first-use", help="Send a row once a window, and its gradient once.")
+    ] = False,
+    taper: Annotated[
+        float, typer.Option(min=0, max=1, help="Micro-batch over its neighbour nearer to the middle.")
+    ] = 1.0,
+    skip_fetch: Annotated[
+        bool, typer.Option("--skip-fetch", help="Rows of consecutive batches stay in the buffers.")
+    ] = False,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Copies of the tables; they divide the ranks (2D sparse parallelism).")
+    ] = 1,
+    average_every: Annotated[
+        int, typer.Option(min=0, help="APPROXIMATE: average replicas every n updates; 0: exact gradients.")
+    ] = 0,
     merge: Annotated[bool, typer.Option(help="Keep tables of one dimension in one.")] = True,
     balance: Annotated[
         bool, typer.Option("--balance", help="Deal a batch's samples to ranks by cost; no bit changes.")
@@ -227,11 +242,24 @@ def train(
         )
 
     job = _checked(make_job)
-    count = 1 if mode is ModeName.sync else micro_batches
+    window = _checked(
+        lambda: WindowConfig(
+            1 if mode is ModeName.sync else micro_batches,
+            consistency.value,
+            clustering,
+            accumulate,
+            dedup.value,
+            first_use=first_use,
+            taper=taper,
+            skip_fetch=skip_fetch,
+            average_every=average_every,
+            seed=seed,
+        )
+    )
     run = Run(
         job,
         mode.value,
-        WindowConfig(count, consistency.value, clustering, accumulate, dedup.value, seed=seed),
+        window,
         optimizer.value,
         steps=steps or 20 * job.loader().steps_per_epoch,
         checkpoint=str(checkpoint) if checkpoint else None,
@@ -242,16 +270,18 @@ def train(
         trace=str(trace) if trace else None,
     )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with from_environment(timedelta(seconds=timeout)) as communicators:
+        with from_environment(timedelta(seconds=timeout), replicas) as communicators:
             summary = _checked(lambda: train_rank(communicators, run))
             first = communicators.rank == 0
+    elif world_size % replicas:
+        raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
     elif world_size == 1:
         with from_environment() as communicators:
             summary = _checked(lambda: train_rank(communicators, run))
         first = True
     else:
-        with RankPool((world_size,), timedelta(seconds=timeout)) as pool:
-            summary = _checked(lambda: pool.run(train_rank, world_size, run))[0]
+        with RankPool([(world_size, replicas)], timedelta(seconds=timeout)) as pool:
+            summary = _checked(lambda: pool.run(train_rank, world_size, run, replicas=replicas))[0]
         first = True
     if json_file and first:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..distributed import TIMEOUT, RankDiedError, RankPool
-from ..pipeline import SCHEDULES, ScheduleError, check
+from ..pipeline import ScheduleError, check, schedule_of
 from .cases import Case, Reference
 from .mutations import MUTATIONS, Mutation
 from .report import CaseResult, MutationResult, Report, print_report
@@ -28,13 +28,13 @@ class Verifier:
     """Runs cases on a pool of ranks against references recorded once.
 
     Args:
-        job: the training job. world_sizes: those that will be asked for.
+        job: the training job. meshes: world sizes and replicas that will be asked for.
         timeout: of a collective, after which a missing rank is an error.
     """
 
-    def __init__(self, job: Job, world_sizes: Iterable[int], timeout: timedelta = TIMEOUT):
-        self.job, self._world_sizes, self._timeout = job, tuple(world_sizes), timeout
-        self._pool = RankPool(self._world_sizes, timeout)
+    def __init__(self, job: Job, meshes: Iterable[int | tuple[int, int]], timeout: timedelta = TIMEOUT):
+        self.job, self._timeout = job, timeout
+        self._pool = RankPool(meshes, timeout)
         self._references = tempfile.TemporaryDirectory(prefix="tritonrec-")
         self._recorded: dict[Reference, int] = {}
 
@@ -58,7 +58,7 @@ class Verifier:
         except RankDiedError as error:
             # Ranks may still wait for each other; fresh ones owe nobody anything.
             self._pool.close()
-            self._pool = RankPool(self._world_sizes, self._timeout)
+            self._pool = RankPool(self._pool.meshes, self._timeout)
             return CaseResult(case, False, error=str(error))
         first = earliest([report.first_difference for report in reports])
         counts = sum((Counter(report.counts) for report in reports), Counter())
@@ -77,10 +77,11 @@ class Verifier:
     def _run(self, case: Case, mutation: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.name, mutation)
         if not case.restart:
-            return self._pool.run(run_case, case.world_size, *args)
+            return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
         half = case.steps // 2
         with tempfile.TemporaryDirectory(prefix="tritonrec-") as saved:
-            before = self._pool.run(run_case, case.world_size, *args, Stretch(0, half, save=saved))
+            stretch = Stretch(0, half, save=saved)
+            before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
             rest = Stretch(half, case.steps, load=saved)
             return before + self._pool.run(run_case, case.restart, *args, rest)
 
@@ -94,7 +95,7 @@ class Verifier:
         while progress and tries < MAX_SHRINKS:
             progress = False
             for simpler in smallest.case.simpler():
-                if simpler.world_size not in self._world_sizes:
+                if (simpler.world_size, simpler.replicas) not in self._pool.meshes:
                     continue
                 tries += 1
                 result = self.run(simpler)
@@ -113,7 +114,8 @@ class Verifier:
         by, evidence, where = [], [], ""
         if mutation.plant.schedule is not None:
             try:
-                check(mutation.plant.schedule(SCHEDULES[mutation.case.mode]), mutation.case.micro_batches)
+                schedule = schedule_of(mutation.case.mode, mutation.case.window(0), mutation.case.replicas)
+                check(mutation.plant.schedule(schedule), mutation.case.micro_batches)
             except ScheduleError as error:
                 by.append("check")
                 evidence.append(str(error))
@@ -154,9 +156,10 @@ def verify_contract(
     console = console or Console()
     planted = MUTATIONS if mutations else []
     every = [*cases, *(mutation.case for mutation in planted)]
-    world_sizes = {size for case in every for size in (case.world_size, case.restart) if size}
+    meshes = {(case.world_size, case.replicas) for case in every}
+    meshes |= {(case.restart, 1) for case in every if case.restart}
     report = Report(job)
-    with Verifier(job, sorted(world_sizes), timeout) as verifier, _progress(console) as progress:
+    with Verifier(job, meshes, timeout) as verifier, _progress(console) as progress:
         task = progress.add_task("recording references", total=len(cases) + len(planted))
         verifier.record(every)
         for case in cases:

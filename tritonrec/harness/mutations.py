@@ -95,7 +95,7 @@ def _update(program: WindowProgram, window: Window, step: int) -> None:
     """Update the first table's rows from what has been summed so far."""
     table = window.tables[0]
     assert table.row_gradient is not None
-    gradient = program._mean(table.row_gradient, window, "embedding gradient")
+    gradient = program._mean(table.row_gradient, window.row_terms, "embedding gradient")
     optimizer = program.tables.groups[0].optimizer
     optimizer.update(table.buffer, torch.arange(len(table.keys)), gradient, step)
 
@@ -163,7 +163,7 @@ def _local_token_count(program: WindowProgram) -> None:
 
     def local(window: Window, _: int | None = None) -> None:
         route(window)
-        window.terms = sum(batch.loss_terms for batch in window.batches)
+        window.terms = window.row_terms = sum(batch.loss_terms for batch in window.batches)
 
     program.actions["route"] = local
 
@@ -208,7 +208,7 @@ def _mean_over_one_batch(program: WindowProgram) -> None:
 
     def of_the_last(window: Window, _: int | None = None) -> None:
         route(window)
-        window.terms = max(window.terms // len(window.batches), 1)
+        window.terms = window.row_terms = max(window.terms // len(window.batches), 1)
 
     program.actions["route"] = of_the_last
 
@@ -278,6 +278,22 @@ def _dropped_rows_not_written_back(program: WindowProgram) -> None:
             bring_home(window, counted)
 
     program._bring_home = only_at_the_end  # type: ignore[method-assign]
+
+
+def _replicas_keep_their_gradients(program: WindowProgram) -> None:
+    program.actions["replica_reduce"] = lambda window, _=None: None
+
+
+def _replicas_in_different_orders(program: WindowProgram) -> None:
+    distinct = program._distinct
+
+    def own_order(table):
+        keys, inverse = distinct(table)
+        shift = program.communicators.replica.rank
+        places = torch.roll(torch.arange(len(keys)), shift)
+        return keys[places], torch.argsort(places)[inverse]
+
+    program._distinct = own_order  # type: ignore[method-assign]
 
 
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
@@ -450,6 +466,27 @@ MUTATIONS = [
         Plant(
             schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=1)),
             delay=_slow("write_back"),
+        ),
+    ),
+    Mutation(
+        "replicas-keep-their-gradients",
+        "gradients are not added up over the replicas of a part",
+        replace(_case(), replicas=2),
+        Plant(_replicas_keep_their_gradients),
+    ),
+    Mutation(
+        "replicas-in-different-orders",
+        "replicas hold the same rows in different orders when their gradients are added up",
+        replace(_case(), replicas=2),
+        Plant(_replicas_in_different_orders),
+    ),
+    Mutation(
+        "update-before-replicas-meet",
+        "rows are updated without waiting for the gradients of other replicas",
+        replace(_case(), replicas=2),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce")),
+            delay=_slow("replica_reduce"),
         ),
     ),
     Mutation(

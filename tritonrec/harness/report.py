@@ -106,10 +106,16 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the planted bugs, and the first difference if there is one."""
-    for varied, title in ((False, "Contract table"), (True, "Embedding system")):
-        results = [result for result in report.cases if bool(result.case.variant) == varied]
-        if results:
-            console.print(_embedding(results) if varied else _contract(title, report.job.data, results))
+    plain, varied, replicated = [], [], []
+    for result in report.cases:
+        place = replicated if result.case.replicas > 1 else varied if result.case.variant else plain
+        place.append(result)
+    if plain:
+        console.print(_contract("Contract table", report.job.data, plain))
+    if varied:
+        console.print(_embedding(varied))
+    if replicated:
+        console.print(_replicas(replicated))
     if report.mutations:
         console.print(_planted(report))
     if report.smallest is not None:
@@ -164,6 +170,26 @@ def _embedding(results: list[CaseResult]) -> Table:
         table.add_row(
             case.variant, case.mode + "*" * (case.consistency == "window"), ranks, str(case.micro_batches),
             _counts(result), _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _replicas(results: list[CaseResult]) -> Table:
+    table = Table(
+        title="2D sparse parallelism, exact gradients: bit-identical to the reference?",
+        caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part. "
+        "> W': saved half way, continued by W' ranks with one copy.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("mode", "parts x copies", "N", "optimizer", "variant", "counts", "s", "result"):
+        table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
+    for result in results:
+        case = result.case
+        mesh = f"{case.world_size // case.replicas} x {case.replicas}"
+        table.add_row(
+            case.mode, mesh + f" > {case.restart}" * bool(case.restart), str(case.micro_batches),
+            case.optimizer.removeprefix("rowwise_"), case.variant, _counts(result), f"{result.seconds:.1f}",
+            _outcome(result),
         )  # fmt: skip
     return table
 

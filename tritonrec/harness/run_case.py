@@ -153,7 +153,7 @@ def _compared(
         tables, dense = program.tables, program.dense
         if stretch.load:
             restore(communicators, stretch.load, tables, dense)
-        comparison = Comparison(tables, communicators.rank, communicators.world_size)
+        comparison = Comparison(tables, communicators.shard, communicators.shards)
 
         compare_run(trainer, [loader.batch(step) for step in steps], comparison, expected)
         if stretch.save:
@@ -237,9 +237,9 @@ def prepared(
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False)  # the reference keeps nothing
-    schedule = schedule_of(case.mode, config)
-    if schedule is not None and planted.schedule is not None:
-        schedule = planted.schedule(schedule)
+    schedule = None
+    if planted.schedule is not None:
+        schedule = planted.schedule(schedule_of(case.mode, config, communicators.replicas))
     delay = planted.delay or _delays(case, communicators.rank)
     with Trainer(
         model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,

@@ -13,7 +13,7 @@ from ..embedding import DenseOptimizer, HashTableCollection
 class RunSaver:
     """Saves a run beside its training; every `full_every`-th checkpoint is whole, the others hold changes.
 
-    Use as a context manager: leaving it waits for the save under way.
+    One replica of the tables is saved. Use as a context manager: leaving it waits for the save under way.
     """
 
     def __init__(
@@ -26,10 +26,11 @@ class RunSaver:
         full_every: int = 1,
     ):
         self.tables, self.dense, self.meta = tables, dense, meta
+        self._saves = communicators.saves
         self._saver = checkpoint.Saver(
             directory,
-            rank=communicators.rank,
-            world_size=communicators.world_size,
+            rank=communicators.shard,
+            world_size=communicators.shards,
             gather=communicators.checkpoint.gather_texts,
             full_every=full_every,
         )
@@ -42,6 +43,8 @@ class RunSaver:
 
         The pipeline must be empty: `Trainer.run` has come to its end.
         """
+        if not self._saves:
+            return
         full = self._saver.next_is_full()
         changes = self.tables.take_changes() if self._incremental else None
         dense = {name: rows.clone() for name, rows in self.dense.rows.items()}
@@ -70,8 +73,7 @@ def restore(
     `accept` sees what was said of the run that saved, and raises where this one differs; nothing is loaded
     then.
     """
-    rank, world_size = communicators.rank, communicators.world_size
-    loaded = checkpoint.load(directory, rank=rank, world_size=world_size)
+    loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     accept(loaded.meta)
     dense.load(loaded.dense)
     tables.load_state(loaded.tables)

@@ -93,6 +93,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 clock = time.perf_counter()
                 loss = _mean_loss(communicators, result.losses, result.terms)
                 progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
+            if run.window.average_every:
+                trainer.sync()
             if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
                 saver.save(last)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
@@ -109,7 +111,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         "baseline": baseline(held_out),
         "seconds_per_step": sorted(seconds)[len(seconds) // 2],
         "tables": _table_totals(communicators, tables),
-        "lookups": _totals(communicators, vars(trainer.counts)),
+        "lookups": _totals(communicators.control, vars(trainer.counts)),
         "digest": _digest(communicators, tables, dense.rows),
     }
     console.print(_summary_table(run, summary))
@@ -132,21 +134,13 @@ def _mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -
     return float(ops.from_grid(total, float(max(terms, 1)))[0])
 
 
-def _gather(communicator: Communicator, values: torch.Tensor) -> torch.Tensor:
-    """Rows of all ranks, in rank order, on every rank."""
-    world = communicator.world_size
-    counts = communicator.all_to_all_equal(torch.full((world, 1), len(values))).flatten().tolist()
-    repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
-    return communicator.all_to_all(repeated, [len(values)] * world, counts)
-
-
 def _whole_tables(
     communicators: Communicators, tables: HashTableCollection
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Every rank's ids, ascending, and rows of each logical table."""
     whole = {}
     for name, part in tables.export().items():
-        ids, rows = (_gather(communicators.control, values) for values in part)
+        ids, rows = (torch.cat(communicators.shard_control.gather(values)) for values in part)
         ids, order = torch.sort(ids)
         whole[name] = ids, rows[order]
     return whole
@@ -161,9 +155,9 @@ def _gathered(communicators: Communicators, tables: HashTableCollection, job: Jo
     return whole
 
 
-def _totals(communicators: Communicators, counts: dict[str, int]) -> dict[str, int]:
-    """The counts of all ranks together."""
-    values = communicators.control.all_reduce(torch.tensor([*counts.values()], dtype=torch.int64), "counts")
+def _totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
+    """The counts of all its ranks together."""
+    values = communicator.all_reduce(torch.tensor([*counts.values()], dtype=torch.int64), "counts")
     return dict(zip(counts, values.tolist(), strict=True))
 
 
@@ -173,7 +167,7 @@ def _table_totals(communicators: Communicators, tables: HashTableCollection) -> 
         table = group.table
         totals.update({"rows": len(table), **vars(table.counters), **table.memory()})
         totals["value_bytes"] += 4 * table.row_width * len(table) - table.memory()["saved_by_fp16"]
-    return _totals(communicators, totals)
+    return _totals(communicators.shard_control, totals)
 
 
 def _meta(run: Run) -> dict[str, Any]:

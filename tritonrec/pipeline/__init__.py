@@ -3,7 +3,20 @@
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
 from .program import WindowProgram
-from .schedule import DBP, FWP, NESTPIPE, SCHEDULES, Access, Edge, Schedule, Stage, Task, keep_rows
+from .schedule import (
+    DBP,
+    FWP,
+    IN_TURN,
+    NESTPIPE,
+    SCHEDULES,
+    Access,
+    Edge,
+    Schedule,
+    Stage,
+    Task,
+    keep_rows,
+    with_replicas,
+)
 from .synchronous import Synchronous, run_in_turn
 from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer, schedule_of
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
@@ -11,6 +24,7 @@ from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfi
 __all__ = [
     "DBP",
     "FWP",
+    "IN_TURN",
     "MODES",
     "NESTPIPE",
     "PIPELINED",
@@ -38,4 +52,5 @@ __all__ = [
     "keep_rows",
     "run_in_turn",
     "schedule_of",
+    "with_replicas",
 ]

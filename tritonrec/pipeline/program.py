@@ -41,6 +41,8 @@ class WindowProgram:
         self.model, self.tables, self.dense = model, tables, dense
         self.communicators, self.config, self.device = communicators, config, torch.device(device)
         self.dual_buffer = dual_buffer
+        self.replicated = communicators.replicas > 1 and not config.average_every
+        _demand_replicable(communicators, config)
         self.exact = config.consistency == "batch"
         if self.exact:
             attach_grids(model, config.grid_bits)
@@ -51,7 +53,8 @@ class WindowProgram:
             name: getattr(self, name)
             for name in (
                 "prefetch", "h2d", "route", "retrieve", "synchronise", "exchange", "compute",
-                "gradient_exchange", "dense_reduce", "sparse_update", "dense_update", "write_back",
+                "gradient_exchange", "replica_reduce", "dense_reduce", "sparse_update", "dense_update",
+                "write_back",
             )
         }  # fmt: skip
 
@@ -73,7 +76,7 @@ class WindowProgram:
 
     def route(self, window: Window, _micro_batch: int | None = None) -> None:
         """Deduplicate each micro-batch's keys and send them to their owners (stage 3)."""
-        world, groups, config = self.communicators.world_size, self.tables.groups, self.config
+        world, groups, config = self.communicators.shards, self.tables.groups, self.config
         by_table = zip(*(self.tables.keys(part.lookups()) for part in window.micro_batches), strict=True)
         for group, keys in zip(groups, by_table, strict=True):
             dedup = config.dedup in ("exchange", "both")
@@ -88,7 +91,10 @@ class WindowProgram:
         answers = self.communicators.routing.all_to_all_equal(
             torch.cat([counts.permute(2, 0, 1).flatten(1), terms], 1)
         )
-        window.terms = int(answers[:, -1].sum())
+        window.row_terms = int(answers[:, -1].sum())
+        window.terms = self._sum_over_replicas(window.row_terms)
+        if not config.average_every:
+            window.row_terms = window.terms
         received = answers[:, :-1].view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
         for table, receive in zip(window.tables, received, strict=True):
             table.receive = receive
@@ -96,11 +102,15 @@ class WindowProgram:
             if table.asked.last_use is not None:
                 table.received_last_use = self._route(window, table, table.asked.last_use)
             window.counts.exchanged += table.asked.rows
+            if self.replicated:
+                distinct, _inverse, _counts = ops.unique(table.received_keys)
+                table.replica_keys = self.communicators.replica_routing.gather(distinct)
+                window.counts.key_bytes += 8 * len(distinct) * (self.communicators.replicas - 1)
 
     def _route(self, window: Window, table: TableWindow, values: torch.Tensor) -> torch.Tensor:
         """Send what goes with each key to the key's owner."""
         send = table.asked.send
-        window.counts.key_bytes += values.element_size() * (len(values) - send[self.communicators.rank])
+        window.counts.key_bytes += values.element_size() * (len(values) - send[self.communicators.shard])
         return self.communicators.routing.all_to_all(values, send, column_sums(table.receive))
 
     def retrieve(self, window: Window, _micro_batch: int | None = None) -> None:
@@ -111,7 +121,7 @@ class WindowProgram:
         """
         active = self._before(window)
         for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
-            table.keys, inverse, _counts = ops.unique(table.received_keys)
+            table.keys, inverse = self._distinct(table)
             found = group.table.lookup(table.keys, window.update, self._sum_over_ranks)
             if active is not None:
                 table.kept = ops.intersect(active.tables[index].keys, table.keys)
@@ -126,6 +136,15 @@ class WindowProgram:
             table.wanted, table.returned = answer(inverse, table.receive, table.received_last_use)
             table.row_gradient = self._no_gradients(len(table.keys), group.table.dim)
         self._buffers[window.number % 2] = window
+
+    def _distinct(self, table: TableWindow) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (K,) of this shard, and which of them each key received is; the same keys on all replicas."""
+        keys, inverse, _counts = ops.unique(table.received_keys)
+        if not self.replicated:
+            return keys, inverse
+        every, places, _counts = ops.unique(torch.cat(table.replica_keys))
+        mine = places.split([len(part) for part in table.replica_keys])[self.communicators.replica.rank]
+        return every, mine[inverse]
 
     def _fetch(
         self, window: Window, group: TableGroup, table: TableWindow, rows: torch.Tensor, inverse: torch.Tensor
@@ -212,6 +231,16 @@ class WindowProgram:
 
     # The end of the window: one update from complete sums.
 
+    def replica_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
+        """Add up the gradients of each row over the replicas of this shard (2D sparse parallelism)."""
+        window.sent_bytes = 0
+        for table in window.tables:
+            assert table.row_gradient is not None
+            self.communicators.replica.all_reduce(table.row_gradient, "embedding gradients")
+            sent = self.communicators.replica.all_reduce_bytes(table.row_gradient)
+            window.sent_bytes += sent
+            window.counts.row_bytes += sent
+
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """Sum the dense gradients over the ranks, as one flat message."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
@@ -220,7 +249,7 @@ class WindowProgram:
         flat = self.communicators.reduce.all_reduce(flat, "dense gradients")
         pieces = torch.split(flat, [part.numel() for part in parts])
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
-            window.dense[name] = self._mean(piece, window, name).view_as(parameter)
+            window.dense[name] = self._mean(piece, window.terms, name).view_as(parameter)
 
     def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window.
@@ -230,7 +259,7 @@ class WindowProgram:
         """
         for group, table in zip(self.tables.groups, window.tables, strict=True):
             assert table.row_gradient is not None
-            gradient = self._mean(table.row_gradient, window, "embedding gradient")
+            gradient = self._mean(table.row_gradient, window.row_terms, "embedding gradient")
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
                 indices = table.admitted.to(self.device)
@@ -291,6 +320,10 @@ class WindowProgram:
             name="embedding gradient",
         )  # fmt: skip
 
+    def _sum_over_replicas(self, terms: int) -> int:
+        total = self.communicators.replica_routing.all_reduce(torch.tensor([terms]), "terms of the loss")
+        return int(total)
+
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")
 
@@ -301,9 +334,9 @@ class WindowProgram:
             return torch.zeros_like(parameter) if gradient is None else gradient
         return take_grid(name, parameter)
 
-    def _mean(self, sums: torch.Tensor, window: Window, name: str) -> torch.Tensor:
-        """Sums over samples to the gradient of the mean loss per term, all ranks and batches together."""
-        terms = float(max(window.terms, 1))
+    def _mean(self, sums: torch.Tensor, terms: float, name: str) -> torch.Tensor:
+        """Sums over samples to the gradient of the mean loss per term, of all ranks and batches summed."""
+        terms = float(max(terms, 1))
         if self.exact:
             return ops.from_grid(sums, terms, self.config.grid_bits)
         finite = torch.isfinite(sums)
@@ -320,7 +353,7 @@ class WindowProgram:
         receive: list[int],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        here = self.communicators.rank
+        here = self.communicators.shard
         sent = (sum(send) - send[here]) * values.shape[1] * values.element_size()
         window.sent_bytes += sent
         window.counts.row_bytes += sent
@@ -334,6 +367,14 @@ class WindowProgram:
             ids = torch.cat([window.micro_batches[i].sample_ids for i in part])
             found.append((batch, ids, torch.cat([window.losses[i] for i in part])))
         return found
+
+
+def _demand_replicable(communicators: Communicators, config: WindowConfig) -> None:
+    """Raise ValueError where replicas of the tables do not go with the rest."""
+    if config.average_every and communicators.replicas == 1:
+        raise ValueError("average_every averages replicas of the tables, and there is one copy only")
+    if communicators.replicas > 1 and config.dedup not in ("lookup", "both"):
+        raise ValueError(f"replicas of the tables need dedup before the lookup, got {config.dedup!r}")
 
 
 def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -347,4 +347,33 @@ def keep_rows(schedule: Schedule) -> Schedule:
     )
 
 
+IN_TURN = replace(
+    NESTPIPE.without_stage("synchronise", instead="retrieve"),
+    name="in turn",
+    batches_in_flight=1,
+    early=False,
+)
+"""What mode ``sequential`` runs, one stage after another, so that its edges hold by themselves."""
+
+
+def with_replicas(schedule: Schedule) -> Schedule:
+    """The table for 2D sparse parallelism with exact gradients: the sums of a row meet before its update.
+
+    `route` also tells a part's replicas which keys each was asked for, so that all of them hold, update and
+    keep the same rows; `replica_reduce` adds up their gradients.
+    """
+    reduce = Stage(
+        "replica_reduce",
+        "replica",
+        (Edge("gradient_exchange", "all"),),
+        (Access("update", "replica_group"), Access("update", "row_gradient", per="batch")),
+    )
+    routed = schedule._with(
+        "route", touches=(*schedule["route"].touches, Access("update", "replica_routing_group"))
+    )
+    updated = routed._with("sparse_update", after=(Edge("replica_reduce"),))
+    place = [stage.name for stage in updated.stages].index("sparse_update")
+    return replace(updated, stages=(*updated.stages[:place], reduce, *updated.stages[place:]))
+
+
 SCHEDULES = {schedule.name: schedule for schedule in (DBP, FWP, NESTPIPE)}

@@ -11,7 +11,7 @@ from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..nn import attach_grids
 from .program import DROPOUT_STREAM, WindowProgram, take_grid
-from .schedule import NESTPIPE, Task
+from .schedule import Schedule
 from .window import Window
 
 
@@ -89,22 +89,13 @@ class Synchronous:
 
 
 def run_in_turn(
-    program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
+    schedule: Schedule, program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
 ) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.
 
     Nothing overlaps and nothing is kept from the window before: each reads the tables after the last one has
     written to them.
     """
-
-    def run(stage: str, micro_batch: int | None = None) -> None:
-        with span(NESTPIPE[stage].lane, Task(stage, window.number, micro_batch), window):
-            program.actions[stage](window, micro_batch)
-
-    for stage in ("prefetch", "h2d", "route", "retrieve"):
-        run(stage)
-    for i in range(program.config.window_micro_batches):
-        for stage in ("exchange", "compute", "gradient_exchange"):
-            run(stage, i)
-    for stage in ("dense_reduce", "sparse_update", "dense_update", "write_back"):
-        run(stage)
+    for task in schedule.tasks(window.number, program.config.window_micro_batches):
+        with span(schedule[task.stage].lane, task, window):
+            program.actions[task.stage](window, task.micro_batch)

@@ -15,9 +15,10 @@ from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
+from .averaging import ReplicaAverage
 from .executor import Delay, Executor, StageFailedError
 from .program import WindowProgram
-from .schedule import FWP, SCHEDULES, Schedule, Task, keep_rows
+from .schedule import IN_TURN, SCHEDULES, Schedule, Task, keep_rows, with_replicas
 from .synchronous import Synchronous, run_in_turn
 from .window import LookupCounts, Window, WindowConfig
 
@@ -46,19 +47,15 @@ class StepResult:
     terms: int
 
 
-def schedule_of(mode: Mode, config: WindowConfig) -> Schedule | None:
-    """The table that a mode runs; None for the two that run in turn, ``sync`` and ``sequential``.
+def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
+    """The table that a mode runs, in turn where it is ``sequential``; ``sync`` has none.
 
     Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows.
     """
-    schedule = SCHEDULES.get(mode)
-    if not config.skip_fetch:
-        return schedule
-    if schedule is None:
-        raise ValueError(
-            f"mode {mode!r} keeps no rows between batches; skip_fetch is for 'dbp' and 'nestpipe'"
-        )
-    return keep_rows(schedule)
+    schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
+    if config.skip_fetch:
+        schedule = keep_rows(schedule)
+    return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
 
 
 class Trainer:
@@ -98,37 +95,50 @@ class Trainer:
         self.mode, self.config = mode, config or WindowConfig()
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
+        self._average: ReplicaAverage | None = None
         self._number = 0
         self._pending: deque[Window] = deque()
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: WindowProgram | None = None
         self.reference: Synchronous | None = None
-        used = schedule or schedule_of(mode, self.config)
+        self._schedule = None if mode == "sync" else schedule
+        if mode != "sync" and schedule is None:
+            self._schedule = schedule_of(mode, self.config, communicators.replicas)
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
             micro_batches=self.config.micro_batches,
-            edges=[] if mode == "sync" else (used or FWP).edges(),
+            edges=[] if self._schedule is None else self._schedule.edges(),
         )
-        if mode == "sync":
-            if communicators.world_size != 1 or self.config.micro_batches != 1:
-                raise ValueError(
-                    f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
-                    f"and {self.config.micro_batches} micro-batches; 'sequential' has those without overlap"
-                )
-            if self.config.consistency != "batch":
-                raise ValueError("mode 'sync' is the reference of 'batch' consistency")
+        if self._schedule is None:
+            self._demand_plain(communicators)
             self.reference = Synchronous(
                 model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
             )
             return
-        two = used is not None and any(stage.name == "synchronise" for stage in used.stages)
+        two = any(stage.name == "synchronise" for stage in self._schedule.stages)
         self._program = WindowProgram(model, tables, dense, communicators, self.config, dual_buffer=two)
-        if used is not None:
+        if self.config.average_every:
+            self._average = ReplicaAverage(tables, communicators.replica)
+        if mode != "sequential":
+            count = self.config.window_micro_batches
             self._executor = Executor(
-                used, self._program.actions, self.config.window_micro_batches, self._span, delay, checked
+                self._schedule, self._program.actions, count, self._span, delay, checked
             )
+
+    def _demand_plain(self, communicators: Communicators) -> None:
+        """Raise ValueError for what one process with a plain loop does not do."""
+        config = self.config
+        if communicators.world_size != 1 or config.micro_batches != 1:
+            raise ValueError(
+                f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
+                f"and {config.micro_batches} micro-batches; 'sequential' has those without overlap"
+            )
+        if config.consistency != "batch":
+            raise ValueError("mode 'sync' is the reference of 'batch' consistency")
+        if config.skip_fetch:
+            raise ValueError("mode 'sync' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
 
     @property
     def program(self) -> WindowProgram:
@@ -181,7 +191,7 @@ class Trainer:
 
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
-        while len(self._pending) < executor.schedule.batches_in_flight:
+        while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
             window = self._next_window(iterator)
             if window is None:
                 break
@@ -194,6 +204,27 @@ class Trainer:
         if not self._pending:
             self.program.finish(window)
         self._finish(window)
+
+    def sync(self) -> None:
+        """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
+
+        Collective. Raises RuntimeError while batches are under way, ValueError where replicas are exact.
+        """
+        if self._average is None:
+            raise ValueError(
+                "nothing to average: replicas of the tables are exact unless average_every is set"
+            )
+        if self._pending:
+            raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
+        self.counts.row_bytes += self._average.average()
+
+    def _average_is_next(self) -> bool:
+        """Whether the last window submitted is the last one before the replicas are averaged."""
+        return bool(self._pending) and self._averages_after(self._pending[-1])
+
+    def _averages_after(self, window: Window) -> bool:
+        every = self.config.average_every
+        return every > 0 and (window.update + 1) % every == 0
 
     def close(self) -> None:
         """Stop the lanes; batches in flight are abandoned, and the state is that of no step."""
@@ -233,7 +264,8 @@ class Trainer:
         if window is None:
             raise StopIteration
         if self.reference is None:
-            run_in_turn(self.program, window, self._span)
+            assert self._schedule is not None
+            run_in_turn(self._schedule, self.program, window, self._span)
             self._finish(window)
             return
         with self.recorder.span("compute", "compute", batch=window.step):
@@ -244,6 +276,10 @@ class Trainer:
 
     def _finish(self, window: Window) -> None:
         self.counts.add(window.counts)
+        if self._average is not None:
+            self._average.note(window)
+            if self._averages_after(window):
+                self.sync()
         for batch, ids, losses in self.program.losses_of(window):
             self._results.append(StepResult(batch.step, ids, losses, window.terms))
 

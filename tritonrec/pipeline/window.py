@@ -36,6 +36,7 @@ class TableWindow:
     receive: list[list[int]] = field(default_factory=list)  # [i][r]: keys that rank r asks of this one
     received_keys: torch.Tensor = field(default_factory=no_keys)
     received_last_use: torch.Tensor | None = None
+    replica_keys: list[torch.Tensor] = field(default_factory=list)  # [g]: distinct keys asked of replica g
     # retrieval
     keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
     admitted: torch.Tensor | None = None  # (k,) buffer rows whose keys have a row; None: all
@@ -93,6 +94,7 @@ class Window:
     micro_batches: list[Batch] = field(default_factory=list)
     tables: list[TableWindow] = field(default_factory=list)
     terms: int = 0  # of the loss, every rank's samples together
+    row_terms: int = 0  # what rows' gradients are divided by: the same, unless replicas train on their own
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: LookupCounts = field(default_factory=LookupCounts)
@@ -124,6 +126,9 @@ class WindowConfig:
             or at none (MTGRBoost, section 4.3).
         skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
             next batch nor written back while they stay. For modes with two buffers, ``dbp`` and ``nestpipe``.
+        average_every: with several replicas of the tables, updates after which rows and optimizer states are
+            averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
+            **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
         grid_bits: grid of 2**-grid_bits for gradient sums.
         seed: of dropout.
     """
@@ -136,6 +141,7 @@ class WindowConfig:
     first_use: bool = False
     taper: float = 1.0
     skip_fetch: bool = False
+    average_every: int = 0
     grid_bits: int = ops.GRID_BITS
     seed: int = 0
 
@@ -148,6 +154,8 @@ class WindowConfig:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
         if self.dedup not in ("none", "exchange", "lookup", "both"):
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if self.average_every < 0:
+            raise ValueError(f"replicas are averaged every so many updates, got {self.average_every}")
         if not 0 < self.taper <= 1:
             raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
         if self.first_use and self.dedup not in ("exchange", "both"):

@@ -4,7 +4,7 @@ All times are nanoseconds. A set of slices is treated as the union of its interv
 the same moment count once.
 
 =====================  ==================================================================================
-physical communication  time in which a rank communicates: communication and reduce slices
+physical communication  time in which a rank communicates: communication, replica and reduce slices
 exposed communication   the part of it in which the rank does not compute
 hidden lookup           share of the prefetch, h2d, routing and retrieval time during which the rank's main
                         path (sync, compute, communication, reduce) was at work
@@ -26,8 +26,8 @@ from .reader import Span
 from .recorder import LANES
 
 LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
-COMMUNICATION_LANES = ("communication", "reduce")
-MAIN_PATH_LANES = ("sync", "compute", "communication", "reduce")
+COMMUNICATION_LANES = ("communication", "replica", "reduce")
+MAIN_PATH_LANES = ("sync", "compute", *COMMUNICATION_LANES)
 MICRO_BATCH_RULES = ("none", "same", "previous", "all")
 
 Edge = tuple[str, str, int, str]

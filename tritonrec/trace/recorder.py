@@ -25,6 +25,7 @@ LANES = (
     "sync",
     "compute",
     "communication",
+    "replica",
     "reduce",
     "write_back",
 )

@@ -1,0 +1,168 @@
+"""Promise: replicas of the tables are exact where their gradients are added up, and equal once averaged."""
+
+import pytest
+import torch
+
+from tritonrec.distributed import Communicators, RankPool
+from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.harness.setup import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import (
+    NESTPIPE,
+    SCHEDULES,
+    Edge,
+    ScheduleError,
+    Trainer,
+    WindowConfig,
+    check,
+    keep_rows,
+    schedule_of,
+    with_replicas,
+)
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
+)
+MESHES = [(2, 1), (2, 2), (4, 2), (4, 4)]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(MESHES) as started:
+        yield started
+
+
+def where(communicators):
+    c = communicators
+    return c.rank, c.world_size, c.shard, c.shards, c.replica.rank, c.replicas, c.saves
+
+
+def gathered(communicators):
+    """Ranks of this rank's sharding and replica groups."""
+    mine = torch.tensor([communicators.rank])
+    lanes = (communicators.routing, communicators.shard_control, communicators.replica, communicators.control)
+    return [torch.cat(lane.gather(mine)).tolist() for lane in lanes]
+
+
+def train(communicators, window, steps, sync=False, job=JOB):
+    model, tables, dense = job.build("adam")
+    loader = job.loader(communicators.rank, communicators.world_size)
+    with Trainer(model, tables, dense, communicators, "nestpipe", window) as trainer:
+        list(trainer.run(loader.batch(step) for step in range(steps)))
+        if sync:
+            trainer.sync()
+        ids, rows = tables.export()["item"]
+        return ids, rows, {name: each.clone() for name, each in dense.rows.items()}, trainer.counts.row_bytes
+
+
+def test_groups_are_those_of_the_source(pool):
+    assert pool.run(where, 4, replicas=2) == [
+        (0, 4, 0, 2, 0, 2, True),
+        (1, 4, 0, 2, 1, 2, False),
+        (2, 4, 1, 2, 0, 2, True),
+        (3, 4, 1, 2, 1, 2, False),
+    ]
+    found = pool.run(gathered, 4, replicas=2)
+    assert found[0] == [[0, 2], [0, 2], [0, 1], [0, 1, 2, 3]]
+    assert found[3] == [[1, 3], [1, 3], [2, 3], [0, 1, 2, 3]]
+    assert pool.run(gathered, 2)[1] == [[0, 1], [0, 1], [1], [0, 1]]
+
+
+def test_a_mesh_that_was_not_asked_for_and_replicas_that_do_not_divide_are_refused(pool):
+    with pytest.raises(ValueError, match=r"not \(4, 1\)"):
+        pool.run(where, 4)
+    with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
+        Communicators.over(range(4), replicas=3)
+
+
+def test_replicas_stay_equal_and_send_less_between_owners(pool):
+    window = WindowConfig(2, seed=4)
+    flat = pool.run(train, 2, window, 4)
+    for world, replicas in ((2, 2), (4, 2), (4, 4)):
+        ranks = pool.run(train, world, window, 4, replicas=replicas)
+        for place, (ids, rows, dense, _sent) in enumerate(ranks):
+            first = ranks[place - place % replicas]
+            assert torch.equal(ids, first[0]) and torch.equal(rows, first[1])
+            assert all(torch.equal(dense[name], flat[0][2][name]) for name in dense)
+    together = torch.cat([flat[0][0], flat[1][0]]).sort().values
+    assert torch.equal(pool.run(train, 2, window, 4, replicas=2)[0][0], together)
+
+
+def test_averaged_replicas_are_equal_after_each_average_and_differ_from_exact_ones(pool):
+    exact = pool.run(train, 2, WindowConfig(2, seed=4), 4, replicas=2)
+    every = WindowConfig(2, seed=4, average_every=2)
+    averaged = pool.run(train, 2, every, 4, replicas=2)
+    assert torch.equal(averaged[0][0], averaged[1][0]) and torch.equal(averaged[0][1], averaged[1][1])
+    assert torch.equal(averaged[0][0], exact[0][0])
+    far = float((averaged[0][1] - exact[0][1]).abs().max())
+    assert 0 < far < 0.5, "approximate, and not nonsense"
+    apart = pool.run(train, 2, every, 3, replicas=2)
+    assert not all(torch.equal(a, b) for a, b in zip(apart[0][:2], apart[1][:2], strict=True))
+    synced = pool.run(train, 2, every, 3, True, replicas=2)
+    assert torch.equal(synced[0][1], synced[1][1])
+    assert all(torch.equal(synced[0][2][name], synced[1][2][name]) for name in synced[0][2])
+
+
+def test_an_average_of_one_update_is_the_mean_of_the_replicas_rows(pool):
+    """Against the definition, by hand: rows that a replica has never seen count as they would begin."""
+    alone = pool.run(train, 2, WindowConfig(1, seed=4, average_every=100), 1, replicas=2)
+    averaged = pool.run(train, 2, WindowConfig(1, seed=4, average_every=1), 1, replicas=2)
+    tables = JOB.tables("adam")
+    ids, rows = averaged[0][0], averaged[0][1]
+    parts = []
+    for own_ids, own_rows, *_ in alone:
+        whole = torch.zeros_like(rows)
+        whole[:, :6] = tables.initial_rows("item", ids)[:, :6]
+        whole[torch.searchsorted(ids, own_ids)] = own_rows
+        parts.append(whole)
+    assert torch.equal(rows, (parts[0] + parts[1]) / 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), keep_rows(NESTPIPE)], ids=lambda s: s.name)
+def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_batches):
+    replicated = with_replicas(schedule)
+    check(replicated, micro_batches)
+    for stage, edge in (
+        ("sparse_update", Edge("replica_reduce")),
+        ("replica_reduce", Edge("gradient_exchange", "all")),
+    ):
+        with pytest.raises(ScheduleError, match="row_gradient"):
+            check(replicated.without_edge(stage, edge), 3)
+
+
+def test_averaging_needs_no_stage():
+    assert schedule_of("nestpipe", WindowConfig(average_every=3), 2) is NESTPIPE
+    assert schedule_of("nestpipe", WindowConfig(), 2) == with_replicas(NESTPIPE)
+
+
+def refused(communicators, window, policy=None):
+    job = JOB if policy is None else Job(**{**vars(JOB), "policy": policy})
+    try:
+        Trainer(*job.build("adam"), communicators, "nestpipe", window).close()
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_replicas_cannot_do_is_refused(pool):
+    evicts = TablePolicy(Eviction("lru", capacity=9))
+    cases = [
+        (WindowConfig(dedup="exchange"), None, "need dedup before the lookup, got 'exchange'"),
+        (WindowConfig(average_every=2), evicts, "table item has a policy"),
+    ]
+    for window, policy, message in cases:
+        assert message in pool.run(refused, 2, window, policy, replicas=2)[0]
+    assert "one copy only" in pool.run(refused, 2, WindowConfig(average_every=2))[0]
+
+
+def sync_now(communicators):
+    with Trainer(*JOB.build("adam"), communicators, "nestpipe") as trainer:
+        try:
+            trainer.sync()
+        except ValueError as error:
+            return str(error)
+
+
+def test_syncing_exact_replicas_is_refused(pool):
+    assert "nothing to average" in pool.run(sync_now, 2, replicas=2)[0]

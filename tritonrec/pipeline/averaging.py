@@ -1,0 +1,62 @@
+"""Replicas of the tables that train on their own and are averaged now and then (2D sparse parallelism).
+
+The source's scheme: within a sharding group the tables train on the group's samples alone, and every so many
+updates the weights and optimizer states of each row are averaged over its replicas. It saves the exchange of
+gradients between replicas and is **approximate**: a row used by two replicas between two averages has taken
+two half-informed steps instead of one whole one. The exact alternative is `with_replicas`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..distributed import Communicator
+from ..embedding import HashTableCollection, TablePolicy
+from .window import Window
+
+
+class ReplicaAverage:
+    """Averages this rank's rows with those of the ranks that hold the same part.
+
+    Only rows that some replica has used since the last average are exchanged: all others are equal.
+
+    Args:
+        tables: this rank's part; without eviction, admission or heat, whose scores would drift apart.
+        communicator: over the replica group.
+
+    Raises ValueError for tables with policies.
+    """
+
+    def __init__(self, tables: HashTableCollection, communicator: Communicator):
+        for group in tables.groups:
+            if group.table.policy != TablePolicy():
+                raise ValueError(
+                    f"table {', '.join(group.layout.names)} has a policy: what it evicts, admits or keeps in "
+                    "half precision would differ between replicas that are averaged; use exact gradients, "
+                    "average_every=0"
+                )
+        self.tables, self.communicator = tables, communicator
+        self._used: list[list[torch.Tensor]] = [[] for _ in tables.groups]
+
+    def note(self, window: Window) -> None:
+        """Remember the rows that a window has updated."""
+        for used, table in zip(self._used, window.tables, strict=True):
+            used.append(table.keys)
+
+    def average(self) -> int:
+        """Average the rows used since the last call; returns the bytes of rows sent. Collective.
+
+        The pipeline must be empty. A row that a replica has never seen counts with its initial value there.
+        """
+        sent = 0
+        for index, group in enumerate(self.tables.groups):
+            mine = torch.cat([torch.empty(0, dtype=torch.int64), *self._used[index]]).unique()
+            self._used[index] = []
+            keys = torch.cat(self.communicator.gather(mine)).unique()
+            if not len(keys):
+                continue
+            rows = group.table.read(group.table.find(keys), keys)
+            self.communicator.all_reduce(rows, "rows")
+            sent += self.communicator.all_reduce_bytes(rows)
+            group.table.load(keys, rows / self.communicator.world_size)
+        return sent
