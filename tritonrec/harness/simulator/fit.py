@@ -19,7 +19,6 @@ from .measure import Outcome
 from .paper import CELLS, ROWS, WORKERS, PaperCell, Row
 
 Predict = Callable[[str, int, Row], Outcome]
-_START = Cluster(1, compute_seconds=1.0, lookup_seconds=0.05, bandwidth=50e9, contention=0.5)
 _NOISE = 0.01
 
 
@@ -72,10 +71,13 @@ def model_value(cell: PaperCell, samples: int, run: Predict) -> float:
 def fit(cells: Iterable[PaperCell] = CELLS, workload: Workload | None = None) -> Model:
     """Fit both clusters; cells that are not marked as fitted are not looked at."""
     workload, known = workload or Workload(), [cell for cell in cells if cell.fitted]
+    sent = 2 * workload.keys.batch() * workload.row_bytes
+    # The links' start lets the exchanges of the largest size take a second or so, whatever they carry.
+    start = Cluster(1, 1.0, lookup_seconds=0.05, bandwidth=sent * WORKERS[-1] ** 0.5, contention=0.5)
     npu = _fit_cluster(
         [cell for cell in known if cell.cluster == "npu"],
         workload,
-        _START,
+        start,
         ("compute_seconds", "lookup_seconds", "bandwidth", "contention"),
     )
     gpu = _fit_cluster(

@@ -82,15 +82,13 @@ def _computed(timeline: Timeline, batch: int) -> np.ndarray:
 
 def _sweep(timeline: Timeline, begin: np.ndarray, finish: np.ndarray) -> dict[str, np.ndarray]:
     """(observed,) seconds of each kind between `begin` and `finish`, by one pass over all boundaries."""
-    times, opens = [], []
-    for task in timeline.start:
-        kind = [timeline.schedule[task.stage].lane in lanes for lanes in KINDS.values()]
-        for at, change in ((timeline.start[task], 1), (timeline.end[task], -1)):
-            times.append(np.clip(at, begin, finish))
-            opens.append([change * here for here in kind])
-    times += [begin, finish]
-    opens += [[0, 0, 0], [0, 0, 0]]
-    at, changes = np.stack(times), np.array(opens)  # (events, observed), (events, kinds)
+    kinds = {
+        stage.name: [stage.lane in lanes for lanes in KINDS.values()] for stage in timeline.schedule.stages
+    }
+    of = np.array([kinds[task.stage] for task in timeline.start], dtype=np.int64)  # (tasks, kinds)
+    changes = np.concatenate([of, -of, np.zeros((2, len(KINDS)), np.int64)])
+    times = np.stack([*timeline.start.values(), *timeline.end.values(), begin, finish])
+    at = np.clip(times, begin, finish)  # (events, observed)
     order = np.argsort(at, axis=0, kind="stable")
     gaps = np.diff(np.take_along_axis(at, order, axis=0), axis=0)
     compute, communication, lookup = (np.cumsum(changes[:, k][order], axis=0)[:-1] > 0 for k in range(3))

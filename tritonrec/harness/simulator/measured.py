@@ -50,7 +50,7 @@ class MeasuredRow:
 
 def predict_costs(costs: StageCosts, plan: Plan, world_size: int | None = None) -> Outcome:
     """Simulate `plan` at `world_size`; ranks whose tasks' times scatter are simulated one by one."""
-    batches, workers, groups = 24, Workers(), {}
+    batches, workers, groups = 16, Workers(), {}
     if costs.jitter:
         batches = 96  # enough for the mean of what scatters
         workers, groups = Workers(world_size or costs.world_size, jitter=costs.jitter), plan.groups()

@@ -1,0 +1,260 @@
+"""Promise: measured costs predict plans that were not measured, and the planner picks the fastest."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tritonrec.harness.cli import app
+from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
+from tritonrec.harness.simulator.cost_files import as_json
+from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
+from tritonrec.harness.simulator.plan import tapered
+from tritonrec.harness.simulator.planner import divisors
+from tritonrec.harness.simulator.stage_costs import STAGES, Measured
+from tritonrec.trace import read
+from tritonrec.trace.analysis import summarise
+
+TRACES = Path(__file__).resolve().parents[2] / "traces"
+SECONDS = {
+    "prefetch": 0.03, "h2d": 0.01, "route": 0.02, "retrieve": 0.06, "synchronise": 0.001, "exchange": 0.04,
+    "compute": 0.2, "gradient_exchange": 0.08, "dense_reduce": 0.005, "sparse_update": 0.002,
+    "dense_update": 0.003, "write_back": 0.01,
+}  # fmt: skip
+SENT = {"exchange": 4e5, "gradient_exchange": 8e5}
+TOTAL = sum(SECONDS.values()) - SECONDS["synchronise"]  # one buffer, no copy
+COSTS = StageCosts(4, [Measured(1, SECONDS, SENT)], Link(bytes_per_second=1e7))
+
+
+def test_a_synchronous_step_is_the_sum_of_what_was_measured():
+    assert predict_costs(COSTS, Plan("synchronous")).step == pytest.approx(TOTAL)
+
+
+def test_a_window_exposes_the_ends():
+    found = predict_costs(COSTS, Plan("nestpipe", 4))
+    # The last gradient exchange, then the update and the copy, then the reduction that waited for the link
+    # (it ends before the copy does), then the first exchange; the dense update hides beside it.
+    link = SECONDS["gradient_exchange"] / 4 + SECONDS["dense_reduce"] + SECONDS["exchange"] / 4
+    assert found.step == pytest.approx(SECONDS["compute"] + link, rel=1e-6)
+    assert found.exposed_lookup == 0
+
+
+def test_more_bytes_at_more_micro_batches_follow_a_power():
+    costs = replace(COSTS, sent_at={4: {"exchange": 8e5, "gradient_exchange": 16e5}})
+    assert costs.sent("exchange", 1.0) == pytest.approx(4e5)
+    assert costs.sent("exchange", 1 / 4) == pytest.approx(8e5 / 4)
+    assert costs.sent("exchange", 1 / 2) == pytest.approx(2**0.5 * 4e5 / 2)
+    assert costs.sent("exchange", 1 / 16) == pytest.approx(8e5 / 16)
+    each, once = (predict_costs(costs, Plan("fwp", 4, first_use=which)).sent for which in (False, True))
+    assert (each, once) == pytest.approx((24e5, 12e5))
+    cut = predict_costs(costs, Plan("fwp", 4, first_use=True, taper=tapered(4, 0.2))).sent
+    assert cut == pytest.approx(12e5)
+
+
+def test_seconds_over_several_runs_are_a_straight_line():
+    runs = [
+        Measured(n, {**SECONDS, "compute": 0.2 + 0.01 * n}, {name: sent * n for name, sent in SENT.items()})
+        for n in (1, 2, 4)
+    ]
+    costs = StageCosts(4, runs, Link(bytes_per_second=1e9))
+    assert costs.seconds("compute") == pytest.approx((0.2, 0.01))
+    assert predict_costs(costs, Plan("synchronous", 8)).compute == pytest.approx(
+        0.2 + 0.08 + SECONDS["sparse_update"] + SECONDS["dense_update"]
+    )
+
+
+def test_links_at_another_size_and_in_groups():
+    link = Link(1e7, seconds_per_message=0.001, contention=0.5, node_size=4, node_bytes_per_second=1e9)
+    costs = replace(COSTS, link=link)
+    cost = costs.costs(Plan("nestpipe"), 16)
+    from tritonrec.pipeline.schedule import Task
+
+    price = cost(Task("exchange", 0, 0))
+    sent = 4e5 / 0.75 * 15 / 16
+    assert price.sent == pytest.approx(sent)
+    assert price.transfer == pytest.approx(15 * 0.001 + sent * 2 / 1e7)
+    grouped = costs.costs(Plan("nestpipe", replicas=4), 16)
+    sent = 4e5
+    assert grouped(Task("exchange", 0, 0)).transfer == pytest.approx(3 * 0.001 + sent / 1e7)
+    rows = 8e5 / 0.75
+    assert grouped(Task("replica_reduce", 0)).transfer == pytest.approx(1.5 * rows / 1e9)
+
+
+def test_a_crowded_network_is_planned_in_groups():
+    link = Link(1e7, contention=1.0, node_size=8, node_bytes_per_second=1e11)
+    crowded = replace(COSTS, link=link)
+    assert search(crowded, 32).candidates[0].plan.replicas > 1
+    assert search(COSTS, 4).candidates[0].plan.replicas == 1
+
+
+def test_the_plan_is_the_fastest_of_those_simulated():
+    advice = search(COSTS)
+    best = advice.candidates[0]
+    assert best.gain == pytest.approx(advice.synchronous.step / best.outcome.step)
+    for plan in (Plan("nestpipe"), Plan("nestpipe", 4), Plan("nestpipe", 8, depth=2), Plan("nestpipe", 16)):
+        assert best.outcome.step <= predict_costs(COSTS, plan).step * 1.002
+    assert len({found.plan for found in advice.candidates}) == len(advice.candidates) == 5
+    # Tasks that cost something by themselves: few micro-batches.
+    dear = [
+        Measured(n, {name: value + (0.05 * n if name == "compute" else 0) for name, value in SECONDS.items()},
+                 SENT)
+        for n in (1, 4)
+    ]  # fmt: skip
+    assert search(replace(COSTS, measured=dear)).candidates[0].plan.micro_batches < best.plan.micro_batches
+
+
+def test_one_batch_in_flight_cannot_hide_lookups():
+    one, four = (predict_costs(COSTS, Plan("nestpipe", 4, depth=depth)) for depth in (1, 4))
+    assert one.exposed_lookup > 0.1 > four.exposed_lookup == 0
+
+
+def test_costs_of_a_trace_predict_its_own_step():
+    costs = from_trace(TRACES / "sequential.pftrace")
+    assert costs.world_size == 2 and costs.measured[0].micro_batches == 4
+    trace = read(TRACES / "sequential.pftrace")
+    moved = [span.args["bytes"] for span in trace.spans if span.name == "exchange" and span.batch >= 2]
+    assert costs.measured[0].sent["exchange"] == pytest.approx(sum(moved) / 6 / 2)
+    assert costs.measured[0].seconds["synchronise"] == 0
+    measured = summarise(trace.spans, 2)[0].step_ns / 1e9
+    (row,) = replay_traces([TRACES / "sequential.pftrace"])
+    assert row.fitted and row.step == pytest.approx(measured, rel=0.05)
+    assert abs(row.error) < 0.15
+
+
+def test_costs_survive_their_file(tmp_path):
+    costs = replace(from_trace(TRACES / "nestpipe.pftrace"), link=Link(2e6, 1e-5, 0.3, 8, 1e9))
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(as_json(costs)))
+    again = load(file)
+    assert (again.world_size, again.link, again.jitter) == (costs.world_size, costs.link, costs.jitter)
+    for name in STAGES:
+        assert again.measured[0].seconds[name] == pytest.approx(costs.measured[0].seconds[name])
+        assert again.measured[0].sent[name] == pytest.approx(costs.measured[0].sent[name])
+
+
+def lab_report():
+    """A report of the lab whose rows are what the model says, plus one that it does not know."""
+
+    def stages(count, inflated):
+        return {
+            name: {
+                "lane": "any",
+                "tasks": count if name in ("exchange", "compute", "gradient_exchange") else 1,
+                "seconds": SECONDS[name] / count
+                if name in ("exchange", "compute", "gradient_exchange")
+                else SECONDS[name],
+                "bytes": SENT[name] * inflated / count if name in SENT else None,
+            }
+            for name in STAGES
+        }
+
+    def row(mode, count, switches, inflated=1.0, step=0.5):
+        return {
+            "mode": mode, "micro_batches": count, "switches": switches, "step": step, "exposed": 0.1,
+            "stages": stages(count, inflated),
+        }  # fmt: skip
+
+    return {
+        "environment": {"world_size": 4, "link_mbit_per_second": 80},
+        "rows": [
+            row("sequential", 1, {}, step=TOTAL),
+            row("nestpipe", 4, {}, 1.5),
+            row("nestpipe", 4, {"clustering": True}, 1.2),
+            row("nestpipe", 4, {"first_use": True, "taper": [1, 2, 2, 1]}, 1.0),
+            row("nestpipe", 4, {"dedup": "none"}, 3.0),
+        ],
+    }
+
+
+def test_a_report_of_the_lab_is_replayed(tmp_path):
+    file = tmp_path / "lab.json"
+    file.write_text(json.dumps(lab_report()))
+    rows, unknown = replay_lab(file)
+    assert unknown == ["nestpipe dedup=none, N = 4"]
+    assert [row.fitted for row in rows] == [True, False, False, False]
+    assert rows[0].error == pytest.approx(0)
+    plain, clustered, first = (row.predicted_exposed for row in rows[1:])
+    assert plain > clustered > first
+    assert load(file).rate() == 1e7
+    result = CliRunner().invoke(
+        app, ["simulate", "--measured", str(file), "--json", str(tmp_path / "m.json")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "not modelled: nestpipe dedup=none" in result.output
+    assert len(json.loads((tmp_path / "m.json").read_text())["measured"]) == 4
+
+
+def test_plan_prints_and_writes_the_best_five(tmp_path):
+    file, costs = tmp_path / "plans.json", tmp_path / "costs.json"
+    costs.write_text(json.dumps(as_json(COSTS)))
+    result = CliRunner().invoke(
+        app, ["plan", "--costs", str(costs), "--world-size", "8", "--json", str(file), "--save-costs",
+              str(tmp_path / "again.json")],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "nestpipe, 5" in result.output and "measured on 4 ranks" in result.output
+    document = json.loads(file.read_text())
+    assert len(document["plans"]) == 5 and document["world_size"] == 8
+    assert {"micro_batches", "taper", "depth", "replicas", "step", "exposed", "gain"} <= set(
+        document["plans"][0]
+    )
+    assert json.loads((tmp_path / "again.json").read_text()) == as_json(COSTS)
+
+
+def without(document, *path):
+    *above, last = path
+    place = document
+    for name in above:
+        place = place[name]
+    del place[last]
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: without(d, "measured", 0, "stages", "compute"), "lack compute"),
+        (lambda d: without(d, "world_size"), "world_size"),
+        (lambda d: d | {"link": {"speed": 3}}, "unknown speed"),
+        (lambda d: d | {"link": {"bytes_per_second": 0}}, "must be positive"),
+        (lambda d: d | {"measured": []}, "at least one measured run"),
+        (lambda d: d | {"rows": [], "environment": {}}, "no sequential row"),
+        (lambda d: [d], "holds a list"),
+    ],
+)
+def test_bad_cost_files_are_named(change, message, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(change(as_json(COSTS))))
+    result = CliRunner().invoke(app, ["plan", "--costs", str(file)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: COSTS.costs(Plan("nestpipe", skip_fetch=True)), "skip_fetch"),
+        (lambda: COSTS.costs(Plan("nestpipe", replicas=3)), "do not divide"),
+        (lambda: replace(COSTS, world_size=1).costs(Plan("nestpipe"), 4), "at least two ranks"),
+        (
+            lambda: StageCosts(4, [Measured(2, SECONDS, SENT)]).costs(Plan("nestpipe", 4, first_use=True)),
+            "N = 1",
+        ),
+        (lambda: StageCosts(4, [Measured(1, {**SECONDS, "h2d": -1.0}, SENT)]), "h2d"),
+    ],
+)
+def test_what_costs_do_not_tell_is_said(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_plan_wants_one_source():
+    for arguments in (["plan"], ["plan", "--costs", "a", "--trace", "b"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and "--costs FILE" in " ".join(result.output.split())
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
