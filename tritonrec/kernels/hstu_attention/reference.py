@@ -17,7 +17,8 @@ def buckets(row_times: list[int], times: list[int], count: int) -> torch.Tensor:
 class _Sequence:
     """One sequence of a call: its rows of q and of k, its mask times scale, its bias and places in tables."""
 
-    def __init__(self, call: Call, b: int, device: torch.device):
+    def __init__(self, call: Call, b: int, q: torch.Tensor):
+        device, dtype = q.device, torch.promote_types(q.dtype, torch.float32)
         start, stop = int(call.seq_offsets[b]), int(call.seq_offsets[b + 1])
         first, last = (start, stop) if call.delta_offsets is None else call.delta_offsets[b : b + 2].tolist()
         self.rows, self.columns = slice(first, last), slice(start, stop)
@@ -26,7 +27,7 @@ class _Sequence:
         contexts = 0 if call.num_contexts is None else int(call.num_contexts[b])
         seen = visible(length, targets, contexts, call.mask)[hidden:].to(device)
         if call.attn_scale is None:
-            self.scale = seen / call.scaling_seqlen
+            self.scale = seen.to(dtype) / call.scaling_seqlen
         elif call.attn_scale.numel() == 1:
             self.scale = seen * call.attn_scale
         else:
@@ -37,7 +38,7 @@ class _Sequence:
             base, sign = call.position_index
             ahead = torch.arange(length)[None, :] - torch.arange(hidden, length)[:, None]
             self.places["pos"] = (base + sign * ahead).clamp(0, len(call.pos_weights) - 1).to(device)
-            self.bias = call.pos_weights[self.places["pos"]]
+            self.bias = call.pos_weights[self.places["pos"]].to(dtype)
         if call.ts_weights is not None:
             assert call.timestamps is not None
             row_times = call.timestamps if call.query_timestamps is None else call.query_timestamps
@@ -45,7 +46,7 @@ class _Sequence:
                 row_times[start + hidden : stop].tolist(), call.timestamps[start:stop].tolist(),
                 len(call.ts_weights),
             ).to(device)  # fmt: skip
-            by_time = call.ts_weights[self.places["ts"]]
+            by_time = call.ts_weights[self.places["ts"]].to(dtype)
             self.bias = by_time if self.bias is None else self.bias + by_time
 
     def scores(self, call: Call, q: torch.Tensor, k: torch.Tensor, h: int) -> torch.Tensor:
@@ -56,7 +57,7 @@ class _Sequence:
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     for b in range(len(call.seq_offsets) - 1):
-        sequence = _Sequence(call, b, q.device)
+        sequence = _Sequence(call, b, q)
         for h in range(q.shape[1]):
             s = sequence.scores(call, q, k, h)
             p = s / (1 + torch.exp(-s)) * sequence.scale
@@ -70,7 +71,7 @@ def backward(
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     dpos, dts = call.new_table_gradients(q.dtype if q.dtype == torch.float64 else torch.float32)
     for b in range(len(call.seq_offsets) - 1):
-        sequence = _Sequence(call, b, q.device)
+        sequence = _Sequence(call, b, q)
         for h in range(q.shape[1]):
             rows, columns = sequence.rows, sequence.columns
             s = sequence.scores(call, q, k, h)
