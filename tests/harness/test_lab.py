@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -45,8 +46,8 @@ def test_the_baseline_comes_first_and_nothing_twice():
 
 
 def test_switches_are_the_fields_of_the_window():
-    assert parse_switches(["clustering", "dedup=none", "grid-bits=30"]) == {
-        "clustering": True, "dedup": "none", "grid_bits": 30
+    assert parse_switches(["clustering", "dedup=none", "grid-bits=30", "replicas=2"]) == {
+        "clustering": True, "dedup": "none", "grid_bits": 30, "replicas": 2
     }  # fmt: skip
     for field in fields(WindowConfig):
         if field.name not in ("micro_batches", "seed"):
@@ -55,7 +56,9 @@ def test_switches_are_the_fields_of_the_window():
 
 
 def test_an_unknown_switch_lists_those_there_are():
-    with pytest.raises(LabError, match=r"--switch 'clusterin'.*accumulate, clustering, consistency, dedup"):
+    names = {each.name for each in fields(WindowConfig)} - {"micro_batches", "seed"} | {"replicas"}
+    known = re.escape(", ".join(sorted(names)))
+    with pytest.raises(LabError, match=f"--switch 'clusterin': unknown; the switches are {known}$"):
         parse_switches(["clusterin"])
     with pytest.raises(LabError, match="unknown"):
         parse_switches(["micro_batches=3"])
@@ -87,6 +90,9 @@ def test_proportions():
 def test_a_wrong_window_is_an_error_before_anything_is_made(job):
     with pytest.raises(LabError, match="nestpipe N=2 dedup=twice: dedup must be"):
         Plan(job, micro_batches=[2], switches={"dedup": "twice"})
+    with pytest.raises(LabError, match="nestpipe N=2 replicas=3: 3 replicas do not divide 4 ranks"):
+        Plan(job, 4, micro_batches=[2], switches={"replicas": 3})
+    assert Plan(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
     with pytest.raises(LabError, match="give one of them"):
         Plan(job, seconds={"compute": 1.0}, proportions=PAPER)
     with pytest.raises(LabError, match="at least 4 steps"):
@@ -239,7 +245,8 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
     whole, cut = result.rows[0].figures, result.rows[1].figures
     assert whole.exposed == whole.communication and whole.exposed_lookup == whole.lookup
     assert cut.rows > whole.rows  # micro-batches ask for a key again
-    assert report.payload(result.rows[1], result.rows[0]) == cut.rows / whole.rows
+    for row in result.rows:
+        assert report.payload(row, result.rows[0]) == row.figures.rows / whole.rows
     assert cut.exposed_lookup < cut.lookup
     # A row is twelve float32 there, and twelve float32 or int64 back.
     assert cut.rows == pytest.approx(cut.row_bytes / (12 * (4 + 8)), rel=1e-12)

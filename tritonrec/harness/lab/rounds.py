@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,8 +55,10 @@ class Plan:
             raise LabError(f"a lab run takes at least {WARMUP + 2} steps, {WARMUP} of them to warm up")
         if self.seconds and self.proportions:
             raise LabError("--emulate gives the seconds that --proportions would find: give one of them")
-        for setting in self.settings:
-            setting.window(self.job.seed)  # a wrong switch is an error before anything is created
+        for setting in self.settings:  # a wrong switch is an error before anything is created
+            setting.window(self.job.seed)
+            if setting.replicas < 1 or self.ranks % setting.replicas:
+                raise LabError(f"{setting}: {setting.replicas} replicas do not divide {self.ranks} ranks")
 
     @property
     def settings(self) -> list[Setting]:
@@ -106,10 +108,15 @@ class Result:
 
 
 @contextmanager
-def ranks_in(network: Network, timeout: timedelta = TIMEOUT):
-    """A `RankPool` whose ranks live in the network's namespaces, built before and removed after."""
+def ranks_in(network: Network, timeout: timedelta = TIMEOUT, replicas: Iterable[int] = (1,)):
+    """A `RankPool` whose ranks live in the network's namespaces, built before and removed after.
+
+    Args:
+        replicas: what runs on the pool will ask for.
+    """
     demand_tools()
-    with built(network), RankPool((network.ranks,), timeout, Enter(network)) as pool:
+    meshes = [(network.ranks, each) for each in replicas]
+    with built(network), RankPool(meshes, timeout, Enter(network)) as pool:
         yield pool
 
 
@@ -124,11 +131,12 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
             stage is slower than what it stands for.
     """
     network = Network(plan.ranks, plan.rate, os.getpid())
+    replicas = {setting.replicas for setting in plan.settings}
     demand_tools()
     if traces:
         traces.mkdir(parents=True, exist_ok=True)
     kept = nullcontext(str(traces)) if traces else tempfile.TemporaryDirectory(prefix="tritonrec-lab-")
-    with kept as folder, ranks_in(network, timeout) as pool, _progress(console) as progress:
+    with kept as folder, ranks_in(network, timeout, replicas) as pool, _progress(console) as progress:
         bar = progress.add_task(
             "starting ranks", total=1 + PROBES * bool(plan.proportions) + len(plan.settings) * plan.rounds
         )

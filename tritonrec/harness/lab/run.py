@@ -82,7 +82,9 @@ def run_once(
     path: Path,
 ) -> Run:
     """Run a setting on all ranks of the pool; its joined trace goes to `path`."""
-    homes: list[RankRun] = pool.run(run_rank, ranks, job, setting, seconds, steps, str(path))
+    homes: list[RankRun] = pool.run(
+        run_rank, ranks, job, setting, seconds, steps, str(path), replicas=setting.replicas
+    )
     parts = [f"{path}.{rank}" for rank in range(ranks)]
     save_joined(parts, path)
     for part in parts:

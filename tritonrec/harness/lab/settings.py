@@ -17,9 +17,13 @@ PAPER = {"lookup": 0.496, "communication": 0.208}
 """Shares of TorchRec's step at 1,536 workers (NestPipe, Table II): 2870.99 and 1207.85 of 5793.83 ms."""
 
 
+REPLICAS = "replicas"
+"""The switch that is no field of `WindowConfig`: ranks that hold the same part of the tables."""
+
+
 @dataclass(frozen=True)
 class Setting:
-    """One row of the report."""
+    """One row of the report; `switches` are fields of `WindowConfig`, and `REPLICAS`."""
 
     mode: Mode
     micro_batches: int = 1
@@ -27,13 +31,19 @@ class Setting:
 
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches; a ValueError of the configuration becomes a `LabError` naming the row."""
+        chosen = {name: value for name, value in self.switches.items() if name != REPLICAS}
         try:
-            return WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **self.switches})
+            return WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **chosen})
         except ValueError as error:
             raise LabError(f"{self}: {error}") from error
 
     def __str__(self) -> str:
         return " ".join([f"{self.mode} N={self.micro_batches}", *self.switch_words])
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the tables."""
+        return int(self.switches.get(REPLICAS, 1))
 
     @property
     def switch_words(self) -> list[str]:
@@ -61,10 +71,11 @@ def settings(
 
 
 def parse_switches(words: Iterable[str]) -> dict[str, Any]:
-    """Fields of `WindowConfig` from ``name`` or ``name=value``; a LabError lists them for an unknown one."""
+    """Switches from ``name`` or ``name=value``; a LabError lists them for an unknown one."""
     known = {each.name: each.default for each in fields(WindowConfig) if each.default is not MISSING}
     for own in ("micro_batches", "seed"):  # options of their own
         known.pop(own)
+    known[REPLICAS] = 1
     chosen = {}
     for word in words:
         name, equals, value = word.partition("=")
