@@ -34,10 +34,12 @@ def run(job: Job, mode: str, steps: int, device: str, trace: Path | None):
     tables = job.tables("adam")
     dense = DenseOptimizer(model.named_parameters(), job.rule("adam"))
     recorder = Recorder(0, 1) if trace else None
-    config = WindowConfig(4, "batch", seed=job.seed)
+    switches = {"skip_fetch": True} if mode == "nestpipe" else {}
+    config = WindowConfig(4, "batch", first_use=True, taper=0.7, seed=job.seed, **switches)
     loader, losses, times = job.loader(), [], []
-    with Trainer(model, tables, dense, Communicators.local(), mode, config, recorder) as trainer:
-        trainer.program.device = torch.device(device)
+    with Trainer(
+        model, tables, dense, Communicators.local(), mode, config, recorder, device=device
+    ) as trainer:
         began = time.perf_counter()
         for result in trainer.run(loader.batch(step) for step in range(steps)):
             losses.append(result.losses.double().cpu())

@@ -29,7 +29,7 @@ def triples(cases):
 
 
 def test_full_is_the_whole_product():
-    full = [case for case in contract_table("full") if not case.data and not case.variant]
+    full = [c for c in contract_table("full") if not c.data and not c.variant and c.replicas == 1]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     product = 1
     for size in sizes:
@@ -46,7 +46,7 @@ def test_default_covers_every_triple_and_the_longest_case():
 
 
 def test_quick_covers_every_value_and_every_mode_at_both_levels():
-    quick = contract_table("quick", world_sizes=[1, 2])
+    quick = [c for c in contract_table("quick", world_sizes=[1, 2]) if c.replicas == 1]
     assert {(c.mode, c.consistency) for c in quick} == {(m, c) for m in PIPELINED for c in CONSISTENCIES}
     assert {c.micro_batches for c in quick} == set(MICRO_BATCHES)
     assert {c.optimizer for c in quick} == set(OPTIMIZERS)
@@ -59,6 +59,19 @@ def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
     assert {case.variant for case in cases} == {"", *VARIANTS}
     pairs = {(case.world_size, case.restart) for case in cases if case.restart}
     assert pairs == {(before, after) for before in range(1, 5) for after in range(1, 5)}
+
+
+@pytest.mark.parametrize("size", ["default", "full"])
+def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeline(size):
+    cases = [case for case in contract_table(size) if case.replicas > 1 and not case.variant]
+    meshes = {(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)}
+    for mode in ("nestpipe", "sequential"):
+        assert {(c.world_size, c.replicas) for c in cases if c.mode == mode} == meshes
+    assert {(c.variant, c.restart) for c in contract_table(size) if c.replicas > 1} >= {
+        ("scale", 0),
+        ("restart", 1),
+    }
+    assert not any(case.replicas > 1 for case in contract_table("quick", world_sizes=[1]))
 
 
 def test_equal_references_have_one_file_and_different_ones_have_their_own():

@@ -161,7 +161,7 @@ def test_keeping_rows_needs_two_buffers():
     with pytest.raises(ValueError, match="'fwp' has no second buffer"):
         keep_rows(FWP)
     for mode in ("sync", "sequential"):
-        with pytest.raises(ValueError, match="no row can stay in one|keeps no rows between batches"):
+        with pytest.raises(ValueError, match=r"no row can stay in one|keeps no rows between batches"):
             Trainer(*parts(), Communicators.local(), mode, WindowConfig(skip_fetch=True))
     assert Edge("write_back", batch=1) in KEEPING["retrieve"].after
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from .check import check
 from .schedule import Schedule, Task
+from .streams import HostStreams, Streams
 
 Delay = Callable[[Task], float]
 """Seconds to wait before a task starts; used to attack the schedule."""
@@ -27,6 +29,7 @@ class Executor:
         micro_batches: N, the number of micro-batches in a window.
         span: ``span(lane, task, context)`` returns a context manager around a task's work (a recorder's).
         delay: seconds to sleep before each task, drawn by the caller from a seeded generator.
+        streams: where the lanes' work runs; at once, on their threads, by default.
         checked: leave the check out; only for planted bugs, which must be caught by their effect.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
@@ -41,6 +44,7 @@ class Executor:
         span: Callable[[str, Task, Any], Any],
         delay: Delay | None = None,
         checked: bool = True,
+        streams: Streams | None = None,
     ):
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
@@ -48,6 +52,9 @@ class Executor:
             check(schedule, micro_batches)
         self.schedule, self.micro_batches = schedule, micro_batches
         self._actions, self._span, self._delay = actions, span, delay
+        self._streams = streams or HostStreams()
+        self._events: dict[Task, Any] = {}  # of work that may be under way on a device
+        self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
         self._unfinished: set[Task] = set()
@@ -86,6 +93,17 @@ class Executor:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped() or batch not in self._left)
             self._raise_if_stopped()
+            events = [(task, event) for task, event in self._events.items() if task.batch == batch]
+        for task, event in events:
+            try:
+                self._streams.finish(event)
+            except Exception as error:
+                self._fail(task, error)
+        with self._changed:
+            self._raise_if_stopped()
+            # Later batches wait for events of this one and of those that the longest edge reaches back to.
+            oldest = batch + 1 - self._reach
+            self._events = {task: event for task, event in self._events.items() if task.batch >= oldest}
 
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
@@ -123,36 +141,47 @@ class Executor:
 
     def _lane(self, lane: str) -> None:
         while (work := self._next(lane)) is not None:
-            task, context = work
+            task, context, after = work
+            action = partial(self._actions[task.stage], context, task.micro_batch)
             try:
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
                 with self._span(lane, task, context):
-                    self._actions[task.stage](context, task.micro_batch)
+                    event = self._streams.run(lane, after, action)
             except BaseException as error:
-                with self._changed:
-                    self._failure = self._failure or (task, error)
-                    self._changed.notify_all()
-                self._interrupt.set()
+                self._fail(task, error)
                 return
             with self._changed:
+                if event is not None:
+                    self._events[task] = event
                 self._unfinished.discard(task)
                 self._left[task.batch] -= 1
                 if not self._left[task.batch]:
                     del self._left[task.batch]
                 self._changed.notify_all()
 
-    def _next(self, lane: str) -> tuple[Task, Any] | None:
-        """The lane's next task once all it waits for has finished; None when the executor stops."""
+    def _fail(self, task: Task, error: BaseException) -> None:
+        """Stop all lanes."""
+        with self._changed:
+            self._failure = self._failure or (task, error)
+            self._changed.notify_all()
+        self._interrupt.set()
+
+    def _next(self, lane: str) -> tuple[Task, Any, list[Any]] | None:
+        """The lane's next task once all it waits for has finished here, and the events of what may still run
+        on a device; None when the executor stops.
+        """
         queue = self._queues[lane]
         with self._changed:
             self._changed.wait_for(lambda: self._stopped() or queue)
             if self._stopped():
                 return None
             task, context = queue.popleft()
-            waits_for = set(self.schedule.waits_for(task, self.micro_batches))
+            waits_for = list(self.schedule.waits_for(task, self.micro_batches))
             self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
-            return None if self._stopped() else (task, context)
+            elsewhere = [other for other in waits_for if self.schedule[other.stage].lane != lane]
+            after = [self._events[other] for other in elsewhere if other in self._events]
+            return None if self._stopped() else (task, context, after)
 
     def _stopped(self) -> bool:
         return self._closing or self._failure is not None

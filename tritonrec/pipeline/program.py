@@ -10,6 +10,7 @@ from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
 from .routes import answer, ask, column_sums
+from .streams import to_device, to_host
 from .window import TableWindow, Window, WindowConfig
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
@@ -61,7 +62,7 @@ class WindowProgram:
     # Lookup: from samples to rows in the prefetch buffer.
 
     def prefetch(self, window: Window, _micro_batch: int | None = None) -> None:
-        """Cut this rank's samples into micro-batches (stage 1, section V.C)."""
+        """Cut this rank's samples into micro-batches, in page-locked memory for an accelerator (stage 1)."""
         for batch in window.batches:
             batch.validate()
             parts = split(batch, self.config.micro_batches, self.config.clustering, self.config.taper)
@@ -69,6 +70,8 @@ class WindowProgram:
         missing = self.config.window_micro_batches - len(window.micro_batches)  # a run's last window
         nothing = window.batches[-1].select(torch.arange(0))
         window.micro_batches += [nothing] * missing
+        if self.device.type != "cpu":
+            window.micro_batches = [part.pin_memory() for part in window.micro_batches]
 
     def h2d(self, window: Window, _micro_batch: int | None = None) -> None:
         """Move the micro-batches to the device (stage 2)."""
@@ -121,6 +124,7 @@ class WindowProgram:
         """
         active = self._before(window)
         for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
+            self._bring_keys(table)
             table.keys, inverse = self._distinct(table)
             found = group.table.lookup(table.keys, window.update, self._sum_over_ranks)
             if active is not None:
@@ -133,9 +137,17 @@ class WindowProgram:
             if bool(absent.any()):
                 table.admitted = (~absent).nonzero().squeeze(1)
             table.cold = found.cold
-            table.wanted, table.returned = answer(inverse, table.receive, table.received_last_use)
+            legs = answer(inverse, table.receive, table.received_last_use)
+            table.wanted, table.returned = (leg.to(self.device) for leg in legs)
             table.row_gradient = self._no_gradients(len(table.keys), group.table.dim)
         self._buffers[window.number % 2] = window
+
+    def _bring_keys(self, table: TableWindow) -> None:
+        """Bring what the owner was asked for to the host, where the tables are."""
+        table.received_keys = to_host(table.received_keys)
+        table.replica_keys = [to_host(keys) for keys in table.replica_keys]
+        if table.received_last_use is not None:
+            table.received_last_use = to_host(table.received_last_use)
 
     def _distinct(self, table: TableWindow) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (K,) of this shard, and which of them each key received is; the same keys on all replicas."""
@@ -153,18 +165,18 @@ class WindowProgram:
         if self.config.dedup not in ("lookup", "both"):
             # A row is read for every key received; those of one key are the same.
             window.counts.read += len(inverse)
-            values = group.table.read(rows[inverse], table.received_keys).to(self.device)
-            return ops.gather_rows(values, _first_occurrences(inverse, len(rows)).to(self.device))
+            values = group.table.read(rows[inverse], table.received_keys)
+            return to_device(ops.gather_rows(values, _first_occurrences(inverse, len(rows))), self.device)
         if table.kept is None or not self.config.skip_fetch:
             window.counts.read += len(rows)
-            return group.table.read(rows, table.keys).to(self.device)
+            return to_device(group.table.read(rows, table.keys), self.device)
         is_new = torch.ones(len(rows), dtype=torch.bool)
         is_new[table.kept[1]] = False
         new = is_new.nonzero().squeeze(1)
         window.counts.read += len(new)
-        values = group.table.read(rows[new], table.keys[new]).to(self.device)
+        values = to_device(group.table.read(rows[new], table.keys[new]), self.device)
         buffer = values.new_empty(len(rows), values.shape[1])  # `synchronise` fills in the others
-        ops.scatter_rows(buffer, new.to(self.device), values)
+        ops.scatter_rows(buffer, to_device(new, self.device), values)
         return buffer
 
     def buffer_of(self, number: int) -> Window | None:
@@ -183,7 +195,7 @@ class WindowProgram:
             return
         for before, table in zip(active.tables, window.tables, strict=True):
             assert table.kept is not None
-            here, there = table.kept
+            here, there = (to_device(rows, self.device) for rows in table.kept)
             ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here))
 
     # The window: rows are frozen until `sparse_update`.
@@ -262,12 +274,11 @@ class WindowProgram:
             gradient = self._mean(table.row_gradient, window.row_terms, "embedding gradient")
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
-                indices = table.admitted.to(self.device)
+                indices = to_device(table.admitted, self.device)
                 gradient = ops.gather_rows(gradient, indices)
             group.optimizer.update(table.buffer, indices, gradient, window.update + 1)
             if table.cold is not None:
                 group.table.round_cold(table.buffer, table.cold)
-            table.row_gradient = None
 
     def dense_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the dense gradients."""
@@ -304,8 +315,8 @@ class WindowProgram:
                 goes[kept[0]] = False
             if not bool(goes.all()):
                 going = goes.nonzero().squeeze(1)
-                keys, rows = keys[going], ops.gather_rows(rows, going.to(rows.device))
-            group.table.write(keys, rows.cpu())
+                keys, rows = keys[going], ops.gather_rows(rows, to_device(going, rows.device))
+            group.table.write(keys, to_host(rows))
             counted.counts.written += len(keys)
 
     # Sums. The grid makes them independent of order; the window level fixes the order instead.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import ops
+from .streams import to_device
 
 MAX_FIRST_USE = 256
 """Micro-batches of a window with ``first_use``: the last use of a key travels in a byte."""
@@ -41,6 +42,10 @@ class Leg:
 
     rows: list[torch.Tensor] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
+
+    def to(self, device: torch.device) -> Leg:
+        """The same leg with its rows on `device`."""
+        return Leg([to_device(rows, device) for rows in self.rows], self.counts)
 
 
 @dataclass

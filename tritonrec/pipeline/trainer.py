@@ -19,6 +19,7 @@ from .averaging import ReplicaAverage
 from .executor import Delay, Executor, StageFailedError
 from .program import WindowProgram
 from .schedule import IN_TURN, SCHEDULES, Schedule, Task, keep_rows, with_replicas
+from .streams import Streams, streams_for
 from .synchronous import Synchronous, run_in_turn
 from .window import LookupCounts, Window, WindowConfig
 
@@ -58,6 +59,16 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
     return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
 
 
+def _demand_on(model: torch.nn.Module, device: torch.device) -> None:
+    """Raise ValueError naming a parameter that is not on the device."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device.type:
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, and the trainer works on {device}: move the "
+                "model there before its optimizer is made, or pass its device"
+            )
+
+
 class Trainer:
     """Trains a model with row-sharded tables in one of `MODES`; what it computes does not depend on which.
 
@@ -70,7 +81,9 @@ class Trainer:
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
+        device: where samples, buffers and the dense model are; the tables stay in host memory.
         schedule: another table than `schedule_of` the mode; checked like any.
+        streams: where the lanes' work runs; those of the device by default.
         checked: False skips the check, for planted bugs only.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
@@ -88,6 +101,8 @@ class Trainer:
         delay: Delay | None = None,
         schedule: Schedule | None = None,
         checked: bool = True,
+        device: str | torch.device = "cpu",
+        streams: Streams | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -118,14 +133,17 @@ class Trainer:
             )
             return
         two = any(stage.name == "synchronise" for stage in self._schedule.stages)
-        self._program = WindowProgram(model, tables, dense, communicators, self.config, dual_buffer=two)
+        device = torch.device(device)
+        _demand_on(model, device)
+        self._program = WindowProgram(model, tables, dense, communicators, self.config, device, two)
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if mode != "sequential":
             count = self.config.window_micro_batches
             self._executor = Executor(
-                self._schedule, self._program.actions, count, self._span, delay, checked
-            )
+                self._schedule, self._program.actions, count, self._span, delay, checked,
+                streams or streams_for(device),
+            )  # fmt: skip
 
     def _demand_plain(self, communicators: Communicators) -> None:
         """Raise ValueError for what one process with a plain loop does not do."""

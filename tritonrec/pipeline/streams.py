@@ -1,0 +1,90 @@
+"""Where a lane's work runs: at once on the host, or queued on a stream of an accelerator.
+
+A lane of the executor is a host thread. On an accelerator it only queues work on the lane's stream and goes
+on, so that a task which has "finished" on the host may still be under way on the device. What holds the edges
+of a schedule there are events: a task's stream waits for the events of the tasks in other lanes that it
+depends on, and inside a lane the stream keeps the order. The same schedule tables run on both.
+
+`torch.Stream` and `torch.Event` are those of whatever accelerator torch has: CUDA, ROCm, Ascend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    """What the executor asks of the place where work runs."""
+
+    def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> Any:
+        """Run or queue `work` on the lane behind the events `after` of other lanes.
+
+        Returns the event of its end, or None where it has ended.
+        """
+
+    def finish(self, event: Any) -> None:
+        """Return when the event's work has ended; raises what made it fail."""
+
+
+class HostStreams:
+    """Work runs at once, on the lane's own thread."""
+
+    def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> None:
+        """See `Streams`."""
+        work()
+
+    def finish(self, event: Any) -> None:
+        """See `Streams`."""
+
+
+class DeviceStreams:
+    """A stream of an accelerator for each lane.
+
+    Args:
+        device: an accelerator's device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams: dict[str, torch.Stream] = {}
+        torch.accelerator.synchronize(device)  # parameters made on the caller's stream are there
+
+    def run(self, lane: str, after: Sequence[torch.Event], work: Callable[[], None]) -> torch.Event:
+        """See `Streams`."""
+        if lane not in self._streams:
+            self._streams[lane] = torch.Stream(self.device)
+        stream = self._streams[lane]
+        for event in after:
+            stream.wait_event(event)
+        with stream:
+            work()
+        return stream.record_event()
+
+    def finish(self, event: torch.Event) -> None:
+        """See `Streams`."""
+        event.synchronize()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device through page-locked memory, queued on the current stream; itself on the CPU."""
+    if device.type == "cpu" or values.device == device:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked host memory, complete when this returns; itself on the CPU."""
+    if values.device.type == "cpu":
+        return values
+    staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    staged.copy_(values, non_blocking=True)
+    torch.accelerator.current_stream(values.device).synchronize()
+    return staged
