@@ -83,6 +83,17 @@ def test_any_strides(impl):
         assert torch.equal(bits(destination), expected)
 
 
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_rows_lie_further_apart_than_32_bits_count(impl):
+    """Two rows 4 GiB apart, of which only a page each is touched."""
+    buffer = torch.empty(2**32 + 3, dtype=torch.int8, device="cuda" if impl == "triton" and GPU else "cpu")
+    far = buffer.as_strided((2, 3), (2**32, 1))
+    rows, values = on(impl, torch.tensor([1, 0])), on(impl, torch.tensor([[1, 2, 3], [4, 5, 6]]).char())
+    scatter_rows(far, rows, values, impl=impl)
+    assert far.tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert gather_rows(far, rows, impl=impl).tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_any_dtype(impl, dtype):

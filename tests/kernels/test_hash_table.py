@@ -208,6 +208,19 @@ def test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(impl):
+    one, other = in_walk(2)
+    table = empty(64, impl)
+    hash_insert(*table, keys_of([one, other], impl), 0, impl=impl)
+    hash_erase(*table, keys_of([one, other], impl), impl)
+    hash_insert(*table, keys_of([other], impl), 5, impl=impl)  # in the first slot, its leftover in the second
+    assert hash_assign(*table, keys_of([other], impl), keys_of([6], impl), impl).tolist() == [5]
+    assert hash_find(*table, keys_of([other], impl), impl).tolist() == [6]
+    assert hash_erase(*table, keys_of([other], impl), impl).tolist() == [6]
+    assert contents(*table) == {}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(impl):
     keys = in_walk(20)
     table = empty(64, impl)

@@ -58,6 +58,15 @@ def test_equals_the_reference(impl, optimizer, dim):
     assert same_bits(got, expected)
 
 
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_large_eps_counts(impl, optimizer):
+    """Beside states of order 1 the default of 1e-8 rounds away."""
+    got, _, _ = run(optimizer, impl, rows=20, dim=5, touched=9, eps=0.5)
+    assert same_bits(got, run(optimizer, "reference", rows=20, dim=5, touched=9, eps=0.5)[0])
+    assert not same_bits(got, run(optimizer, "reference", rows=20, dim=5, touched=9, eps=0.4)[0])
+
+
 @pytest.mark.parametrize("touched", [0, 1, 31, 32, 33])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("impl", ["cpu", TRITON])

@@ -1,0 +1,45 @@
+"""A planted bug: one edit of a Triton module's source, loaded in place of the module."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from unittest import mock
+
+PACKAGE = "tritonrec.kernels."
+
+
+@contextlib.contextmanager
+def mutated(name: str, edits: list[tuple[str, str]], folder: Path):
+    """``tritonrec.kernels.<name>`` with every `old` replaced by `new`, wherever the kernels refer to it.
+
+    The edited file lies in `folder`, since the interpreter reads a kernel's source from its file. An old
+    text that is not there, as after a change of the kernel, is an AssertionError that says so.
+    """
+    original = importlib.import_module(PACKAGE + name)
+    source = Path(original.__file__).read_text()
+    for old, new in edits:
+        assert old in source, f"{name} has no {old!r} any more: the mutant has to follow the kernel"
+        source = source.replace(old, new)
+    file = folder / f"{name.replace('.', '_')}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(original.__name__, file)
+    twin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(twin)
+    stand_in = {id(original): twin}
+    for key, value in vars(original).items():
+        if getattr(value, "__module__", None) == original.__name__:
+            stand_in[id(value)] = vars(twin)[key]
+    with contextlib.ExitStack() as stack:
+        # one entry, since modules imported meanwhile stay
+        sys.modules[original.__name__] = twin
+        stack.callback(sys.modules.__setitem__, original.__name__, original)
+        for module in [m for n, m in sys.modules.items() if n.startswith(PACKAGE) and m is not twin]:
+            changed = {k: stand_in[id(v)] for k, v in vars(module).items() if id(v) in stand_in}
+            stack.enter_context(
+                mock.patch.multiple(module, **changed) if changed else contextlib.nullcontext()
+            )
+        yield

@@ -1,0 +1,485 @@
+"""Bugs planted in the source of the Triton kernels: the ordinary checks of each op find every one of them.
+
+A mutant is one edit, (old text, new text). Edits stay inside the buffers, so that what fails is a check.
+"""
+
+
+import pytest
+import test_bucketize
+import test_gather_rows
+import test_grid
+import test_hash_table
+import test_hstu_attention_options
+import test_intersect
+import test_linear
+import test_no_sync
+import test_norm_mul_dropout
+import test_padding
+import test_philox
+import test_relative_aggregate
+import test_sampled_softmax
+import test_schedules
+import test_segment_sum
+import test_silu
+import test_sparse_optimizers
+import test_unique
+import torch
+from mutate import mutated
+from poison import poisoned_memory
+
+from tritonrec import ops
+from tritonrec.kernels import sparse_optimizers, tuned
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes edited sources"),
+]
+IMPL = "triton"
+
+
+def each(test, *choices, **fixed):
+    """Calls of a test in Triton, one for each choice of its other argument."""
+    return [lambda choice=choice: test(IMPL, choice, **fixed) for choice in choices]
+
+
+def hidden_step():
+    """A training step under `no_sync`, and two calls that would have read a value back."""
+    test_no_sync.test_the_host_never_waits_in_a_step("extremes")
+    for name in ("to_grid", "from_grid", "unique_count", "insert_free_rows"):
+        test_no_sync.test_the_host_never_waits_in_one_call(name)
+
+
+def interleaved(test, **arguments):
+    """A test of `test_schedules` in blocks of two lanes, under a few schedules."""
+
+    def check():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                tuned, "config", lambda *_: {"BLOCK": test_schedules.small_blocks.size, "num_warps": 1}
+            )
+            for seed in range(12):
+                test.hypothesis.inner_test(**arguments, drawn=(seed, True, 2))
+
+    return check
+
+
+REPEATED = [5, *test_schedules.CLASHING[:4], 5, -1, 5, *test_schedules.CLASHING[:4], -1]
+MANY = test_schedules.CLASHING[:12]
+
+
+def attention():
+    tensors, call, plain, exact = test_hstu_attention_options.mutated_case()
+    got = test_hstu_attention_options.run(IMPL, tensors, call)
+    test_hstu_attention_options.judge(tensors, call, got, plain, exact)
+
+
+def atomic_attention():
+    tensors, call, plain, exact = test_hstu_attention_options.mutated_case()
+    got = test_hstu_attention_options.run(IMPL, tensors, call._replace(deterministic=False))
+    test_hstu_attention_options.judge(tensors, call, got, plain, exact)
+
+
+HASH = [
+    *each(test_hash_table.test_every_key_is_legal, 0),
+    lambda: test_hash_table.test_old_keys_keep_their_rows_and_new_ones_follow_in_order(IMPL),
+    lambda: test_hash_table.test_collisions_fill_a_table_to_its_last_slot(IMPL),
+    lambda: test_hash_table.test_probes_walk_their_step_and_wrap_around_the_end(IMPL, 3, 7),
+    lambda: test_hash_table.test_a_full_table_refuses_and_is_left_as_it_was(IMPL),
+    lambda: test_hash_table.test_growth_keeps_rows_and_leaves_the_old_table_alone(IMPL),
+    lambda: (
+        test_hash_table.test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_they_go_on(
+            IMPL
+        )
+    ),
+    lambda: test_hash_table.test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(IMPL),
+    lambda: test_hash_table.test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(
+        IMPL
+    ),
+    lambda: test_hash_table.test_new_keys_take_free_rows_first(IMPL, torch.int64),
+    lambda: test_hash_table.test_assigning_changes_the_rows_of_present_keys(IMPL, torch.int64),
+    lambda: test_padding.test_insert_takes_rows_for_the_keys_that_hold(IMPL, 4, 2),
+    lambda: test_padding.test_find_assign_and_erase_pass_over_what_does_not_hold(IMPL),
+    lambda: test_padding.test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(IMPL),
+]
+UNIQUE = [
+    *each(test_unique.test_equals_a_dict, "extremes", "all_equal", "skewed", "hot_key_last"),
+    *each(test_unique.test_counts_around_a_block, 257),
+    lambda: test_unique.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, True),
+    *each(test_padding.test_unique, "extremes"),
+]
+INTERSECT = [
+    *each(test_intersect.test_equals_all_pairs, "left_longer", "right_longer"),
+    lambda: test_intersect.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, 2**20 - 1),
+    lambda: test_padding.check_intersect(torch.arange(-9, 9), torch.arange(4, -20, -1), 12, 20, IMPL),
+]
+BUCKETIZE = [
+    *each(test_bucketize.test_counts_around_a_block, 1025),
+    lambda: test_bucketize.test_one_owner_takes_all_and_equal_keys_stay_in_order(IMPL),
+    *each(test_padding.test_bucketize, "extremes"),
+]
+SEGMENT_SUM = [
+    *(
+        lambda level=level, name=name: test_segment_sum.test_equals_the_reference(IMPL, level, name)
+        for level in ("window", "batch")
+        for name in ("odd_dim", "block_plus_one")
+    ),
+    lambda: test_segment_sum.test_accumulates_into_a_view_and_nothing_else(IMPL, "batch"),
+    lambda: test_segment_sum.test_a_sum_that_leaves_int64_is_an_error(IMPL, torch.float32, 1),
+    lambda: test_segment_sum.test_a_value_without_a_place_is_an_error(IMPL, float("nan")),
+    *each(test_padding.test_sums_are_of_the_occurrences_that_hold, 7),
+]
+ROWS = [
+    lambda: test_gather_rows.test_gather_moves_the_bits(IMPL, 7, 17, 129),
+    lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 33, 129),
+    lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 17, 127),
+    lambda: test_gather_rows.test_rows_lie_further_apart_than_32_bits_count(IMPL),
+    *each(test_padding.test_rows_move_where_they_hold, 5),
+]
+SPARSE = [
+    *(
+        lambda name=name: test_sparse_optimizers.test_equals_the_reference(IMPL, name, 17)
+        for name in ("sgd", "rowwise_adagrad", "adam")
+    ),
+    *(
+        lambda name=name: test_sparse_optimizers.test_a_large_eps_counts(IMPL, name)
+        for name in ("rowwise_adagrad", "adam")
+    ),
+    *(
+        lambda name=name: test_sparse_optimizers.test_row_counts_around_a_tile(IMPL, name, 33)
+        for name in ("sgd", "adam")
+    ),
+    lambda: test_padding.test_updates_touch_the_rows_that_hold(IMPL, "adam", 5),
+]
+SILU = [lambda: test_silu.test_error_is_that_of_plain_float32(IMPL, (7, 13))]
+LINEAR = [
+    *each(test_linear.test_error_is_that_of_plain_float32, "odd_dim"),
+    lambda: test_linear.test_weight_gradient_error_is_that_of_plain_float32(IMPL),
+    lambda: test_linear.test_a_sum_never_wraps(IMPL, 1),
+]
+NORM = [
+    lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
+    lambda: test_norm_mul_dropout.test_the_mask_depends_on_seed_sample_and_position_alone(IMPL),
+]
+SOFTMAX = [
+    *each(test_sampled_softmax.test_error_is_that_of_plain_float32, "odd_dim"),
+    lambda: test_sampled_softmax.test_a_negative_that_is_not_valid_counts_for_nothing(IMPL),
+    lambda: test_sampled_softmax.test_large_scores_neither_overflow_nor_vanish(IMPL),
+]
+PHILOX = [
+    *each(test_philox.test_initial_rows_equal_the_reference, 5),
+    lambda: test_philox.test_random_indices_equal_the_reference(IMPL, 100003, 5),
+]
+GRID = [
+    lambda: test_grid.test_ties_go_to_even(IMPL),
+    *each(test_grid.test_what_has_no_place_is_named, 2.0**26),
+    *each(test_grid.test_from_grid_equals_the_reference, -7.5),
+]
+RELATIVE = [
+    lambda: test_relative_aggregate.test_buckets_are_written_out(IMPL),
+    *each(test_relative_aggregate.test_error_is_that_of_plain_float32, "odd_dim"),
+]
+CHECKS = {
+    "hash_table.triton_hash_table": HASH,
+    "triton_scratch": [*UNIQUE, *INTERSECT],
+    "unique.triton_unique": UNIQUE,
+    "intersect.triton_intersect": INTERSECT,
+    "bucketize.triton_bucketize": BUCKETIZE,
+    "segment_sum.triton_segment_sum": SEGMENT_SUM,
+    "gather_rows.triton_rows": ROWS,
+    "sparse_optimizers.triton_sparse_optimizers": SPARSE,
+    "silu.triton_silu": SILU,
+    "linear.triton_linear": LINEAR,
+    "norm_mul_dropout.triton_norm": NORM,
+    "sampled_softmax.triton_softmax": SOFTMAX,
+    "philox.triton_philox": PHILOX,
+    "grid.triton_grid": GRID,
+    "relative_aggregate.triton_relative": RELATIVE,
+    "hstu_attention.triton_forward": [attention],
+    "hstu_attention.triton_backward": [attention],
+    "hstu_attention.triton_mask": [attention],
+}
+CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
+PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
+        tl.store(slot_rows_ptr + slot, row, mask=trying & (previous == seen))"""
+BUILD = "previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position)"
+PLAIN_BUILD = """previous = tl.load(holders_ptr + slot, mask=open_slot, other=-2)
+            tl.store(holders_ptr + slot, position, mask=open_slot & (previous == -1))"""
+COUNT = 'tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")'
+PLAIN_COUNT = """times = tl.load(counts_ptr + rank, mask=inside, other=0)
+    tl.store(counts_ptr + rank, times + 1, mask=inside)"""
+LEAST = 'tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")'
+PLAIN_LEAST = "tl.store(first_ptr + slot, position, mask=inside & (position < current))"
+MOST = 'tl.atomic_max(first_ptr + slot, position, mask=inside & (position > current), sem="relaxed")'
+SLOPE = "return s * (1.0 + x * (1.0 - s))"
+STABLE = "place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1"
+UNSTABLE = "place = start + tl.sum(mine.to(tl.int64), axis=0) - tl.cumsum(mine.to(tl.int64), axis=0)"
+
+MUTANTS = {
+    "hash_table.triton_hash_table": {
+        "probe_stops_early": [("& (visit < num_groups):", "& (visit < 1):")],
+        "step_even": [("((hashed >> 32) | 1)", "((hashed >> 32) & -2)")],
+        "step_of_one": [("((hashed >> 32) | 1)", "((hashed >> 63) | 1)")],
+        "home_of_the_key": [("group = hashed & (num_groups - 1)", "group = key & (num_groups - 1)")],
+        "lost_insert": [("pending = pending & (won == 0)", "pending = pending & (trying == 0)")],
+        "rows_in_order_of_keys": [
+            ("number = torch.cumsum(wanted, 0)", "number = torch.cumsum(wanted, 0)[keys.argsort().argsort()]")
+        ],
+        "free_rows_off_by_one": [("reused = free_rows[(number - 1)", "reused = free_rows[number")],
+        "tombstone_as_empty": [("tl.max((slot_row == -1).to(tl.int32)", "tl.max((slot_row < 0).to(tl.int32)")],
+        "tombstone_not_left": [("new_row = tl.where(ends_here, -1, -2)", "new_row = tl.where(ends_here, -1, -1)")],
+        "leftover_key_found": [("(slot_key == key[:, None]) & (slot_row >= 0)", "(slot_key == key[:, None])")],
+        "last_slot_of_a_group_skipped": [("leave = lane >= 7", "leave = lane >= 6")],
+        "key_not_written": [("tl.store(slot_keys_ptr + slot, key, mask=won)", "")],
+        "refusal_ignored": [("wanted &= fits", "wanted &= True")],
+        "capacity_off_by_one": [("+ new <= slot_rows.numel()", "+ new < slot_rows.numel()")],
+        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+        "padding_inserted": [("wanted &= ~padding(keys.numel(), count)", "pass")],
+        "claim_without_atomic": [(CLAIM, PLAIN_CLAIM)],
+    },
+    "triton_scratch": {
+        "build_without_atomic": [(BUILD, PLAIN_BUILD)],
+        "table_is_not_a_ring": [("slot = (slot + 1) & (num_slots - 1)", "slot = tl.minimum(slot + 1, num_slots - 1)")],
+        "lookup_stops_early": [("pending = occupied & (holder_key != key)", "pending = occupied & (visit < 0)")],
+        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+    },
+    "unique.triton_unique": {
+        "first_occurrence_not_counted": [("mask=inside, sem=", "mask=inside & (representative != offsets), sem=")],
+        "count_without_atomic": [(COUNT, PLAIN_COUNT)],
+        "last_occurrence": [(LEAST, MOST), ("torch.full_like(holders, size)", "torch.full_like(holders, -1)")],
+        "dropped_block": [
+            ("inside = representative >= 0", "inside = (representative >= 0) & (tl.program_id(0) != 1)")
+        ],
+        "padding_of_the_inverse": [("mask=inside, other=0) - 1", "mask=inside, other=1) - 1")],
+    },
+    "intersect.triton_intersect": {
+        "position_off_by_one": [("tl.store(left_ptr + place, offsets,", "tl.store(left_ptr + place, offsets + 1,")],
+        "dropped_last_match": [("(place < length)", "(place < length - 1)")],
+        "dropped_block": [("listed = (matched >= 0)", "listed = (tl.program_id(0) != 1) & (matched >= 0)")],
+        "left_for_right": [("tl.store(right_ptr + place, matched", "tl.store(right_ptr + place, offsets")],
+        "counts_swapped": [
+            ("build(right, right_count)", "build(right, left_count)"),
+            ("holders, left_count)", "holders, right_count)"),
+        ],
+    },
+    "bucketize.triton_bucketize": {
+        "unstable": [(STABLE, UNSTABLE)],
+        "lost_count": [("tl.sum((owner == rank)", "tl.sum(((owner == rank) & (offsets > 0))")],
+        "low_half_of_the_hash": [("((mix64(key) >> 32) & 0xFFFFFFFF)", "(mix64(key) & 0xFFFFFFFF)")],
+        "padding_has_owners": [("held(num_keys, count_ptr)", "num_keys")],
+    },
+    "segment_sum.triton_segment_sum": {
+        "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
+        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
+        "unstable_order": [
+            (
+                "grouped, order = torch.sort(segments, stable=True)",
+                "grouped, order = torch.sort(segments.flip(0), stable=True); order = len(segments) - 1 - order",
+            )
+        ],
+        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
+        "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+        "padding_added": [("if count is not None:", "if False:")],
+    },
+    "gather_rows.triton_rows": {
+        "one_column_too_many": [("(columns < dim)", "(columns <= dim)")],
+        "one_column_too_few": [("(columns < dim)", "(columns < dim - 1)")],
+        "one_row_too_many": [("inside = (moves < num_held)", "inside = (moves <= num_held)")],
+        "offsets_of_32_bits": [
+            ("source_row[:, None] * source_row_stride", "(source_row[:, None] * source_row_stride).to(tl.int32)")
+        ],
+        "padding_not_zeroed": [("inside = (moves < num_moves)", "inside = (moves < num_held)")],
+    },
+    "sparse_optimizers.triton_sparse_optimizers": {
+        "adagrad_without_eps": [("tl.sqrt_rn(total) + eps", "tl.sqrt_rn(total)")],
+        "adam_without_eps": [("tl.sqrt_rn(square) + eps", "tl.sqrt_rn(square)")],
+        "adagrad_state_not_written": [("tl.store(state_ptr + row * state_stride, total, mask=inside)", "pass")],
+        "adam_mean_not_written": [("tl.store(mean_place, mean, mask=mask)", "pass")],
+        "adam_square_not_written": [("tl.store(square_place, square, mask=mask)", "pass")],
+        "squares_not_squared": [("rest2 * (gradient * gradient)", "rest2 * gradient")],
+        "sum_for_mean": [("tl.full((ROWS, 1), 0.0, tl.float32) + dim)", "tl.full((ROWS, 1), 1.0, tl.float32))")],
+        "wrong_sign": [("other=0.0) - lr * gradient", "other=0.0) + lr * gradient")],
+        "second_tile_dropped": [("triton.cdiv(num_rows, rows)", "max(1, num_rows // rows)")],
+        "padding_updated": [("held(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
+    },
+    "silu.triton_silu": {
+        "half_of_x": [("tl.div_rn(x, 1.0 + exp(-x))", "x * 0.5")],
+        "silu_of_half": [("tl.div_rn(x, 1.0 + exp(-x))", "tl.div_rn(x * 0.5, 1.0 + exp(-x * 0.5))")],
+        "slope_without_its_second_term": [("s * (1.0 + x * (1.0 - s))", "s")],
+        "last_element_dropped": [("mask=place < length)", "mask=place < length - 1)")],
+    },
+    "linear.triton_linear": {
+        "dropped_tile": [("for start in range(0, inner, BLOCK):", "for start in range(BLOCK, inner, BLOCK):")],
+        "lost_sample": [("tl.full((), 0, tl.int64), samples)", "tl.full((), 1, tl.int64), samples)")],
+        "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
+        "no_bias": [("if HAS_BIAS:", "if False:")],
+        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
+    },
+    "norm_mul_dropout.triton_norm": {
+        "missing_rstd": [("y = centred * rstd * weight + bias", "y = centred * weight + bias")],
+        "mask_by_row": [("tl.load(samples_ptr + row), tl.load(positions_ptr + row)", "row, row")],
+        "mask_by_sample": [("low_word(position + zero)", "low_word(zero)")],
+        "kept_without_factor": [(">= threshold, factor, 0.0)", ">= threshold, 1.0, 0.0)")],
+        "mean_of_slopes_lost": [("(slope - level)", "slope")],
+        "variance_of_padding": [("centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean")],
+    },
+    "sampled_softmax.triton_softmax": {
+        "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],
+        "invalid_counts": [("mask=item < count, other=0) != 0", "mask=item < count, other=0) >= 0")],
+        "sum_not_rescaled": [("total = total * exp(most - higher)", "total = total")],
+        "first_tile_dropped": [("for first in range(0, count, ITEMS):", "for first in range(ITEMS, count, ITEMS):")],
+        "label_without_slope": [("(tl.div_rn(exp(score_0 - most), total) - 1.0)", "tl.div_rn(exp(score_0 - most), total)")],
+        "no_temperature": [("axis=1) * scale", "axis=1)")],
+    },
+    "philox.triton_philox": {
+        "nine_rounds": [("tl.static_range(10)", "tl.static_range(9)")],
+        "high_half_of_the_key": [("high_word(key + zero)", "high_word(zero)")],
+        "same_words_in_every_block": [("low_word(tag + block + zero)", "low_word(tag + zero)")],
+        "words_swapped": [("signed_unit(w1)", "signed_unit(w2)")],
+        "bound_by_remainder": [
+            ("((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32)", "(word.to(tl.uint64) % upper.to(tl.uint64))")
+        ],
+    },
+    "grid.triton_grid": {
+        "truncated": [("((scaled + magic) - magic)", "scaled")],
+        "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
+        "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
+        "divided_in_float32": [("sums.to(tl.float64) * unit / divisor", "(sums.to(tl.float64) * unit).to(tl.float32) / divisor")],
+    },
+    "relative_aggregate.triton_relative": {
+        "bucket_off_by_one": [("bucket = query - key", "bucket = query - key + 1")],
+        "power_of_two_in_the_bucket_below": [("large = (rest >> shift) > 0", "large = (rest >> shift) > 1")],
+        "no_diagonal": [("column[None, :] <= row[:, None]", "column[None, :] < row[:, None]")],
+        "dropped_tile": [("for start in range(first, length, STEP):", "for start in range(first + STEP, length, STEP):")],
+        "last_bucket_alone": [("tl.where(first + ENTRIES >= buckets, 0, lowest)", "lowest")],
+    },
+    "hstu_attention.triton_forward": {
+        "no_normaliser": [("hidden) * scale)[:, None]", "hidden))[:, None]")],
+        "half_of_x": [("p = x * sigmoid(x)", "p = x * 0.5")],
+        "dropped_tile": [("for n in range(0, walk[0]):", "for n in range(1, walk[0]):")],
+        "no_bias": [("x = add_bias(", "ignored = add_bias(")],
+    },
+    "hstu_attention.triton_backward": {
+        "lost_dq_update": [("dq += product(", "dq = product(")],
+        "lost_dk_update": [("dk += product(", "dk = product(")],
+        "dropped_tile": [("for n in range(0, walk[0]):", "for n in range(1, walk[0]):")],
+        "slope_without_its_second_term": [(SLOPE, "return s")],
+        "no_normaliser": [("dv * scale,", "dv,")],
+    },
+    "hstu_attention.triton_mask": {
+        "next_key_seen": [("(column <= row)", "(column <= row + 1)")],
+        "no_diagonal": [("(column <= row)", "(column < row)")],
+        "history_longer": [("high = tl.minimum(row + 1, history)\n    if contextual is not None:\n        high = tl.where(row < contexts, history, high)\n    seen", "high = tl.minimum(row + 1, history + 1)\n    if contextual is not None:\n        high = tl.where(row < contexts, history, high)\n    seen")],
+        "window_longer": [("low = tl.where(hides, at - window, 0)\n        seen", "low = tl.where(hides, at - window - 1, 0)\n        seen")],
+        "window_shorter": [("low = tl.where(hides, at - window, 0)\n        seen", "low = tl.where(hides, at - window + 1, 0)\n        seen")],
+        "prefix_longer": [("(column < prefix)", "(column <= prefix)")],
+        "one_full_row_less": [("((full == 0) | (at < history - full))", "((full == 0) | (at <= history - full))")],
+        "one_context_more": [("high = tl.where(row < contexts, history, high)\n    seen", "high = tl.where(row <= contexts, history, high)\n    seen")],
+        "group_begins_late": [("// group * group)\n    return", "// group * group + 1)\n    return")],
+        "block_taken_for_whole": [("(column_stop <= row + 1)", "(column_stop <= row + 5)")],
+        "last_block_not_walked": [("cut_2 + stop_3 - start_3,", "cut_2,")],
+    },
+}  # fmt: skip
+# An edit of the host code or of an atomic, with the check that is made for it.
+SPECIAL = {
+    "unique_length_read_back": (
+        "unique.triton_unique",
+        [("length = size if padded else int(num_unique)", "length = max(size, num_unique.item())")],
+        hidden_step,
+    ),
+    "intersect_by_nonzero": (
+        "intersect.triton_intersect",
+        [("rank = torch.cumsum(matched >= 0, 0)", "rank = torch.cumsum(matched >= 0, 0); torch.nonzero(matched)")],
+        hidden_step,
+    ),
+    "insert_asks_whether_it_fits": (
+        "hash_table.triton_hash_table",
+        [("wanted &= fits", "wanted &= bool(fits)")],
+        hidden_step,
+    ),
+    "divisor_copied_to_the_device": (
+        "grid.triton_grid",
+        [("torch.full((1,), divisor, dtype=torch.float64, device=sums.device)", "torch.tensor([divisor], dtype=torch.float64, device=sums.device)")],
+        hidden_step,
+    ),
+    "sum_read_back": ("grid.triton_grid", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
+    "claimed_by_the_first_to_come": (
+        "unique.triton_unique",
+        [("_first_kernel[grid](slots, first, size, count, **config)", "first = holders")],
+        interleaved(test_schedules.test_unique, keys=REPEATED),
+    ),
+    "minimum_without_atomic": (
+        "unique.triton_unique",
+        [(LEAST, PLAIN_LEAST)],
+        interleaved(test_schedules.test_unique, keys=REPEATED),
+    ),
+    "holder_without_atomic": (
+        "triton_scratch",
+        [(BUILD, PLAIN_BUILD)],
+        interleaved(test_schedules.test_intersect, left=MANY[2:], right=MANY),
+    ),
+    "slot_without_atomic": (
+        "hash_table.triton_hash_table",
+        [(CLAIM, PLAIN_CLAIM)],
+        interleaved(test_schedules.test_hash_table, batches=[MANY], erased=MANY[3:6]),
+    ),
+    "lost_atomic_dq_update": (
+        "hstu_attention.triton_backward",
+        [('tl.atomic_add(address, dq, mask=mask, sem="relaxed")', "tl.store(address, dq, mask=mask)")],
+        atomic_attention,
+    ),
+}  # fmt: skip
+PAIRS = [(module, name) for module, mutants in MUTANTS.items() for name in mutants]
+
+
+def red(checks):
+    """Whether a check fails: by an assertion or an op's own error, not by an accident of the edit."""
+    with poisoned_memory():
+        for check in checks:
+            try:
+                check()
+            except (AssertionError, pytest.fail.Exception, ops.HashTableFullError, ops.ExactSumError):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("module", CHECKS)
+def test_the_kernel_itself_passes(module, tmp_path):
+    """Loaded as a mutant is, with nothing edited."""
+    with mutated(module, [], tmp_path), poisoned_memory():
+        for check in CHECKS[module]:
+            check()
+
+
+@pytest.mark.parametrize(("module", "name"), PAIRS)
+def test_a_mutant_is_found_out(module, name, tmp_path):
+    with mutated(module, MUTANTS[module][name], tmp_path):
+        assert red(CHECKS[module]), f"{name} of {module} survives"
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_look_or_a_lost_atomic_is_found_out(name, tmp_path):
+    module, edits, check = SPECIAL[name]
+    with mutated(module, edits, tmp_path):
+        assert red([check]), f"{name} survives"
+
+
+def test_a_step_off_by_one_is_found_out(monkeypatch):
+    """Adam's bias correction is computed on the host, for all implementations."""
+    update = sparse_optimizers._sparse_adam
+
+    def later(*arguments):
+        return update(*arguments[:9], arguments[9] + 1, *arguments[10:])
+
+    check = test_sparse_optimizers.test_adam_is_as_close_to_float64_as_torch_sparse_adam
+    check()
+    monkeypatch.setattr(sparse_optimizers, "_sparse_adam", later)
+    assert red([check])
+
+
+def test_an_edit_that_no_longer_fits_is_named(tmp_path):
+    with (
+        pytest.raises(AssertionError, match="has no 'no such text' any more"),
+        mutated("silu.triton_silu", [("no such text", "")], tmp_path),
+    ):
+        pass
