@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.harness.simulator import Cost, Workers, measure, simulate
-from tritonrec.harness.simulator.plan import TABLES, Plan, tapered
+from tritonrec.harness.simulator.plan import TABLES, Plan
 from tritonrec.pipeline.schedule import Access, Edge, Schedule, Stage, Task
 
 GROUP = (Access("update", "communication_group"),)
@@ -177,6 +177,16 @@ def test_workers_wait_for_their_own_group_only():
         assert timeline.end[Task("send", 0)].tolist() == ends
 
 
+def test_a_stage_of_two_groups_waits_in_both():
+    both = (*GROUP, Access("update", "replica_group"))
+    schedule = replace(TWO_STAGES, stages=(TWO_STAGES["work"], replace(TWO_STAGES["send"], touches=both)))
+    prices = {"work": Cost(2.0), "send": Cost(transfer=1.0)}
+    workers = Workers(4, np.array([1.0, 2.0, 1.0, 5.0]))
+    groups = {"communication_group": 2, "replica_group": -2}
+    timeline = simulate(schedule, lambda task: prices[task.stage], 1, 2, workers, groups)
+    assert timeline.end[Task("send", 0)].tolist() == [11] * 4
+
+
 def test_two_lanes_take_turns_on_the_link():
     schedule = Schedule(
         "link",
@@ -273,7 +283,7 @@ def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(
         (lambda: measure(simulate(TWO_STAGES, lambda _: Cost(1.0), 1, 1)), "run more"),
         (lambda: Plan("fast"), "pipeline"),
         (lambda: Plan("nestpipe", 0), "micro_batches"),
-        (lambda: Plan("nestpipe", 4, taper=(1.0, 1.0)), "4 positive sizes"),
+        (lambda: Plan("nestpipe", 4, taper=1.5), "taper"),
         (lambda: Plan("nestpipe", depth=0), "depth"),
         (lambda: Plan("synchronous", skip_fetch=True), "two buffers"),
     ],
@@ -284,8 +294,7 @@ def test_bad_input_is_named(call, message):
 
 
 def test_plans_make_tables_and_fractions():
-    assert Plan("nestpipe", 4, taper=tapered(4, 0.5)).fractions == pytest.approx((1 / 6, 1 / 3, 1 / 3, 1 / 6))
-    assert [tapered(n, 0.5) for n in (1, 2, 3)] == [(0.5,), (0.5, 0.5), (0.5, 1.0, 0.5)]
+    assert Plan("nestpipe", 4, taper=0.5).fractions == pytest.approx((1 / 6, 1 / 3, 1 / 3, 1 / 6))
     assert Plan("nestpipe", depth=2).schedule().batches_in_flight == 2
     names = [stage.name for stage in Plan("nestpipe", replicas=2).schedule().stages]
     assert names.index("gradient_exchange") < names.index("replica_reduce") < names.index("sparse_update")

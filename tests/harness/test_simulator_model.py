@@ -17,7 +17,6 @@ from tritonrec.harness.simulator.curves import scaling
 from tritonrec.harness.simulator.engine import simulate
 from tritonrec.harness.simulator.fit import fit, least_squares
 from tritonrec.harness.simulator.paper import CELLS, ROWS
-from tritonrec.harness.simulator.plan import tapered
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
 
 SMALL = Workload(samples=32, tokens=64, dim=16, items=50_000, communities=8)
@@ -79,7 +78,7 @@ def test_every_byte_is_counted_once():
     away = 63 / 64
     payload = sum(SMALL.keys.payload(plan.fractions, True)) * SMALL.row_bytes * away
     assert timeline.sent[2] == pytest.approx(2 * payload)
-    once = replace(plan, first_use=True, taper=tapered(4, 0.3))
+    once = replace(plan, first_use=True, taper=0.3)
     sent = simulate(once.schedule(), costs(CLUSTER, SMALL, once), 4, 3).sent[2]
     assert sent == pytest.approx(2 * SMALL.keys.batch() * SMALL.row_bytes * away)
 
@@ -90,7 +89,7 @@ PLANS = [
     Plan("dbp", 2),
     Plan("fwp", 4),
     Plan("nestpipe", 4, clustered=True),
-    Plan("nestpipe", 4, first_use=True, taper=tapered(4, 0.25), skip_fetch=True, replicas=4),
+    Plan("nestpipe", 4, first_use=True, taper=0.25, skip_fetch=True, replicas=4),
 ]
 
 
@@ -109,7 +108,7 @@ def test_each_switch_does_what_it_says():
     assert predict(CLUSTER, SMALL, replace(base, skip_fetch=True)).lookup < plain.lookup
     assert predict(CLUSTER, SMALL, replace(base, replicas=8)).communication < plain.communication
     roomy = replace(CLUSTER, bandwidth=CLUSTER.bandwidth * 20)
-    narrow = replace(base, taper=tapered(4, 0.25))
+    narrow = replace(base, taper=0.25)
     assert predict(roomy, SMALL, narrow).exposed < predict(roomy, SMALL, base).exposed
 
 

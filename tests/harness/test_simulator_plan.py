@@ -11,7 +11,6 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
-from tritonrec.harness.simulator.plan import tapered
 from tritonrec.harness.simulator.planner import divisors
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.trace import read
@@ -49,7 +48,7 @@ def test_more_bytes_at_more_micro_batches_follow_a_power():
     assert costs.sent("exchange", 1 / 16) == pytest.approx(8e5 / 16)
     each, once = (predict_costs(costs, Plan("fwp", 4, first_use=which)).sent for which in (False, True))
     assert (each, once) == pytest.approx((24e5, 12e5))
-    cut = predict_costs(costs, Plan("fwp", 4, first_use=True, taper=tapered(4, 0.2))).sent
+    cut = predict_costs(costs, Plan("fwp", 4, first_use=True, taper=0.2)).sent
     assert cut == pytest.approx(12e5)
 
 
@@ -162,7 +161,7 @@ def lab_report():
             row("sequential", 1, {}, step=TOTAL),
             row("nestpipe", 4, {}, 1.5),
             row("nestpipe", 4, {"clustering": True}, 1.2),
-            row("nestpipe", 4, {"first_use": True, "taper": [1, 2, 2, 1]}, 1.0),
+            row("nestpipe", 4, {"first_use": True, "taper": 0.5}, 1.0),
             row("nestpipe", 4, {"dedup": "none"}, 3.0),
         ],
     }

@@ -10,8 +10,8 @@ from .cluster import predict
 from .engine import Workers
 from .fit import Model
 from .measure import Outcome
-from .paper import GROUPS, NESTPIPE, ROWS, WINDOW, WORKERS
-from .plan import Plan, tapered
+from .paper import GROUPS, NESTPIPE, ROWS, WORKERS
+from .plan import Plan
 
 SIZES = (*WORKERS, 2048, 4096, 8192, 16384)
 SWEEP_WORKERS = 512
@@ -20,7 +20,9 @@ SWEEP = (2, 4, 8, 16, 32)
 SHARD = 128
 """Workers that share a table in our two-dimensional plan, whatever the cluster's size."""
 
-OURS = replace(NESTPIPE, taper=tapered(WINDOW, 0.25), first_use=True, skip_fetch=True)
+TAPER = 0.6
+
+OURS = replace(NESTPIPE, taper=TAPER, first_use=True, skip_fetch=True)
 METHODS: dict[str, Plan] = {
     **{name: ROWS[name].plan for name in ("TorchRec", "2D-SP", "UniEmb", "NestPipe", "NestPipe+2D-SP")},
     "ours": OURS,
@@ -28,7 +30,7 @@ METHODS: dict[str, Plan] = {
 STEPS: dict[str, Plan] = {
     "NestPipe": NESTPIPE,
     "+ first use": replace(NESTPIPE, first_use=True),
-    "+ taper": replace(NESTPIPE, first_use=True, taper=tapered(WINDOW, 0.25)),
+    "+ taper": replace(NESTPIPE, first_use=True, taper=TAPER),
     "+ skip fetch": OURS,
     f"+ {GROUPS} replicas": replace(OURS, replicas=GROUPS),
 }

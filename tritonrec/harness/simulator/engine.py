@@ -3,7 +3,8 @@
 A task starts once its lane is free, all it waits for has ended, and its batch has been let in: like the
 executor, at most ``batches_in_flight`` batches are unfinished. It then works for its own seconds. A stage
 that updates a process group (a place named ``*_group``) is a collective: after its own work each worker waits
-for the last one of its group, and all of them leave together, the transfer later.
+for the last one of its group, and all of them leave together, the transfer later. One that updates two groups
+waits in the first, then in the second.
 
     ready    = max(lane free, predecessors, batch admitted)                 (W,)
     arrived  = ready + own seconds * slowness * jitter                      (W,)
@@ -158,9 +159,7 @@ def simulate(
             on_link = bool(price.transfer) and lane in COMMUNICATION_LANES
             if on_link:
                 arrived = np.maximum(arrived, link)
-            shape = member[task.stage]
-            if shape is not None:
-                axis, size = shape
+            for axis, size in member[task.stage]:
                 last = arrived.reshape(size).max(axis=axis, keepdims=True)
                 arrived = np.broadcast_to(last, size).reshape(count)
             arrived = arrived + price.transfer
@@ -183,18 +182,14 @@ def simulate(
 
 def _members(
     schedule: Schedule, stage: str, count: int, groups: Mapping[str, int]
-) -> tuple[int, tuple[int, int]] | None:
-    """For a collective the shape that puts each group's workers on one axis, and that axis."""
-    places = [
-        access.place
-        for access in schedule[stage].touches
-        if access.mode == "update" and access.place.endswith("_group")
-    ]
-    if not places or count == 1:
-        return None
-    number = groups.get(places[0], 1)
-    if number == 0 or count % abs(number):
-        raise ValueError(f"{count} workers do not fall into groups of {number} for {places[0]}")
-    if number > 0:
-        return 0, (count // number, number)
-    return 1, (count // -number, -number)
+) -> list[tuple[int, tuple[int, int]]]:
+    """For each group that a stage updates the shape that puts its members on one axis, and that axis."""
+    shapes = []
+    for access in schedule[stage].touches:
+        if access.mode != "update" or not access.place.endswith("_group") or count == 1:
+            continue
+        number = groups.get(access.place, 1)
+        if number == 0 or count % abs(number):
+            raise ValueError(f"{count} workers do not fall into groups of {number} for {access.place}")
+        shapes.append((0, (count // number, number)) if number > 0 else (1, (count // -number, -number)))
+    return shapes

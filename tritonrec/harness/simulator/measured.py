@@ -27,7 +27,7 @@ PIPELINES: dict[str, Pipeline] = {
     "fwp": "fwp",
     "nestpipe": "nestpipe",
 }
-KNOWN_SWITCHES = frozenset({"first_use", "taper", "clustering"})
+KNOWN_SWITCHES = frozenset({"first_use", "taper", "clustering", "skip_fetch"})
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,10 @@ def replay_lab(path: str | os.PathLike[str]) -> tuple[list[MeasuredRow], list[st
                 unknown.append(f"{name}, N = {count}")
                 continue
             own = _with_bytes(costs, row) if switches.get("clustering") else costs
-            sizes = switches.get("taper")
             plan = Plan(
                 PIPELINES[row["mode"]],
                 count,
-                taper=tuple(sizes) if sizes else None,
+                taper=float(switches.get("taper", 1.0)),
                 first_use=bool(switches.get("first_use", False)),
             )
             outcome = predict_costs(own, plan)

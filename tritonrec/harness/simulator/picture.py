@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .curves import OURS_2D, SWEEP_WORKERS, WINDOW, Point
-from .paper import CELLS, ROWS, WORKERS
+from .curves import OURS_2D, SWEEP_WORKERS, Point
+from .paper import CELLS, ROWS, WINDOW, WORKERS
 
 # Okabe and Ito's colours, told apart by the colour-blind.
 COLOURS = {

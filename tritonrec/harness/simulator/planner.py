@@ -14,11 +14,11 @@ from typing import Any
 
 from .measure import Outcome
 from .measured import predict_costs
-from .plan import Plan, tapered
+from .plan import Plan
 from .stage_costs import StageCosts
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
-ENDS = (1.0, 0.75, 0.5, 0.25)
+TAPERS = (1.0, 0.8, 0.65, 0.5)
 DEPTHS = (1, 2, 3, 4, 5)
 TIE = 0.002
 SHOWN = 5
@@ -59,7 +59,7 @@ def search(
     mean_costs = replace(costs, jitter=0.0)
     groupings = [r for r in divisors(world) if r == 1 or world // r >= 2]
     known: dict[Plan, Outcome] = {}
-    total = len(MICRO_BATCHES) * (len(groupings) + len(ENDS) - 1 + len(DEPTHS) - 1)
+    total = len(MICRO_BATCHES) * (len(groupings) + len(TAPERS) - 1 + len(DEPTHS) - 1)
 
     def simulated(plan: Plan) -> Outcome:
         if plan not in known:
@@ -74,8 +74,7 @@ def search(
     for count in MICRO_BATCHES:
         start = Plan("nestpipe", count, depth=4)
         chosen = best([replace(start, replicas=replicas) for replicas in groupings])
-        ends = ENDS if count > 2 else (1.0,)
-        chosen = best([chosen, *(replace(chosen, taper=tapered(count, end)) for end in ends if end < 1)])
+        chosen = best([replace(chosen, taper=taper) for taper in (TAPERS if count > 2 else TAPERS[:1])])
         best([replace(chosen, depth=depth) for depth in DEPTHS])
     if progress:
         progress(total, total)
@@ -147,5 +146,4 @@ def _ranked(known: Mapping[Plan, Outcome]) -> list[Plan]:
 
 def _room(plan: Plan) -> tuple[int, int, int, float]:
     """What a plan takes; smaller is simpler."""
-    uneven = 0.0 if plan.taper is None else 1 - min(plan.taper)
-    return plan.replicas, plan.depth or 0, plan.micro_batches, uneven
+    return plan.replicas, plan.depth or 0, plan.micro_batches, -plan.taper

@@ -145,13 +145,13 @@ def print_advice(advice: Advice, console: Console) -> None:
     title = f"Plans for {advice.world_size:,} ranks, ms per step"
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("plan")
-    for column in ("N", "ends", "depth", "copies", "step", "exposed", "of all", "lookup", "gain"):
+    for column in ("N", "taper", "depth", "copies", "step", "exposed", "of all", "lookup", "gain"):
         table.add_column(column, justify="right")
     rows = [("synchronous", ("1", "-", "1", "1"), advice.synchronous, 1.0)]
     for place, found in enumerate(advice.candidates, 1):
         plan = found.plan
-        ends = "1" if plan.taper is None else f"{plan.taper[0]:g}"
-        shape = (str(plan.micro_batches), ends, str(plan.schedule().batches_in_flight), str(plan.replicas))
+        depth = plan.schedule().batches_in_flight
+        shape = (str(plan.micro_batches), f"{plan.taper:g}", str(depth), str(plan.replicas))
         rows.append((f"nestpipe, {place}", shape, found.outcome, found.gain))
     for name, shape, seen, gain in rows:
         table.add_row(
@@ -165,9 +165,9 @@ def print_advice(advice: Advice, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "N: micro-batches. ends: size of the first and the last, an inner one being 1. depth: batches in "
-        "flight. copies: of the tables (2D). exposed: communication that no computation hides, and its "
-        "share. lookup: exposed. gain: over synchronous.",
+        "N: micro-batches. taper: ratio of their sizes towards the ends. depth: batches in flight. copies: "
+        "of the tables (2D). exposed: communication that no computation hides, and its share. lookup: "
+        "exposed. gain: over synchronous.",
         highlight=False,
         soft_wrap=True,
     )
