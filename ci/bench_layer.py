@@ -4,7 +4,8 @@
     python ci/bench_layer.py --update           also writes it to docs/models.md
 
 A row is a choice of `LayerConfig.recompute`. Bytes are counted on what autograd saves, exactly, each buffer
-once: float tensors of the layer, without its input (the residual stream has it anyway) and parameters. Times
+once: float tensors of the layer, without its input (the residual stream has it anyway) and parameters; "at
+most" is what one layer's forward and backward hold at a time, by torch's profiler. Times
 are forward and backward of one layer on one thread, CPU time, as ratios to the layer made of single ops, in
 interleaved rounds; every variant must give the same bits before it is timed. "window" has float gradients,
 "batch" adds them sample by sample to the exact grids.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 from compile_matrix import put_between
+from torch.profiler import ProfilerActivity, profile
 
 from tritonrec import ops
 from tritonrec.nn import FuXiLayer, HSTUConfig, HSTULayer, Tokens, attach_grids, detach_grids
@@ -83,6 +85,21 @@ def saved_bytes(layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: C
     return sum(buffers.values())
 
 
+def most_bytes(layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: Call) -> int:
+    """Most bytes that forward and backward of one layer hold at a time, beside x and parameters."""
+    step(layer, x, tokens, call)  # compiled, and gone
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call(x, tokens, SEED).backward(x.detach())
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
 def workload(config: HSTUConfig) -> tuple[torch.Tensor, Tokens]:
     """Samples of any length up to the most."""
     generator = torch.Generator().manual_seed(1)
@@ -105,8 +122,8 @@ def step(layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: Call) ->
     return [x.grad, *(p.grid if hasattr(p, "grid") else p.grad for p in layer.parameters())]
 
 
-def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, list[float]]]:
-    """Of each variant: choice, bytes a token, CPU time over single ops with float gradients and grids."""
+def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, list[float]]]:
+    """Of each variant: choice, bytes a token kept and at most, CPU times over single ops."""
     x, tokens = workload(config)
     reference = layer_with(config, ())
     variants = [("single ops", reference, single_ops(reference))]
@@ -114,6 +131,7 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, list[floa
         layer = layer_with(config, names)
         variants.append((", ".join(names) or "nothing", layer, layer))
     sizes = [saved_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
+    most = [most_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
     ratios: list[list[float]] = [[] for _ in variants]
     for grids in (False, True):
         for _, layer, _ in variants:
@@ -130,7 +148,7 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, list[floa
                 spent.append(time.process_time() - start)
         for found, spent in zip(ratios, times, strict=True):
             found.append(statistics.median(a / b for a, b in zip(spent, times[0], strict=True)))
-    return [(name, *rest) for (name, _, _), *rest in zip(variants, sizes, ratios, strict=True)]
+    return [(name, *rest) for (name, _, _), *rest in zip(variants, sizes, most, ratios, strict=True)]
 
 
 def table(rounds: int) -> str:
@@ -138,11 +156,10 @@ def table(rounds: int) -> str:
     for title, config in SIZES.items():
         x, _ = workload(config)
         lines += [f"{title}; {SAMPLES} samples of 1 to {config.max_seq_len} tokens, {len(x)} in all:", ""]
-        lines += ["| computed again | bytes kept a token | time, window | time, batch |"]
-        lines += ["| --- | --: | --: | --: |"]
-        for name, size, (window, batch) in measure(config, rounds):
-            kept = f"{size:,.0f}"
-            lines.append(f"| {name} | {kept} | {window:.2f} | {batch:.2f} |")
+        lines += ["| computed again | bytes kept a token | at most | time, window | time, batch |"]
+        lines += ["| --- | --: | --: | --: | --: |"]
+        for name, kept, most, (window, batch) in measure(config, rounds):
+            lines.append(f"| {name} | {kept:,.0f} | {most:,.0f} | {window:.2f} | {batch:.2f} |")
         lines.append("")
     return "\n".join(lines).strip()
 

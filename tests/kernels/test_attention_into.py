@@ -11,7 +11,7 @@ GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
 HEADS, DIM_QK, DIM_V = 2, 5, 7
-GUARD = 3  # columns of the buffer beside and between the gradients
+GUARD = 3  # columns of the buffer between the heads of gradients
 CASES = {
     "ragged": [5, 0, 1, 17, 3],
     "block_plus_one": [65],
@@ -44,16 +44,16 @@ def make(lengths, impl, biased=True):
     return tensors, call
 
 
-def views(like, fill=float("nan")):
-    """A poisoned buffer, and one view for each of the tensors, guard columns around them all."""
-    width = sum(t.shape[1] * t.shape[2] + GUARD for t in like) + GUARD
-    buffer = torch.full((len(like[0]), width), fill, device=like[0].device)
-    at, parts = GUARD, []
-    for tensor in like:
-        size = tensor.shape[1] * tensor.shape[2]
-        parts.append(buffer[:, at : at + size].unflatten(1, tensor.shape[1:]))
-        at += size + GUARD
-    return buffer, parts
+def views(like):
+    """A poisoned buffer, and a view for each tensor, no two with one stride, guards around their heads."""
+    heads = [tensor.shape[2] + GUARD + n for n, tensor in enumerate(like)]
+    sizes = [tensor.shape[1] * head for tensor, head in zip(like, heads, strict=True)]
+    buffer = torch.full((len(like[0]), sum(sizes)), float("nan"), device=like[0].device)
+    parts = buffer.split(sizes, 1)
+    return buffer, [
+        part.unflatten(1, (-1, head))[..., 1 : 1 + tensor.shape[2]]
+        for part, head, tensor in zip(parts, heads, like, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -66,7 +66,7 @@ def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, name, biased):
     tables = into_op(*parts, do, q, k, v, *call)
     for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
         assert torch.equal(got, want), what
-    assert int(buffer.isnan().sum()) == len(buffer) * 4 * GUARD
+    assert int(buffer.isnan().sum()) == buffer.numel() - sum(part.numel() for part in parts)
     if name == "ragged" and biased:
         assert all(want.any() for want in expected)
 

@@ -189,7 +189,20 @@ class _Transduction(torch.autograd.Function):
     def backward(ctx, dy):
         call, own, dy = ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; what is done with below is free at once
         p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
+        grads: dict[str, torch.Tensor | None] = {}
+
+        def take(**terms: torch.Tensor) -> None:
+            parameters = {name: getattr(own, name) for name in terms}
+            grads.update({n: add_or_sum(p, terms[n]) for n, p in parameters.items() if p is not None})
+
+        def take_linear(name: str, dout: torch.Tensor, inner: torch.Tensor) -> None:
+            weight, bias = name + "_weight", name + "_bias"
+            grads[weight], grads[bias] = linear_gradients(
+                getattr(own, weight), getattr(own, bias), dout, inner, call.tokens.seq_offsets
+            )
+
         if uvqk is None and z is not None:
             uvqk = ops.silu(z)
         elif uvqk is None:
@@ -197,25 +210,24 @@ class _Transduction(torch.autograd.Function):
             normed = again if normed is None else normed
         attended = _attend(uvqk, p, call) if attended is None else attended
         gated = _gate(attended, uvqk, p, call)[0] if gated is None else gated
+        take_linear("output", dy, gated)
+        del gated
 
-        terms: dict[str, torch.Tensor] = {}  # of parameters' gradients, by token or by sample
-        duvqk, offsets = torch.empty_like(uvqk), call.tokens.seq_offsets
-        output = linear_gradients(own.output_weight, own.output_bias, dy, gated, offsets)
-        dattended, terms["gate_weight"], terms["gate_bias"] = _kernels.norm_mul_dropout_backward_into(
+        duvqk = torch.empty_like(uvqk)
+        dattended, dweight, dbias = _kernels.norm_mul_dropout_backward_into(
             call.parts(duvqk)[0], ops.linear(dy, p.output_weight.t()), attended, call.parts(uvqk)[0],
             p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds, "auto",
         )  # fmt: skip
-        terms |= _attend_backward(dattended, uvqk, duvqk, p, call)
-        no_z, no_normed = (x.new_empty(0, like.shape[1]) for like in (duvqk, x))
-        dx, terms["norm_weight"], terms["norm_bias"], again = _kernels.norm_linear_silu_backward(
-            duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps,
-            no_z if z is None else z, no_normed if normed is None else normed, means, rstds, "auto",
+        take(gate_weight=dweight, gate_bias=dbias)
+        del attended, dweight, dbias
+        take(**_attend_backward(dattended, uvqk, duvqk, p, call))
+        del uvqk, dattended
+
+        z, kept = x.new_empty(0, duvqk.shape[1]) if z is None else z, normed is not None
+        dx, dweight, dbias, again = _kernels.norm_linear_silu_backward(
+            duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
+            normed if kept else x.new_empty(0, x.shape[1]), means, rstds, "auto",
         )  # fmt: skip
-        normed = again if normed is None else normed
-        uvqk_pair = linear_gradients(own.uvqk_weight, own.uvqk_bias, duvqk, normed, offsets)
-        grads = {"output_weight": output[0], "output_bias": output[1]}
-        grads |= {"uvqk_weight": uvqk_pair[0], "uvqk_bias": uvqk_pair[1]}
-        for name, of_parameter in terms.items():
-            parameter = getattr(own, name)
-            grads[name] = None if parameter is None else add_or_sum(parameter, of_parameter)
+        take(norm_weight=dweight, norm_bias=dbias)
+        take_linear("uvqk", duvqk, normed if kept else again)
         return None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
