@@ -143,7 +143,7 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
 
         def run(note: str, setting: Setting, seconds: Mapping[str, float], steps: int) -> Run:
             progress.update(bar, description=f"{note}: {setting}")
-            path = Path(folder, f"{str(setting).replace(' ', '_')}.pftrace")
+            path = trace_of(setting, folder)
             done = run_once(pool, plan.ranks, plan.job, setting, seconds, steps, path)
             progress.advance(bar)
             return done
@@ -161,9 +161,14 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
                 reference = reference or done
                 rounds[-1].append(measure(done, plan, reference))
         if traces:
-            for path in sorted(traces.glob("*.pftrace")):
+            for path in (trace_of(setting, folder) for setting in plan.settings):
                 draw(read(path), path.with_suffix(".png"))
     return Result(plan, rows(plan, rounds), seconds)
+
+
+def trace_of(setting: Setting, folder: str) -> Path:
+    """Where a setting's trace goes."""
+    return Path(folder, f"{str(setting).replace(' ', '_')}.pftrace")
 
 
 def clean_up(console: Console) -> None:
