@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from pathlib import Path
 from unittest import mock
 
+import tritonrec.kernels
+
 PACKAGE = "tritonrec.kernels."
+# a module that is imported inside `mutated` would keep the mutant's kernels
+for _module in pkgutil.walk_packages(tritonrec.kernels.__path__, PACKAGE):
+    importlib.import_module(_module.name)
 
 
 @contextlib.contextmanager
@@ -31,7 +37,8 @@ def mutated(name: str, edits: list[tuple[str, str]], folder: Path):
     spec.loader.exec_module(twin)
     stand_in = {id(original): twin}
     for key, value in vars(original).items():
-        if getattr(value, "__module__", None) == original.__name__:
+        made_of = getattr(value, "fn", value)  # of a kernel, its function
+        if getattr(made_of, "__module__", None) == original.__name__:
             stand_in[id(value)] = vars(twin)[key]
     with contextlib.ExitStack() as stack:
         # one entry, since modules imported meanwhile stay

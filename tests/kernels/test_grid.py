@@ -70,6 +70,15 @@ def test_what_has_no_place_is_named(impl, value):
     assert repr(caught.value.value) == repr(values[5, 17].item())
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_first_of_several_is_named(impl):
+    """They lie in different blocks, of which any may be done first."""
+    values = torch.ones(3, 1500)
+    values[0, 1200] = values[1, 1400] = values[2, 1499] = float("inf")
+    with pytest.raises(ExactSumError, match=r"\[0, 1200\]"):
+        to_grid(on(impl, values), impl=impl)
+
+
 @pytest.mark.parametrize("divisor", [1.0, 3.0, -7.5, 1e-3])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_from_grid_equals_the_reference(impl, divisor):
