@@ -27,6 +27,7 @@ PIPELINES: dict[str, Pipeline] = {
     "fwp": "fwp",
     "nestpipe": "nestpipe",
 }
+# Costs do not tell which rows `skip_fetch` spares: lookup is predicted as if all of them were fetched.
 KNOWN_SWITCHES = frozenset({"first_use", "taper", "clustering", "skip_fetch"})
 
 
