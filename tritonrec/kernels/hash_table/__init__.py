@@ -68,7 +68,8 @@ def hash_insert(
             where otherwise the host would wait to raise. The rows of those keys are then -1.
 
     Returns:
-        ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new. Behind `count` -1 and false.
+        ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
+        Behind `count` -1 and false.
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.

@@ -37,37 +37,48 @@ def launch_insert(
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     size = keys.numel()
     free_rows = keys.new_empty(0) if free_rows is None else free_rows[:size].long()
+    used: int | torch.Tensor
+    refused: int | torch.Tensor
     if chosen == "triton":
         from tritonrec.kernels.hash_table import triton_hash_table
 
         rows, inserted, used, refused = triton_hash_table.hash_insert(
             slot_keys, slot_rows, keys, next_row, free_rows, count
         )
-        if status is None and int(refused):
-            raise _refusal(slot_rows, size, int(refused), int(next_row), free_rows.numel())
     else:
-        keys = _first(keys, count)
-        first_row = int(next_row)
-        # only new keys take rows, so they are counted before a refusal
-        fits = first_row + keys.numel() - free_rows.numel() <= 1 << 31 or (
-            first_row + _new(slot_keys, slot_rows, keys, impl) - free_rows.numel() <= 1 << 31
+        rows, inserted, refused = _insert_on_host(
+            slot_keys, slot_rows, _first(keys, count), int(next_row), free_rows, chosen
         )
-        on_host = _insert_cpu if chosen == "cpu" else reference.hash_insert
-        placed = on_host(slot_keys, slot_rows, keys, first_row, free_rows) if fits else None
-        used = refused = 0
-        if placed is None:
-            refused = _new(slot_keys, slot_rows, keys, impl)
-            if status is None:
-                raise _refusal(slot_rows, size, refused, first_row, free_rows.numel())
-            placed = launch_find(slot_keys, slot_rows, keys, impl), torch.zeros_like(keys, dtype=torch.bool)
-        elif isinstance(next_row, torch.Tensor):
-            used = max(int(placed[1].sum()) - free_rows.numel(), 0)
-        rows, inserted = pad(placed[0], size, -1), pad(placed[1], size, False)
-    if isinstance(next_row, torch.Tensor):
-        next_row += used
+        rows, inserted = pad(rows, size, -1), pad(inserted, size, False)
+        used = max(int(inserted.sum()) - free_rows.numel(), 0) if isinstance(next_row, torch.Tensor) else 0
     if status is not None:
         record(status, refused)
+    elif int(refused):
+        raise _refusal(slot_rows, size, int(refused), int(next_row), free_rows.numel())
+    if isinstance(next_row, torch.Tensor):
+        next_row += used
     return rows, inserted
+
+
+def _insert_on_host(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Rows, `inserted`, and how many new keys were refused, all or none."""
+    on_host = _insert_cpu if impl == "cpu" else reference.hash_insert
+    most = next_row + keys.numel() - free_rows.numel()
+    # only new keys take rows, so they are counted before a refusal
+    if most > 1 << 31:
+        most = next_row + _new(slot_keys, slot_rows, keys, impl) - free_rows.numel()
+    placed = on_host(slot_keys, slot_rows, keys, next_row, free_rows) if most <= 1 << 31 else None
+    if placed is None:
+        found = launch_find(slot_keys, slot_rows, keys, impl)
+        return found, torch.zeros_like(found, dtype=torch.bool), int((found < 0).sum())
+    return *placed, 0
 
 
 def _insert_cpu(
