@@ -3,6 +3,7 @@
 from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, Lookup
 from tritonrec.data.clustering import payload_inflation, split, tapered
+from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_of, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
@@ -13,6 +14,9 @@ from tritonrec.data.sources import load
 
 __all__ = [
     "Batch",
+    "ClickBatch",
+    "ClickLoader",
+    "ClickLog",
     "DynamicBatchLoader",
     "EvaluationBatch",
     "ImpressionBatch",
@@ -23,7 +27,9 @@ __all__ = [
     "NextItemLoader",
     "SequenceCost",
     "auc",
+    "clicks_of",
     "evaluate",
+    "evaluate_clicks",
     "evaluate_impressions",
     "gauc",
     "load",

@@ -1,5 +1,6 @@
 """Modules over the ops, and the grids that make their gradients exact."""
 
+from .dlrm import DLRM, DLRMConfig, partition_tables
 from .exact import attach_grids, detach_grids, has_grid, sum_by_sample
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
@@ -19,9 +20,11 @@ from .modules import (
 from .next_item import LayerConfig, NextItemModel, Tokens
 
 __all__ = [
+    "DLRM",
     "GRM",
     "HSTU",
     "MLP",
+    "DLRMConfig",
     "FuXi",
     "FuXiConfig",
     "FuXiLayer",
@@ -43,6 +46,7 @@ __all__ = [
     "binary_cross_entropy",
     "detach_grids",
     "has_grid",
+    "partition_tables",
     "sigmoid",
     "sum_by_sample",
 ]

@@ -1,0 +1,171 @@
+"""DLRM: dot products of all pairs between two MLPs; a sample's bits depend on that sample alone."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import formulas
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.data.ctr import ClickBatch
+from tritonrec.nn import DLRM, DLRMConfig, attach_grids
+from tritonrec.nn.dlrm import interact, partition_tables
+
+CONFIGS = {
+    "criteo": DLRMConfig(tuple(f"C{i}" for i in range(1, 27)), 13, 16, (32, 24), (40, 20)),
+    "odd": DLRMConfig(("site", "app", "device"), 1, 7, (5,), (9,)),
+    "no_dense": DLRMConfig(("user", "item"), 0, 5, (), (3,)),
+    "one_feature_no_hidden": DLRMConfig(("item",), 2, 4, (), ()),
+}
+SAMPLES = 37
+
+
+def make_model(config):
+    torch.manual_seed(0)
+    model = DLRM(config)
+    for parameter in model.parameters():  # no bias at zero
+        parameter.data = parameter.data * 1.3 + 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def make_batch(config, samples=SAMPLES, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    batch = ClickBatch(
+        0,
+        torch.arange(samples) * 10 + 3,
+        torch.randn(samples, config.dense, generator=generator),
+        torch.randint(0, 90, (samples, len(config.features)), generator=generator),
+        torch.randint(0, 2, (samples,), generator=generator),
+        config.features,
+    ).validate()
+    return batch, {
+        name: torch.randn(samples, config.dim, generator=generator) * 0.8 + 0.1 for name in config.features
+    }
+
+
+def run(model, batch, rows):
+    leaves = {name: part.clone().requires_grad_() for name, part in rows.items()}
+    losses = model(batch, leaves)
+    losses.sum().backward()
+    return losses.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def oracle_logit(model, dense, rows):
+    """The logit of one sample: dense (F,), rows of each feature (d,)."""
+
+    def mlp(layers, x):
+        for before, after in pairwise([*layers, None]):
+            x = formulas.linear(x[None], before)[0]
+            x = x if after is None else x.clamp(min=0)
+        return x
+
+    vectors = [rows[name] for name in model.config.features]
+    x = []
+    if model.config.dense:
+        x = [mlp(model.bottom, dense).clamp(min=0)]
+        vectors = x + vectors
+    pairs = [(vectors[i] * vectors[j]).sum() for i in range(len(vectors)) for j in range(i)]
+    return mlp(model.top, torch.cat([*x, torch.stack(pairs)]))[0]
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_forward_and_gradients_are_the_formula(config, grids):
+    model, (batch, rows) = make_model(config), make_batch(config)
+    attached = attach_grids(model) if grids else {}
+    losses, gradients = run(model, batch, rows)
+    exact = make_model(config).double()
+    leaves = {name: part.double().requires_grad_() for name, part in rows.items()}
+    z = torch.stack([
+        oracle_logit(exact, batch.dense[b].double(), {name: part[b] for name, part in leaves.items()})
+        for b in range(SAMPLES)
+    ])  # fmt: skip
+    p, y = torch.sigmoid(z), batch.labels.double()
+    wanted = -(y * p.log() + (1 - y) * (1 - p).log())
+    wanted.sum().backward()
+
+    def close(got, expected, what):
+        scale = expected.abs().max()
+        error = (got.double() - expected).abs().max()
+        assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
+
+    close(losses, wanted.detach(), "losses")
+    close(model.predict(batch, rows), p.detach(), "probabilities")
+    for name, leaf in leaves.items():
+        close(gradients[name], leaf.grad, name)
+    for name, parameter in exact.named_parameters():
+        own = ops.from_grid(attached[name]) if grids else model.get_parameter(name).grad
+        close(own, parameter.grad, name)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
+    model, (batch, rows) = make_model(config), make_batch(config)
+    if grids:
+        attach_grids(model)
+    losses, gradients = run(model, batch, rows)
+    assert losses.unique().numel() == SAMPLES
+    for subset in ([5], [0, 1], [36, 2, 17], [*range(0, 37, 2)], [*range(36, -1, -1)], [*range(16)]):
+        at = torch.tensor(subset)
+        got = run(model, batch.select(at), {name: part[at] for name, part in rows.items()})
+        assert torch.equal(got[0], losses[at]), subset
+        for name in rows:
+            assert torch.equal(got[1][name], gradients[name][at]), (subset, name)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_grids_do_not_depend_on_the_split(config):
+    model, (batch, rows) = make_model(config), make_batch(config)
+    whole = attach_grids(model)
+    run(model, batch, rows)
+    parts = attach_grids(model)
+    for subset in ([*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]):
+        at = torch.tensor(subset, dtype=torch.int64)
+        run(model, batch.select(at), {name: part[at] for name, part in rows.items()})
+    assert whole.keys() == dict(model.named_parameters()).keys()
+    for name, grid in whole.items():
+        assert grid.any() and torch.equal(parts[name], grid), name
+
+
+def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():
+    vectors = torch.tensor([[[1.0, 0], [10, 1], [100, 2]]])
+    assert interact(vectors).tolist() == [[10, 100, 1002]]  # (1,0) (2,0) (2,1)
+    assert interact(vectors[:, :1]).shape == (1, 0)
+
+
+@pytest.mark.parametrize("grids", [False, True])
+def test_an_empty_batch_has_no_losses_and_no_gradients(grids):
+    model = make_model(CONFIGS["criteo"])
+    grid = attach_grids(model) if grids else {}
+    losses, gradients = run(model, *make_batch(CONFIGS["criteo"], 0))
+    assert losses.shape == (0,) and all(part.shape == (0, 16) for part in gradients.values())
+    assert not any(part.any() for part in grid.values())
+
+
+def test_what_does_not_fit_is_refused():
+    config = CONFIGS["odd"]
+    model, (batch, rows) = make_model(config), make_batch(config)
+    with pytest.raises(ValueError, match=r"dense must be \(B, 1\), got \(37, 2\)"):
+        model(replace(batch, dense=torch.zeros(SAMPLES, 2)), rows)
+    with pytest.raises(
+        ValueError, match=r"rows of feature 'app' are missing, there are \['device', 'site'\]"
+    ):
+        model(batch, {name: part for name, part in rows.items() if name != "app"})
+    with pytest.raises(ValueError, match="distinct names"):
+        replace(config, features=("a", "a"))
+    with pytest.raises(ValueError, match="top must be at least 1"):
+        replace(config, top=(4, 0))
+    with pytest.raises(ValueError, match="dense must be at least 0"):
+        replace(config, dense=-1)
+
+
+def test_tables_are_dealt_by_their_size():
+    sizes = {"a": 5, "b": 9, "c": 5, "d": 4, "e": 1}
+    assert partition_tables(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}  # 13 and 11
+    assert partition_tables(sizes, 1) == dict.fromkeys(sizes, 0)
+    assert set(partition_tables(sizes, 9).values()) == {0, 1, 2, 3, 4}
+    assert partition_tables({}, 3) == {}
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        partition_tables(sizes, 0)

@@ -1,0 +1,310 @@
+"""Samples of click models: one impression each, with dense features, one id per categorical feature, a label.
+
+Three samples of two dense and two categorical features, so B = 3, F = 2 and C = 2::
+
+    sample_ids   [ 70,          71,          72        ]     (B,)     rows of the log
+    dense        [[0.0, 1.1],  [2.3, 0.0],  [0.7, 0.7]]      (B, F)   float32
+    categories   [[ 10,   4],  [ 11,   4],  [ 10,   5]]      (B, C)   categories[:, 0] is feature features[0]
+    labels       [  1,           0,           0        ]     (B,)     clicked or not
+    features     ("site", "device")
+
+A `ClickLog` holds such columns for a whole log, oldest row first; its last rows are held out for evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonrec.data.batch import Lookup, one_step
+from tritonrec.data.epochs import EpochLoader, at_least
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.ranking import auc
+
+CLICK_RATING = 4.0
+"""Ratings from here on count as clicks, as in `tritonrec.data.impression_loader`."""
+HELD_OUT = 0.1
+"""Share of a log that is held out."""
+
+
+@dataclass(frozen=True)
+class ClickLog:
+    """Impressions in the order of time; rows from `trained` on are held out for evaluation.
+
+    Raises ValueError naming a column of another shape or dtype, a label that is neither 0 nor 1, a dense value
+    that is not finite, and a `trained` outside of the log.
+    """
+
+    dense: np.ndarray  # (N, F) float32
+    categories: np.ndarray  # (N, C) int64
+    labels: np.ndarray  # (N,) int64
+    features: tuple[str, ...]  # C names
+    trained: int
+
+    def __post_init__(self) -> None:
+        rows = len(self.labels)
+        for name, column, dtype, shape in (
+            ("labels", self.labels, np.int64, (rows,)),
+            ("dense", self.dense, np.float32, (rows, *self.dense.shape[1:2])),
+            ("categories", self.categories, np.int64, (rows, len(self.features))),
+        ):
+            if column.dtype != dtype or column.shape != shape or (name == "dense" and column.ndim != 2):
+                raise ValueError(
+                    f"{name} must be {np.dtype(dtype)} of shape {shape}, got {column.dtype} {column.shape}"
+                )
+        if not self.features or len(set(self.features)) != len(self.features):
+            raise ValueError(f"a log of clicks needs features with distinct names, got {self.features}")
+        wrong = (self.labels != 0) & (self.labels != 1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0][0])
+            raise ValueError(f"labels must be 0 or 1: row {row} has {self.labels[row]}")
+        if not np.isfinite(self.dense).all():
+            row, column = (int(at[0]) for at in (~np.isfinite(self.dense)).nonzero())
+            raise ValueError(
+                f"dense values must be finite: row {row}, column {column} has {self.dense[row, column]}"
+            )
+        if not 1 <= self.trained <= rows:
+            raise ValueError(f"trained must be in [1, {rows}], the rows of the log, got {self.trained}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def split_in_time(rows: int) -> int:
+    """How many of `rows` in the order of time are trained on: all but the last `HELD_OUT`, at least one."""
+    return max(1, rows - math.ceil(rows * HELD_OUT))
+
+
+@dataclass(frozen=True)
+class ClickBatch:
+    """One step's samples, on one device; the layout is drawn in the module's docstring."""
+
+    step: int
+    sample_ids: Tensor  # (B,) int64
+    dense: Tensor  # (B, F) float32
+    categories: Tensor  # (B, C) int64
+    labels: Tensor  # (B,) int64
+    features: tuple[str, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return len(self.labels)
+
+    @property
+    def loss_terms(self) -> int:
+        """One term for each sample."""
+        return self.num_samples
+
+    def lookups(self) -> dict[str, Lookup]:
+        """(B,) ids for each feature."""
+        return {name: Lookup(self.categories[:, at]) for at, name in enumerate(self.features)}
+
+    def sample_keys(self) -> tuple[Tensor, Tensor]:
+        """Offsets (B + 1,) and each sample's keys: equal ids of different features give different keys."""
+        count = len(self.features)
+        offsets = torch.arange(self.num_samples + 1, device=self.labels.device) * count
+        return offsets, (self.categories * count + torch.arange(count, device=self.labels.device)).flatten()
+
+    def select(self, indices: Tensor) -> ClickBatch:
+        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
+        indices = indices.to(self.labels.device)
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
+            raise IndexError(
+                f"select: indices must be in [0, {self.num_samples}), "
+                f"got values from {int(indices.min())} to {int(indices.max())}"
+            )
+        return self._map(lambda tensor: tensor[indices])
+
+    @staticmethod
+    def concat(batches: Sequence[ClickBatch]) -> ClickBatch:
+        """One batch of all samples, in the order given; all of one step and with the same features."""
+        step, first = one_step(batches), batches[0]
+        for batch in batches:
+            if batch.features != first.features or batch.dense.shape[1] != first.dense.shape[1]:
+                raise ValueError(
+                    f"concat: the batches have different features: {first.dense.shape[1]} dense and "
+                    f"{first.features}, {batch.dense.shape[1]} dense and {batch.features}"
+                )
+        return ClickBatch(
+            step,
+            torch.cat([batch.sample_ids for batch in batches]),
+            torch.cat([batch.dense for batch in batches]),
+            torch.cat([batch.categories for batch in batches]),
+            torch.cat([batch.labels for batch in batches]),
+            first.features,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ClickBatch:
+        """The same batch on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> ClickBatch:
+        """The same batch in page-locked memory, from which copies to an accelerator run asynchronously."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> ClickBatch:
+        return replace(
+            self,
+            sample_ids=change(self.sample_ids),
+            dense=change(self.dense),
+            categories=change(self.categories),
+            labels=change(self.labels),
+        )
+
+    def validate(self) -> ClickBatch:
+        """Return the batch itself, or raise a ValueError that names the field and the offending values."""
+        samples = len(self.labels)
+        for name, dtype, shape in (
+            ("sample_ids", torch.int64, (samples,)),
+            ("labels", torch.int64, (samples,)),
+            ("dense", torch.float32, (samples, *self.dense.shape[1:2])),
+            ("categories", torch.int64, (samples, len(self.features))),
+        ):
+            tensor = getattr(self, name)
+            if tensor.dtype != dtype or tensor.shape != shape or (name == "dense" and tensor.dim() != 2):
+                raise ValueError(
+                    f"{name} must be {dtype} of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            if tensor.device != self.labels.device:
+                raise ValueError(f"{name} is on {tensor.device}, but labels is on {self.labels.device}")
+        wrong = (self.labels != 0) & (self.labels != 1)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise ValueError(f"labels must be 0 or 1: labels[{at}] = {int(self.labels[at])}")
+        if not bool(torch.isfinite(self.dense).all()):
+            row, column = (~torch.isfinite(self.dense)).nonzero()[0].tolist()
+            raise ValueError(
+                f"dense values must be finite: dense[{row}, {column}] = {float(self.dense[row, column])}"
+            )
+        return self
+
+
+class ClickLoader(EpochLoader[ClickBatch]):
+    """The rows of a log that are trained on, shuffled and sharded over ranks; sample ids are rows of the log.
+
+    Args:
+        log: see `ClickLog`.
+        batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
+        seed: int64; fixes the order of samples in every epoch.
+        rank, world_size: which shard `batch` returns.
+        rows: (first, last) of the rows to train on; all but those held out by default.
+
+    Raises ValueError for a number out of range.
+    """
+
+    def __init__(
+        self,
+        log: ClickLog,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        first, last = rows or (0, log.trained)
+        if not 0 <= first < last <= log.trained:
+            raise ValueError(f"rows must be a part of [0, {log.trained}), got [{first}, {last})")
+        self.log, self.features = log, log.features
+        self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
+        self._labels = torch.from_numpy(log.labels)
+        sample_ids = torch.arange(first, last)
+        super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size)
+
+    def categories(self) -> Tensor:
+        """(S, C) int64: the ids of every sample, in the order of `sample_ids`."""
+        return self._categories[self.sample_ids]
+
+    def make_batch(self, step: int, samples: Tensor) -> ClickBatch:
+        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        return self._rows(step, self.sample_ids[samples])
+
+    def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
+        """The rows held out, in their order, `batch_size` at a time; step 0."""
+        at_least("batch_size", batch_size, 1)
+        for rows in torch.arange(self.log.trained, len(self.log)).split(batch_size):
+            yield self._rows(0, rows)
+
+    def _rows(self, step: int, rows: Tensor) -> ClickBatch:
+        return ClickBatch(
+            step, rows, self._dense[rows], self._categories[rows], self._labels[rows], self.features
+        )
+
+
+def clicks_of(log: Interactions) -> ClickLog:
+    """A rating log as clicks: a rating of at least `CLICK_RATING` is one (MovieLens as CTR).
+
+    Features are ``item`` and ``user``, what the log knows of its users, and ``genres``, one id for each set of
+    genres, where it has them. The two dense ones are log(1 + n) of the ratings that the user had given before,
+    and that the item had been given. The last `HELD_OUT` of every user's ratings are held out.
+
+    Raises ValueError for a log without ratings.
+    """
+    if log.rating is None:
+        raise ValueError(
+            "the log has no ratings, so nothing tells what was clicked: give it a column 'rating'"
+        )
+    in_time = np.argsort(log.timestamp, kind="stable")
+    user, item, rating = log.user[in_time], log.item[in_time], log.rating[in_time]
+    earlier = [_earlier(ids) for ids in (user, item)]
+    columns = {"item": item, "user": user}
+    if log.user_features is not None:
+        columns |= log.user_features.of(user)
+    if log.genres is not None:
+        starts, lengths = log.genres.of(item)
+        sets = [tuple(log.genres.genres[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
+        numbers = {bag: number for number, bag in enumerate(sorted(set(sets)))}
+        columns["genres"] = np.array([numbers[bag] for bag in sets], dtype=np.int64)
+    _users, which, counts = np.unique(user, return_inverse=True, return_counts=True)
+    is_held_out = earlier[0] >= counts[which] - np.floor(counts[which] * HELD_OUT)
+    order = np.argsort(is_held_out, kind="stable")
+    names = tuple(sorted(columns))
+    return ClickLog(
+        np.log1p(np.stack(earlier, 1)).astype(np.float32)[order],
+        np.stack([columns[name] for name in names], 1).astype(np.int64)[order],
+        (rating >= CLICK_RATING).astype(np.int64)[order],
+        names,
+        int((~is_held_out).sum()),
+    )
+
+
+def _earlier(ids: np.ndarray) -> np.ndarray:
+    """(n,) int64: how often each id occurs before its place."""
+    order = np.argsort(ids, kind="stable")
+    arranged = ids[order]
+    starts = np.append(True, arranged[1:] != arranged[:-1]).nonzero()[0]
+    lengths = np.diff(np.append(starts, len(ids)))
+    earlier = np.empty(len(ids), np.int64)
+    earlier[order] = np.arange(len(ids)) - np.repeat(starts, lengths)
+    return earlier
+
+
+def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: ClickLoader) -> dict[str, float]:
+    """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` of the rows held out.
+
+    `predict` takes a batch and returns probabilities (B,). A probability of at least one half predicts a click.
+    BCE is the mean cross entropy in nats, with probabilities no closer to 0 and 1 than 1e-7. Raises ValueError
+    where nothing is held out, and for predictions of another shape.
+    """
+    scores, labels = [], []
+    for batch in loader.evaluation_batches():
+        found = predict(batch).detach().cpu()
+        if found.shape != batch.labels.shape:
+            raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
+        scores.append(found.double())
+        labels.append(batch.labels)
+    if not scores:
+        raise ValueError("the log holds nothing out, so there is nothing to evaluate on")
+    p, y = torch.cat(scores), torch.cat(labels)
+    sure = p.clamp(1e-7, 1 - 1e-7)
+    entropies = -torch.where(y == 1, sure.log(), (1 - sure).log())
+    return {
+        "AUC": auc(p, y),
+        "accuracy": float(((p >= 0.5) == (y == 1)).double().mean()),
+        "BCE": math.fsum(entropies.tolist()) / len(y),
+    }
