@@ -401,7 +401,7 @@ def with_silu(of_score):
             leaf.requires_grad_()
         out = torch.zeros(len(leaves[0]), *leaves[2].shape[1:])
         for b in range(call.num_sequences):
-            sequence = reference._Sequence(call, b, do.device)
+            sequence = reference._Sequence(call, b, leaves[0])
             for h in range(do.shape[1]):
                 s = sequence.scores(call, leaves[0], leaves[1], h)
                 p = of_score(s) * sequence.scale
