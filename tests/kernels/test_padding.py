@@ -385,7 +385,7 @@ def test_registration():
         (library.unique_padded, (keys, "cpu", count)),
         (library.intersect_padded, (keys, keys, "cpu", count, None)),
         (library.bucketize, (keys, 3, "cpu", count)),
-        (library.hash_insert, (*ours, keys, 0, None, "cpu", count, torch.tensor(0), status)),
+        (library.hash_insert_padded, (*ours, keys, 0, None, "cpu", count, torch.tensor(0), status)),
         (library.hash_find, (*ours, keys, "cpu", count)),
         (library.hash_assign, (*ours, keys, keys, "cpu", count)),
         (library.hash_erase, (*ours, keys, "cpu", count)),
@@ -396,7 +396,7 @@ def test_registration():
             library.segment_sum_into,
             (torch.zeros(5, 2), values.detach(), keys, 36, "rows", "cpu", count, status),
         ),
-        (library.to_grid, (values.detach(), 36, "rows", "cpu", status)),
+        (library.to_grid_status, (values.detach(), 36, "rows", "cpu", status)),
         (library.sparse_sgd, (torch.zeros(5, 2), keys, values.detach(), 0.1, "cpu", count)),
     ):
         torch.library.opcheck(op.default, arguments)

@@ -94,11 +94,12 @@ def to_grid(
         raise ValueError(f"values must be float32, got {values.dtype}")
     check_bits(bits)
     check_scalar("status", status, values)
-    return _to_grid(values, bits, name, impl, status)
+    if status is not None:
+        return _to_grid_status(values, bits, name, impl, status)
+    return _to_grid(values, bits, name, impl)
 
 
-@torch.library.custom_op("tritonrec::to_grid", mutates_args=("status",))
-def _to_grid(
+def _launch_to_grid(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor | None = None
 ) -> torch.Tensor:
     chosen = implementation(impl, values)  # type: ignore[arg-type]
@@ -131,7 +132,21 @@ def _to_grid(
     return grid
 
 
+@torch.library.custom_op("tritonrec::to_grid", mutates_args=())
+def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
+    return _launch_to_grid(values, bits, name, impl)
+
+
+# An op of its own: one that mutates an argument, if only at times, costs half as much again on small tensors.
+@torch.library.custom_op("tritonrec::to_grid_status", mutates_args=("status",))
+def _to_grid_status(
+    values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor
+) -> torch.Tensor:
+    return _launch_to_grid(values, bits, name, impl, status)
+
+
 @_to_grid.register_fake
+@_to_grid_status.register_fake
 def _(values, bits, name, impl, status=None):
     return torch.empty(values.shape, dtype=torch.int64, device=values.device)
 

@@ -84,9 +84,10 @@ def hash_insert(
         next_row, row_counter = 0, next_row
     elif not 0 <= next_row < 1 << 31:
         raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
-    return torch.ops.tritonrec.hash_insert(
-        slot_keys, slot_rows, keys, next_row, free_rows, impl, count, row_counter, status
-    )
+    plain = slot_keys, slot_rows, keys, next_row, free_rows, impl
+    if count is None and row_counter is None and status is None:
+        return torch.ops.tritonrec.hash_insert(*plain)
+    return torch.ops.tritonrec.hash_insert_padded(*plain, count, row_counter, status)
 
 
 def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:

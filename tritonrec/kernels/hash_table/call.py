@@ -225,9 +225,7 @@ def _unsigned(keys: torch.Tensor):
     return keys.contiguous().numpy().view("uint64")
 
 
-@torch.library.custom_op(
-    "tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows", "row_counter", "status")
-)
+@torch.library.custom_op("tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows"))
 def _insert_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -235,9 +233,26 @@ def _insert_op(
     next_row: int,
     free_rows: torch.Tensor | None,
     impl: str,
-    count: torch.Tensor | None = None,
-    row_counter: torch.Tensor | None = None,
-    status: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if free_rows is not None:
+        _check_range("free_rows", free_rows[: keys.numel()])
+    return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
+
+
+# An op of its own, since each argument that may be mutated costs time on a CPU, given or not.
+@torch.library.custom_op(
+    "tritonrec::hash_insert_padded", mutates_args=("slot_keys", "slot_rows", "row_counter", "status")
+)
+def _insert_padded_op(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    next_row: int,
+    free_rows: torch.Tensor | None,
+    impl: str,
+    count: torch.Tensor | None,
+    row_counter: torch.Tensor | None,
+    status: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`next_row` counts where there is no `row_counter`."""
     if free_rows is not None:
@@ -247,6 +262,7 @@ def _insert_op(
 
 
 @_insert_op.register_fake
+@_insert_padded_op.register_fake
 def _insert_fake(
     slot_keys, slot_rows, keys, next_row, free_rows, impl, count=None, row_counter=None, status=None
 ):
