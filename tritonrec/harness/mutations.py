@@ -281,17 +281,25 @@ def _dropped_rows_not_written_back(program: WindowProgram) -> None:
 
 
 def _replicas_keep_their_gradients(program: WindowProgram) -> None:
-    program.actions["replica_reduce"] = lambda window, _=None: None
+    def alone(window: Window, _: int | None = None) -> None:
+        for table in window.tables:
+            assert table.row_gradient is not None
+            mean = program._mean(table.row_gradient, window.row_terms, "embedding gradient")
+            table.row_gradient = torch.zeros(len(table.keys), mean.shape[1])
+            table.row_gradient[table.places[program.communicators.replica.rank]] = mean
+
+    program.actions["replica_reduce"] = alone
 
 
 def _replicas_in_different_orders(program: WindowProgram) -> None:
     distinct = program._distinct
 
     def own_order(table):
-        keys, inverse = distinct(table)
-        shift = program.communicators.replica.rank
-        places = torch.roll(torch.arange(len(keys)), shift)
-        return keys[places], torch.argsort(places)[inverse]
+        found = distinct(table)
+        order = torch.roll(torch.arange(len(table.keys)), program.communicators.replica.rank)
+        table.keys = table.keys[order]
+        table.places = [torch.argsort(order)[places] for places in table.places]
+        return found
 
     program._distinct = own_order  # type: ignore[method-assign]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .. import ops
 from ..data import Batch, split
-from ..distributed import Communicators
+from ..distributed import Communicator, Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
 from .routes import answer, ask, column_sums
@@ -125,7 +127,7 @@ class WindowProgram:
         active = self._before(window)
         for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
             self._bring_keys(table)
-            table.keys, inverse = self._distinct(table)
+            own, inverse = self._distinct(table)
             found = group.table.lookup(table.keys, window.update, self._sum_over_ranks)
             if active is not None:
                 table.kept = ops.intersect(active.tables[index].keys, table.keys)
@@ -138,8 +140,11 @@ class WindowProgram:
                 table.admitted = (~absent).nonzero().squeeze(1)
             table.cold = found.cold
             legs = answer(inverse, table.receive, table.received_last_use)
+            if self.replicated:  # gradients are added up by the keys asked for here, rows lie among all
+                mine = table.places[self.communicators.replica.rank]
+                legs = answer(mine[inverse], table.receive, None)[0], legs[1]
             table.wanted, table.returned = (leg.to(self.device) for leg in legs)
-            table.row_gradient = self._no_gradients(len(table.keys), group.table.dim)
+            table.row_gradient = self._no_gradients(own, group.table.dim)
         self._buffers[window.number % 2] = window
 
     def _bring_keys(self, table: TableWindow) -> None:
@@ -149,14 +154,17 @@ class WindowProgram:
         if table.received_last_use is not None:
             table.received_last_use = to_host(table.received_last_use)
 
-    def _distinct(self, table: TableWindow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (K,) of this shard, and which of them each key received is; the same keys on all replicas."""
-        keys, inverse, _counts = ops.unique(table.received_keys)
-        if not self.replicated:
-            return keys, inverse
-        every, places, _counts = ops.unique(torch.cat(table.replica_keys))
-        mine = places.split([len(part) for part in table.replica_keys])[self.communicators.replica.rank]
-        return every, mine[inverse]
+    def _distinct(self, table: TableWindow) -> tuple[int, torch.Tensor]:
+        """Set the window's keys; how many were asked of this rank, and which of these each one received is.
+
+        Replicas of a part hold the keys asked of any of them, in one order.
+        """
+        table.keys, inverse, _counts = ops.unique(table.received_keys)
+        own = len(table.keys)
+        if self.replicated:
+            table.keys, places, _counts = ops.unique(torch.cat(table.replica_keys))
+            table.places = list(places.split([len(keys) for keys in table.replica_keys]))
+        return own, inverse
 
     def _fetch(
         self, window: Window, group: TableGroup, table: TableWindow, rows: torch.Tensor, inverse: torch.Tensor
@@ -244,14 +252,30 @@ class WindowProgram:
     # The end of the window: one update from complete sums.
 
     def replica_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """Add up the gradients of each row over the replicas of this shard (2D sparse parallelism)."""
+        """The mean gradient of every row, from the sums of all replicas (2D sparse parallelism).
+
+        Each replica adds up a share of the rows and hands their means on.
+        """
         window.sent_bytes = 0
+        replica, copies = self.communicators.replica, self.communicators.replicas
         for table in window.tables:
             assert table.row_gradient is not None
-            self.communicators.replica.all_reduce(table.row_gradient, "embedding gradients")
-            sent = self.communicators.replica.all_reduce_bytes(table.row_gradient)
-            window.sent_bytes += sent
-            window.counts.row_bytes += sent
+            bounds = [len(table.keys) * each // copies for each in range(copies + 1)]
+            cuts = torch.tensor(bounds[1:-1])
+            shares = [torch.bucketize(places, cuts, right=True) for places in table.places]
+            mine = torch.argsort(shares[replica.rank], stable=True)
+            send = torch.bincount(shares[replica.rank], minlength=copies).tolist()
+            here = [places[share == replica.rank] for places, share in zip(table.places, shares, strict=True)]
+            rows = ops.gather_rows(table.row_gradient, to_device(mine, self.device))
+            came = self._travel(window, rows, send, [len(each) for each in here], over=replica)
+            size = bounds[replica.rank + 1] - bounds[replica.rank]
+            sums = self._no_gradients(size, rows.shape[1])
+            self._add_rows(came, to_device(torch.cat(here) - bounds[replica.rank], self.device), sums)
+            mean = self._mean(sums, window.row_terms, "embedding gradient")
+            sizes = [after - before for before, after in pairwise(bounds)]
+            table.row_gradient = self._travel(
+                window, mean.repeat(copies, 1), [size] * copies, sizes, over=replica
+            )
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """Sum the dense gradients over the ranks, as one flat message."""
@@ -271,7 +295,9 @@ class WindowProgram:
         """
         for group, table in zip(self.tables.groups, window.tables, strict=True):
             assert table.row_gradient is not None
-            gradient = self._mean(table.row_gradient, window.row_terms, "embedding gradient")
+            gradient = table.row_gradient
+            if not self.replicated:
+                gradient = self._mean(gradient, window.row_terms, "embedding gradient")
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
                 indices = to_device(table.admitted, self.device)
@@ -363,12 +389,13 @@ class WindowProgram:
         send: list[int],
         receive: list[int],
         out: torch.Tensor | None = None,
+        over: Communicator | None = None,
     ) -> torch.Tensor:
-        here = self.communicators.shard
-        sent = (sum(send) - send[here]) * values.shape[1] * values.element_size()
+        over = over or self.communicators.communication
+        sent = (sum(send) - send[over.rank]) * values.shape[1] * values.element_size()
         window.sent_bytes += sent
         window.counts.row_bytes += sent
-        return self.communicators.communication.all_to_all(values, send, receive, out)
+        return over.all_to_all(values, send, receive, out)
 
     def losses_of(self, window: Window) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
         """For each batch itself, and in its micro-batches' order sample ids (B,) and losses (B,) float32."""

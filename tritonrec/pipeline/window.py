@@ -39,6 +39,7 @@ class TableWindow:
     replica_keys: list[torch.Tensor] = field(default_factory=list)  # [g]: distinct keys asked of replica g
     # retrieval
     keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
+    places: list[torch.Tensor] = field(default_factory=list)  # [g]: which of them were asked of replica g
     admitted: torch.Tensor | None = None  # (k,) buffer rows whose keys have a row; None: all
     cold: torch.Tensor | None = None  # (K,) bool, rows kept in half precision; None: none
     kept: tuple[torch.Tensor, torch.Tensor] | None = (
@@ -50,7 +51,7 @@ class TableWindow:
     # the window
     embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
     gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
-    row_gradient: torch.Tensor | None = None  # (K, dim), fp32 or on the grid, at the owner
+    row_gradient: torch.Tensor | None = None  # (K, dim), fp32 or on the grid, at the owner; sums, then means
 
 
 @dataclass
