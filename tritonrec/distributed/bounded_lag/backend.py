@@ -1,0 +1,156 @@
+"""The c10d backend ``bls``: all-to-all with a bounded lag, all else by gloo, or by NCCL for CUDA tensors.
+
+    tritonrec.distributed.bounded_lag.register()
+    dist.init_process_group("bls", pg_options=BoundedLagOptions(bound=4))
+    work = dist.all_to_all_single(received, values, receive, send, async_op=True)
+
+A collective that is started and waited for at once is the usual one, whatever the bound. Started with
+``async_op=True`` up to bound + 1 of them are in flight; a further one first completes the oldest, and so does
+waiting for a later one. As anywhere in torch.distributed, all ranks issue the same collectives in the same
+order; the received tensor may be read after `wait`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .exchange import BoundedLagAllToAll, Exchange
+
+if TYPE_CHECKING:
+    from ...trace import SupportsRecording
+
+NAME = "bls"
+_FORWARDED = (
+    "abort",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+    "set_timeout",
+    "shutdown",
+    "_allgather_base",
+    "_reduce_scatter_base",
+)
+
+
+@dataclass
+class BoundedLagOptions:
+    """What ``pg_options`` of a ``bls`` group may say.
+
+    Args:
+        bound: exchanges that two ranks may be apart; 0 makes every all-to-all synchronous.
+        recorder: see `BoundedLagAllToAll`.
+    """
+
+    bound: int = 0
+    recorder: SupportsRecording | None = None
+
+
+class _Pending(dist.Work):
+    """c10d's handle of an exchange."""
+
+    def __init__(self, exchange: Exchange):
+        super().__init__()
+        self._exchange = exchange
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Complete the exchange and all older ones, under the group's timeout."""
+        self._exchange.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._exchange.done
+
+
+class BoundedLagGroup(dist.ProcessGroup):
+    """A process group whose `all_to_all_single` has a bounded lag; the rest goes to an inner group."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: BoundedLagOptions
+    ):
+        super().__init__(rank, size)
+        self.options = options
+        self.inner = _inner_group(store, rank, size, timeout)
+        self.exchange = BoundedLagAllToAll(self.inner, options.bound, 0, timeout, options.recorder)
+
+    def getBackendName(self) -> str:
+        """The name that torch.distributed knows."""
+        return NAME
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> _Pending:
+        """What `dist.all_to_all_single` calls; without split sizes rows are cut into equal parts."""
+        receive = self._splits("output", output, output_split_sizes)
+        send = self._splits("input", input, input_split_sizes)
+        if not output.is_contiguous():
+            raise ValueError("all_to_all_single needs a contiguous output")
+        return _Pending(self.exchange.start(input, send, receive, output))
+
+    def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
+        if not sizes:
+            if len(tensor) % self.size():
+                raise ValueError(f"{name} has {len(tensor)} rows, which {self.size()} ranks do not divide")
+            return [len(tensor) // self.size()] * self.size()
+        if sum(sizes) != len(tensor):
+            raise ValueError(f"{name} has {len(tensor)} rows, but its split sizes are {sizes}")
+        return list(sizes)
+
+
+def _forward(name: str) -> Any:
+    def call(self: BoundedLagGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    call.__name__, call.__doc__ = name, f"`{name}` of the inner group."
+    return call
+
+
+for _name in _FORWARDED:
+    setattr(BoundedLagGroup, _name, _forward(_name))
+
+
+def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """gloo for tensors of the host and, where there is a GPU, NCCL for those of the device."""
+    group = dist.ProcessGroup(store, rank, size)
+    backends = {"cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)}
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backends["cuda"] = (dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL)
+    for device, (kind, backend) in backends.items():
+        own = dist.PrefixStore(device, store)
+        group._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def _create(opts: Any, options: BoundedLagOptions | None) -> BoundedLagGroup:
+    chosen = BoundedLagOptions() if options is None else options
+    return BoundedLagGroup(opts.store, opts.group_rank, opts.group_size, opts.timeout, chosen)
+
+
+def register() -> None:
+    """Make ``bls`` known to torch.distributed; a second call does nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
