@@ -110,6 +110,10 @@ class KeyLayout:
             return torch.zeros_like(keys), keys
         return keys >> self._shift, keys & ((1 << self._shift) - 1)
 
+    def ids(self, keys: torch.Tensor) -> torch.Tensor:
+        """The ids (K,) int64 of `keys` (K,) in their own tables."""
+        return self.unpack(keys)[1]
+
     def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
         """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
         if not self.bits:

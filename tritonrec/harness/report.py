@@ -106,7 +106,9 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the planted bugs, and the first difference if there is one."""
-    plain, varied, replicated = [], [], []
+    plain: list[CaseResult] = []
+    varied: list[CaseResult] = []
+    replicated: list[CaseResult] = []
     for result in report.cases:
         place = replicated if result.case.replicas > 1 else varied if result.case.variant else plain
         place.append(result)

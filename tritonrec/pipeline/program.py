@@ -85,7 +85,7 @@ class WindowProgram:
         by_table = zip(*(self.tables.keys(part.lookups()) for part in window.micro_batches), strict=True)
         for group, keys in zip(groups, by_table, strict=True):
             dedup = config.dedup in ("exchange", "both")
-            asked = ask(list(keys), lambda k, g=group: g.layout.unpack(k)[1], world, dedup, config.first_use)
+            asked = ask(list(keys), group.layout.ids, world, dedup, config.first_use)
             window.tables.append(TableWindow(asked))
             window.counts.occurrences += sum(map(len, keys))
         # One row for each rank: keys of every table and micro-batch, and this rank's terms of the loss.
