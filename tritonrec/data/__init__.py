@@ -10,7 +10,7 @@ from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
-from tritonrec.data.sources import load
+from tritonrec.data.sources import load, load_clicks, load_interactions
 
 __all__ = [
     "Batch",
@@ -33,6 +33,8 @@ __all__ = [
     "evaluate_impressions",
     "gauc",
     "load",
+    "load_clicks",
+    "load_interactions",
     "payload_inflation",
     "popularity_scores",
     "split",

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from tritonrec.data import parquet
 from tritonrec.data.epochs import at_least
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.sources import load
+from tritonrec.data.sources import load_interactions
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
@@ -104,7 +104,7 @@ def convert(
     try:
         if unit not in ("s", "ms", "us", "ns"):
             raise ValueError(f"--time-unit must be s, ms, us or ns, got {unit!r}")
-        log = load(source)
+        log = load_interactions(source)
         with Progress(transient=True, console=Console(stderr=True)) as progress:
             task = progress.add_task("writing", total=len(log))
             write(

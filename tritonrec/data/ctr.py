@@ -36,8 +36,8 @@ HELD_OUT = 0.1
 class ClickLog:
     """Impressions in the order of time; rows from `trained` on are held out for evaluation.
 
-    Raises ValueError naming a column of another shape or dtype, a label that is neither 0 nor 1, a dense value
-    that is not finite, and a `trained` outside of the log.
+    Raises ValueError naming a column of another shape or dtype, a label that is neither 0 nor 1, a dense
+    value that is not finite, and a `trained` outside of the log.
     """
 
     dense: np.ndarray  # (N, F) float32
@@ -239,9 +239,9 @@ class ClickLoader(EpochLoader[ClickBatch]):
 def clicks_of(log: Interactions) -> ClickLog:
     """A rating log as clicks: a rating of at least `CLICK_RATING` is one (MovieLens as CTR).
 
-    Features are ``item`` and ``user``, what the log knows of its users, and ``genres``, one id for each set of
-    genres, where it has them. The two dense ones are log(1 + n) of the ratings that the user had given before,
-    and that the item had been given. The last `HELD_OUT` of every user's ratings are held out.
+    Features are ``item`` and ``user``, what the log knows of its users, and ``genres``, one id for each set
+    of genres, where it has them. The two dense ones are log(1 + n) of the ratings that the item had got
+    before, and that the user had given. The last `HELD_OUT` of every user's ratings are held out.
 
     Raises ValueError for a log without ratings.
     """
@@ -251,7 +251,7 @@ def clicks_of(log: Interactions) -> ClickLog:
         )
     in_time = np.argsort(log.timestamp, kind="stable")
     user, item, rating = log.user[in_time], log.item[in_time], log.rating[in_time]
-    earlier = [_earlier(ids) for ids in (user, item)]
+    earlier = [_earlier(ids) for ids in (item, user)]
     columns = {"item": item, "user": user}
     if log.user_features is not None:
         columns |= log.user_features.of(user)
@@ -261,7 +261,7 @@ def clicks_of(log: Interactions) -> ClickLog:
         numbers = {bag: number for number, bag in enumerate(sorted(set(sets)))}
         columns["genres"] = np.array([numbers[bag] for bag in sets], dtype=np.int64)
     _users, which, counts = np.unique(user, return_inverse=True, return_counts=True)
-    is_held_out = earlier[0] >= counts[which] - np.floor(counts[which] * HELD_OUT)
+    is_held_out = earlier[1] >= counts[which] - np.floor(counts[which] * HELD_OUT)
     order = np.argsort(is_held_out, kind="stable")
     names = tuple(sorted(columns))
     return ClickLog(
@@ -287,10 +287,12 @@ def _earlier(ids: np.ndarray) -> np.ndarray:
 def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: ClickLoader) -> dict[str, float]:
     """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` of the rows held out.
 
-    `predict` takes a batch and returns probabilities (B,). A probability of at least one half predicts a click.
-    BCE is the mean cross entropy in nats, with probabilities no closer to 0 and 1 than 1e-7. Raises ValueError
+    `predict` takes a batch and returns probabilities (B,). One of at least one half predicts a click. BCE
+    is the mean cross entropy in nats, with probabilities no closer to 0 and 1 than 1e-7. Raises ValueError
     where nothing is held out, and for predictions of another shape.
     """
+    if loader.log.trained == len(loader.log):
+        raise ValueError("the log holds nothing out, so there is nothing to evaluate on")
     scores, labels = [], []
     for batch in loader.evaluation_batches():
         found = predict(batch).detach().cpu()
@@ -298,8 +300,6 @@ def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: ClickLoader
             raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
         scores.append(found.double())
         labels.append(batch.labels)
-    if not scores:
-        raise ValueError("the log holds nothing out, so there is nothing to evaluate on")
     p, y = torch.cat(scores), torch.cat(labels)
     sure = p.clamp(1e-7, 1 - 1e-7)
     entropies = -torch.where(y == 1, sure.log(), (1 - sure).log())

@@ -13,7 +13,7 @@ import typer
 from tritonrec.data.balancing import SequenceCost, Shards, token_spread
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.loader import NextItemLoader
-from tritonrec.data.sources import load
+from tritonrec.data.sources import load_interactions
 
 
 def measure(
@@ -23,7 +23,7 @@ def measure(
     ranks: Annotated[list[int] | None, typer.Option(help="world sizes, 4 and 8 by default")] = None,
 ) -> None:
     """Print the spread of the ranks' tokens over one epoch."""
-    log = load(data)
+    log = load_interactions(data)
     print(f"{data}, {batch_size} samples a global batch, at most {max_seq_len} tokens a sample")
     print("ranks  dealt            steps  max/mean  worst  max - min (tokens)")
     for world_size in ranks or (4, 8):

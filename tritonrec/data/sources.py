@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tritonrec.data import csv_log, movielens, zipf
+from tritonrec.data.ctr import ClickLog, clicks_of
 from tritonrec.data.interactions import Interactions
 
 
-def load(spec: str) -> Interactions:
-    """The log that `spec` names.
+def load(spec: str) -> Interactions | ClickLog:
+    """The log that `spec` names; logs of clicks have no sequences of users, the others are `Interactions`.
 
     ========================================  ============================================================
     ``ml-100k``                               MovieLens-100K, fetched once (`tritonrec.data.movielens`)
@@ -17,6 +18,10 @@ def load(spec: str) -> Interactions:
     ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
     ``parquet:PATH``                          a file or a folder of them (`tritonrec.data.parquet`)
     ``kuairand:PATH``                         the CSV files of KuaiRand (`tritonrec.data.kuairand`)
+    ``criteo``, ``criteo:samples=1000``       made clicks in Criteo's shape (`ctr_made.MadeOptions`)
+    ``avazu``, ``avazu:samples=1000``         made clicks in Avazu's shape
+    ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
+    ``criteo-parquet:PATH``                   the same columns as Parquet
     ========================================  ============================================================
 
     Raises ValueError for any other spec, and what the named source raises.
@@ -36,7 +41,34 @@ def load(spec: str) -> Interactions:
         from tritonrec.data import kuairand
 
         return kuairand.read(Path(detail).expanduser())
+    if source in ("criteo", "avazu"):
+        from tritonrec.data import ctr_made
+
+        return ctr_made.make(source, ctr_made.MadeOptions.parse(detail))
+    if source in ("criteo-tsv", "criteo-parquet") and detail:
+        from tritonrec.data import criteo
+
+        read = criteo.read_tsv if source == "criteo-tsv" else criteo.read_parquet
+        return read(Path(detail).expanduser())
     raise ValueError(
-        f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]', 'csv:PATH', 'parquet:PATH' "
-        "or 'kuairand:PATH'"
+        f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]', 'csv:PATH', 'parquet:PATH', "
+        "'kuairand:PATH', 'criteo[:name=value,...]', 'avazu[:name=value,...]', 'criteo-tsv:PATH' or "
+        "'criteo-parquet:PATH'"
     )
+
+
+def load_interactions(spec: str) -> Interactions:
+    """As `load`; raises ValueError for a log of clicks."""
+    log = load(spec)
+    if isinstance(log, ClickLog):
+        raise ValueError(
+            f"{spec} is a log of clicks, without the users' sequences that are needed here: "
+            "it trains the model dlrm"
+        )
+    return log
+
+
+def load_clicks(spec: str) -> ClickLog:
+    """As `load`, with ratings taken as clicks (`clicks_of`); raises ValueError for a log without ratings."""
+    log = load(spec)
+    return log if isinstance(log, ClickLog) else clicks_of(log)

@@ -12,7 +12,7 @@ arXiv 1906.00091): the probability of a click from dense and categorical feature
                      logit (B, 1)
 
 MLPs are linear layers with ReLU between them; the bottom one ends in a ReLU too. Without dense features
-(F = 0) there is no bottom MLP, and C vectors interact. Products of pairs are one small matrix product for each
+(F = 0) there is no bottom MLP, and C vectors interact. Products of pairs are one small matrix product for a
 sample, so losses and gradients depend on that sample alone, bit for bit.
 
 Dimensions: B samples, F dense features, C categorical ones, V = C + 1 vectors, P pairs, d columns.
@@ -84,23 +84,29 @@ class DLRM(torch.nn.Module):
         return sigmoid(self.logits(batch.dense, rows)).squeeze(1)
 
     def logits(self, dense: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """(B, 1) from dense features (B, F) and rows (B, d) by name; what a server calls.
+        """(B, 1) from dense features (B, F) and rows (B, d) by name: `bottom_vectors`, then `top_logits`.
 
         Raises ValueError where the dense features are not F, or a feature has no rows.
         """
-        config = self.config
-        if dense.dim() != 2 or dense.shape[1] != config.dense:
-            raise ValueError(f"dense must be (B, {config.dense}), got {tuple(dense.shape)}")
-        missing = [name for name in config.features if name not in rows]
+        return self.top_logits(self.bottom_vectors(dense), rows)
+
+    def bottom_vectors(self, dense: torch.Tensor) -> torch.Tensor | None:
+        """(B, d) from dense features (B, F), before any row is needed; None without a bottom MLP."""
+        if dense.dim() != 2 or dense.shape[1] != self.config.dense:
+            raise ValueError(f"dense must be (B, {self.config.dense}), got {tuple(dense.shape)}")
+        return None if self.bottom is None else torch.relu(_apply(self.bottom, dense, _one_each(dense)))
+
+    def top_logits(self, x: torch.Tensor | None, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(B, 1) from what `bottom_vectors` returned and rows (B, d) by name."""
+        missing = [name for name in self.config.features if name not in rows]
         if missing:
             raise ValueError(f"rows of feature {missing[0]!r} are missing, there are {sorted(rows)}")
-        vectors = [rows[name] for name in config.features]
-        one_each = torch.arange(len(dense) + 1, device=dense.device)
-        if self.bottom is None:
-            return _apply(self.top, interact(torch.stack(vectors, 1)), one_each)
-        x = torch.relu(_apply(self.bottom, dense, one_each))
-        pairs = interact(torch.stack([x, *vectors], 1))
-        return _apply(self.top, torch.cat([x, pairs], 1), one_each)
+        vectors = [rows[name] for name in self.config.features]
+        if x is None:
+            pairs = interact(torch.stack(vectors, 1))
+            return _apply(self.top, pairs, _one_each(pairs))
+        pairs = torch.cat([x, interact(torch.stack([x, *vectors], 1))], 1)
+        return _apply(self.top, pairs, _one_each(pairs))
 
 
 def interact(vectors: torch.Tensor) -> torch.Tensor:
@@ -134,6 +140,11 @@ def partition_tables(table_bytes: Mapping[str, int], world_size: int) -> dict[st
 
 def _layers(widths: Sequence[int]) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(Linear(*pair) for pair in pairwise(widths))
+
+
+def _one_each(x: torch.Tensor) -> torch.Tensor:
+    """Offsets (B + 1,) that make every row of `x` a sample."""
+    return torch.arange(len(x) + 1, device=x.device)
 
 
 def _apply(layers: torch.nn.ModuleList, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
