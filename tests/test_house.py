@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "distributed": {"ops"},
     "embedding": {"ops", "kernels"},
     "checkpoint": {"ops"},
+    "serving": {"ops", "nn", "distributed"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
-    "harness": {"ops", "kernels", "pipeline", *BELOW_PIPELINE},
+    "harness": {"ops", "kernels", "pipeline", "serving", *BELOW_PIPELINE},
     "__main__": {"harness"},
 }
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NAME = "bls"
 _FORWARDED = (
     "abort",
+    "all_gather_single",
+    "all_gather_single_coalesced",
     "allgather",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
@@ -41,6 +43,8 @@ _FORWARDED = (
     "recv_anysource",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
@@ -109,6 +113,8 @@ class BoundedLagGroup(dist.ProcessGroup):
         if not output.is_contiguous():
             raise ValueError("all_to_all_single needs a contiguous output")
         return _Pending(self.exchange.start(input, send, receive, output))
+
+    all_to_all_single = alltoall_base  # its name from torch 2.13 on
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         if not sizes:
