@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
@@ -19,6 +21,7 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
+from tritonrec.pipeline.replicas import Shares
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -130,6 +133,28 @@ def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_bat
     ):
         with pytest.raises(ScheduleError, match="row_gradient"):
             check(replicated.without_edge(stage, edge), 3)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
+def test_shares_bring_every_sum_to_its_row_once(count, copies, seed):
+    generator = torch.Generator().manual_seed(seed)
+    places = [
+        torch.randperm(count, generator=generator)[: int(torch.randint(count + 1, (1,), generator=generator))]
+        for _ in range(copies)
+    ]
+    values = [torch.randint(100, (len(each),), generator=generator) for each in places]
+    expected = torch.zeros(count, dtype=torch.int64)
+    for each, value in zip(places, values, strict=True):
+        expected.index_add_(0, each, value)
+    shares = [Shares.of(places, count, rank) for rank in range(copies)]
+    parts = []
+    for rank, share in enumerate(shares):
+        came = [values[g][shares[g].order].split(shares[g].send)[rank] for g in range(copies)]
+        assert share.receive == [len(each) for each in came]
+        total = torch.zeros(share.sizes[rank], dtype=torch.int64)
+        parts.append(total.index_add_(0, share.rows, torch.cat(came)))
+    assert torch.equal(torch.cat(parts), expected)
 
 
 def test_averaging_needs_no_stage():

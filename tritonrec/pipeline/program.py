@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from .. import ops
@@ -11,6 +9,7 @@ from ..data import Batch, split
 from ..distributed import Communicator, Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
+from .replicas import Shares
 from .routes import answer, ask, column_sums
 from .streams import to_device, to_host
 from .window import TableWindow, Window, WindowConfig
@@ -252,30 +251,19 @@ class WindowProgram:
     # The end of the window: one update from complete sums.
 
     def replica_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """The mean gradient of every row, from the sums of all replicas (2D sparse parallelism).
-
-        Each replica adds up a share of the rows and hands their means on.
-        """
+        """The mean gradient of every row, from the sums of all replicas; see `Shares`."""
         window.sent_bytes = 0
         replica, copies = self.communicators.replica, self.communicators.replicas
         for table in window.tables:
             assert table.row_gradient is not None
-            bounds = [len(table.keys) * each // copies for each in range(copies + 1)]
-            cuts = torch.tensor(bounds[1:-1])
-            shares = [torch.bucketize(places, cuts, right=True) for places in table.places]
-            mine = torch.argsort(shares[replica.rank], stable=True)
-            send = torch.bincount(shares[replica.rank], minlength=copies).tolist()
-            here = [places[share == replica.rank] for places, share in zip(table.places, shares, strict=True)]
-            rows = ops.gather_rows(table.row_gradient, to_device(mine, self.device))
-            came = self._travel(window, rows, send, [len(each) for each in here], over=replica)
-            size = bounds[replica.rank + 1] - bounds[replica.rank]
+            shares = Shares.of(table.places, len(table.keys), replica.rank)
+            rows = ops.gather_rows(table.row_gradient, to_device(shares.order, self.device))
+            came = self._travel(window, rows, shares.send, shares.receive, over=replica)
+            size = shares.sizes[replica.rank]
             sums = self._no_gradients(size, rows.shape[1])
-            self._add_rows(came, to_device(torch.cat(here) - bounds[replica.rank], self.device), sums)
-            mean = self._mean(sums, window.row_terms, "embedding gradient")
-            sizes = [after - before for before, after in pairwise(bounds)]
-            table.row_gradient = self._travel(
-                window, mean.repeat(copies, 1), [size] * copies, sizes, over=replica
-            )
+            self._add_rows(came, to_device(shares.rows, self.device), sums)
+            mean = self._mean(sums, window.row_terms, "embedding gradient").repeat(copies, 1)
+            table.row_gradient = self._travel(window, mean, [size] * copies, shares.sizes, over=replica)
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """Sum the dense gradients over the ranks, as one flat message."""

@@ -15,9 +15,9 @@ from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
-from .averaging import ReplicaAverage
 from .executor import Delay, Executor, StageFailedError
 from .program import WindowProgram
+from .replicas import ReplicaAverage
 from .schedule import IN_TURN, SCHEDULES, Schedule, Task, keep_rows, with_replicas
 from .streams import Streams, streams_for
 from .synchronous import Synchronous, run_in_turn
