@@ -256,6 +256,10 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) ->
     return torch.ones(shape, dtype=dtype, requires_grad=grad)
 
 
+def count_of(number: int) -> torch.Tensor:
+    return torch.tensor(number)
+
+
 def offsets() -> torch.Tensor:
     """Of sequences whose lengths run from 0 to the longest, over and over."""
     cuts, length = [0], 0
@@ -286,14 +290,30 @@ def _bucketize():
     run(ops.bucketize, keys(), 8)
 
 
+@case("bucketize padded")
+def _bucketize_padded():
+    run(ops.bucketize, keys(), 8, count=count_of(size))
+
+
 @case("unique")
 def _unique():
     run(ops.unique, keys() // 3)
 
 
+@case("unique padded")
+def _unique_padded():
+    run(ops.unique, keys() // 3, padded=True, count=count_of(size))
+
+
 @case("intersect")
 def _intersect():
     run(ops.intersect, keys(), keys() + 50)
+
+
+@case("intersect padded")
+def _intersect_padded():
+    counts = {"left_count": count_of(size), "right_count": count_of(size)}
+    run(ops.intersect, keys(), keys() + 50, padded=True, **counts)
 
 
 @case("hash_table")
@@ -306,6 +326,13 @@ def _hash_table():
     run(ops.hash_assign, *table, keys(), keys())
     run(ops.hash_erase, *table, keys())
     run(ops.hash_grow, *table)
+
+
+@case("hash_table padded")
+def _hash_table_padded():
+    slots = 8 << (size // 4).bit_length()
+    table = torch.zeros(slots, dtype=torch.int64), torch.full((slots,), -1, dtype=torch.int32)
+    run(ops.hash_insert, *table, keys(), count_of(0), count=count_of(size), status=count_of(0))
 
 
 @case("grid")
