@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonrec.data.balancing import SequenceCost
 from tritonrec.data.batch import Lookup, one_step
 from tritonrec.data.epochs import EpochLoader, at_least
 from tritonrec.data.interactions import Interactions
@@ -193,6 +194,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: which shard `batch` returns.
+        balance: as `EpochLoader`; all samples cost the same.
         rows: (first, last) of the rows to train on; all but those held out by default.
 
     Raises ValueError for a number out of range.
@@ -205,6 +207,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        balance: bool | SequenceCost = False,
         rows: tuple[int, int] | None = None,
     ) -> None:
         first, last = rows or (0, log.trained)
@@ -214,7 +217,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
         sample_ids = torch.arange(first, last)
-        super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size)
+        super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
 
     def categories(self) -> Tensor:
         """(S, C) int64: the ids of every sample, in the order of `sample_ids`."""

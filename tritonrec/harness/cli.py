@@ -27,7 +27,8 @@ app = typer.Typer(
 
 DATA_HELP = (
     "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
-    "or zipf[:users=...,items=...,seed=...]"
+    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
+    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
 )
 DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
 TimeoutOption = Annotated[
@@ -58,6 +59,7 @@ class ModelChoice(StrEnum):
     hstu = "hstu"
     fuxi = "fuxi"
     grm = "grm"
+    dlrm = "dlrm"
 
 
 class DedupName(StrEnum):
@@ -140,7 +142,8 @@ def train(
     data: DataOption = "ml-100k",
     mode: Annotated[ModeName, typer.Option(help="How the steps are scheduled.")] = ModeName.nestpipe,
     model: Annotated[
-        ModelChoice, typer.Option(help="hstu, fuxi: the next item. grm: clicks and conversions.")
+        ModelChoice,
+        typer.Option(help="hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."),
     ] = ModelChoice.hstu,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps in all; default: 20 epochs.")] = None,
     world_size: Annotated[
@@ -186,6 +189,8 @@ def train(
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most; grm: of history.")] = 50,
     negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token; grm has none.")] = 32,
     max_exposed: Annotated[int, typer.Option(min=1, help="grm: items shown per sample.")] = 8,
+    bottom: Annotated[str, typer.Option(help="dlrm: hidden widths of the bottom MLP.")] = "64,32",
+    top: Annotated[str, typer.Option(help="dlrm: hidden widths of the top MLP.")] = "64,32",
     dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
@@ -206,8 +211,8 @@ def train(
 ) -> None:
     """Train a model in any mode; print its loss and metrics beside those of a ranking without training.
 
-    Next-item models are ranked by HR@K and NDCG@K, grm by group AUC. What the tables and lookups did is
-    printed below.
+    Next-item models are ranked by HR@K and NDCG@K, grm by group AUC, dlrm by AUC, accuracy and cross entropy.
+    What the tables and lookups did is printed below.
     """
     from ..distributed import RankPool, from_environment
     from ..nn import HSTUConfig
@@ -232,6 +237,8 @@ def train(
                 num_negatives=negatives,
                 max_exposed=max_exposed,
                 sizes=sizes,
+                bottom=tuple(_numbers(bottom, "--bottom")),
+                top=tuple(_numbers(top, "--top")),
                 lr=lr,
                 seed=seed,
                 merge=merge,

@@ -1,4 +1,4 @@
-"""How good a trained model is: ranking of the next item, or group AUC of clicks and conversions."""
+"""How good a trained model is: ranking of the next item, group AUC of impressions, or AUC of clicks."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import torch
 
 from .. import ops
 from ..data import (
+    ClickLoader,
     ImpressionLoader,
     JaggedBatch,
     Lookup,
     NextItemLoader,
     evaluate,
+    evaluate_clicks,
     evaluate_impressions,
     popularity_scores,
 )  # fmt: skip
 from ..embedding import HashTableCollection
-from ..nn import GRM, NextItemModel
+from ..nn import DLRM, GRM, NextItemModel
+from .setup import Epochs
 
 KS = (10, 50)
 
 Metrics = dict[str, float]
 
 
-def evaluate_model(
-    model: torch.nn.Module, tables: HashTableCollection, loader: NextItemLoader | ImpressionLoader
-) -> Metrics:
+def evaluate_model(model: torch.nn.Module, tables: HashTableCollection, loader: Epochs) -> Metrics:
     """Metrics of what the loader has held out; `tables` hold every rank's rows.
 
-    HR@K and NDCG@K of a full ranking for next-item models, group AUC of each task for GRM.
+    HR@K and NDCG@K of a full ranking for next-item models, group AUC of each task for GRM; AUC, accuracy and
+    cross entropy for DLRM.
     """
+    if isinstance(loader, ClickLoader):
+        assert isinstance(model, DLRM)
+        return evaluate_clicks(lambda batch: model.predict(batch, tables.peek(batch.lookups())), loader)
     if isinstance(loader, ImpressionLoader):
         assert isinstance(model, GRM)
         return evaluate_impressions(lambda batch: model.predict(batch, tables.peek(batch.lookups())), loader)
@@ -48,8 +53,13 @@ def evaluate_model(
     return metrics
 
 
-def baseline(loader: NextItemLoader | ImpressionLoader) -> Metrics:
-    """The same metrics of what takes no training: an item's popularity, or its rate in each task."""
+def baseline(loader: Epochs) -> Metrics:
+    """The same metrics of what takes no training: an item's popularity, its rate in each task, or one rate of
+    clicks for all.
+    """
+    if isinstance(loader, ClickLoader):
+        rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean())
+        return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
     if isinstance(loader, NextItemLoader):
         return evaluate(popularity_scores(loader), loader, KS)
     batches = [loader.global_batch(step) for step in range(loader.steps_per_epoch)]

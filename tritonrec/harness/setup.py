@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 
 from ..data import (
+    ClickLoader,
+    ClickLog,
     DynamicBatchLoader,
     ImpressionLoader,
     Interactions,
     NextItemLoader,
-    load,
+    load_clicks,
+    load_interactions,
 )  # fmt: skip
 from ..embedding import (
     DenseOptimizer,
@@ -23,10 +26,11 @@ from ..embedding import (
     RowOptimizer,
     TablePolicy,
 )  # fmt: skip
-from ..nn import GRM, HSTU, FuXi, FuXiConfig, GRMConfig, HSTUConfig
+from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig
 
-ModelName = Literal["hstu", "fuxi", "grm"]
-Loader = NextItemLoader | ImpressionLoader | DynamicBatchLoader
+ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
+Epochs = NextItemLoader | ImpressionLoader | ClickLoader
+Loader = Epochs | DynamicBatchLoader
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,12 @@ class Job:
 
     Args:
         data: a word for `tritonrec.data.load`.
-        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of what is shown.
+        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of what is shown,
+            ``dlrm`` the click of one impression.
         batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
         sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
+        bottom, top: hidden widths of the MLPs of DLRM, which takes ``sizes.dim`` and no other size.
         lr, eps: of rows and dense parameters. seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
@@ -57,6 +63,8 @@ class Job:
     max_exposed: int = 8
     sizes: HSTUConfig = field(default_factory=HSTUConfig)
     context_dim: int = 16
+    bottom: tuple[int, ...] = (64, 32)
+    top: tuple[int, ...] = (64, 32)
     lr: float = 1e-3
     eps: float = 1e-8
     seed: int = 0
@@ -69,7 +77,9 @@ class Job:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the log tells what was liked, as GRM needs it."""
+        """Whether the log tells what was liked, as GRM and DLRM need it."""
+        if self.data.startswith(CLICKS):
+            return True
         log = _interactions(self.data)
         return log.rating is not None or bool(log.feedback)
 
@@ -78,10 +88,12 @@ class Job:
         loader = self.epochs(rank, world_size)
         return DynamicBatchLoader(loader) if self.dynamic else loader
 
-    def epochs(self, rank: int = 0, world_size: int = 1) -> NextItemLoader | ImpressionLoader:
+    def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of what is held out for evaluation."""
-        log = _interactions(self.data)
         shard = (self.seed, rank, world_size, self.balance)
+        if self.model == "dlrm":
+            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
+        log = _interactions(self.data)
         if self.model == "grm":
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
@@ -97,6 +109,9 @@ class Job:
         sizes = self.sizes
         if self.model == "hstu":
             return HSTU(sizes)
+        if self.model == "dlrm":
+            log = _clicks(self.data)
+            return DLRM(DLRMConfig(log.features, log.dense.shape[1], sizes.dim, self.bottom, self.top))
         names = ("dim", "layers", "heads", "qk_dim", "v_dim", "dropout")
         shared = {name: getattr(sizes, name) for name in names}
         if self.model == "fuxi":
@@ -125,6 +140,8 @@ class Job:
     def features(self) -> list[FeatureConfig]:
         """What the model looks up."""
         dim, policy = self.sizes.dim, self.policy
+        if self.model == "dlrm":
+            return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]
         features = [FeatureConfig("item", dim, policy=policy)]
         if self.model == "grm":
             loader = self.epochs()
@@ -147,6 +164,15 @@ class Job:
         return asdict(self)
 
 
+CLICKS = ("criteo", "avazu")
+"""How the words for logs of clicks begin."""
+
+
 @lru_cache(maxsize=4)
 def _interactions(spec: str) -> Interactions:
-    return load(spec)
+    return load_interactions(spec)
+
+
+@lru_cache(maxsize=4)
+def _clicks(spec: str) -> ClickLog:
+    return load_clicks(spec)

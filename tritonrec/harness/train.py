@@ -29,6 +29,12 @@ from .setup import Job
 LAYOUT = ("job", "slots", "chunk_rows", "merge", "balance")
 """Settings that change no bit, so a run may go on with others."""
 
+SHOWN = {
+    "grm": ("group AUC of the last impressions", "item's rate"),
+    "dlrm": ("clicks held out", "one rate for all"),
+}
+"""By model what is measured, and beside what; next-item models are alike."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -59,8 +65,8 @@ class Run:
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
-    The summary has ``step``, ``loss`` (mean per term of the last step), ``metrics`` and ``baseline`` (HR@K
-    and NDCG@K, or group AUC), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
+    The summary has ``step``, ``loss`` (mean per term of the last step), ``metrics`` and ``baseline``
+    (`evaluate_model`), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
     ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
     states.
     """
@@ -239,13 +245,12 @@ def _format(metrics: dict[str, float]) -> str:
 
 
 def _summary_table(run: Run, summary: dict[str, Any]) -> Table:
-    ranking = "group AUC of the last impressions" if run.job.model == "grm" else "full ranking, leave one out"
+    ranking, simple = SHOWN.get(run.job.model, ("full ranking, leave one out", "popularity"))
     table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {run.steps} steps: {ranking}")
     table.add_column("")
     for name in summary["metrics"]:
         table.add_column(name, justify="right")
     table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
-    simple = "item's rate" if run.job.model == "grm" else "popularity"
     table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
     table.caption = (
         f"loss {summary['loss']:.6f}, {summary['seconds_per_step'] * 1e3:.1f} ms per step, "

@@ -52,13 +52,15 @@ class Variant:
 
 def _with_labels(job: Job) -> Job:
     """The job, on a made log if its own has no labels for a model that needs them."""
-    return job if job.model != "grm" or job.has_labels else replace(job, data=RATED)
+    return job if job.model not in ("grm", "dlrm") or job.has_labels else replace(job, data=RATED)
 
 
 MADE = "zipf:users=150,items=600,median_length=9,seed=3"
 """A log of many keys that come and go: what a policy does to it shows within a few steps."""
 RATED = "zipf:users=120,items=300,ratings=1,seed=7"
 """A log with ratings."""
+CRITEO = "criteo:samples=400,scale=0.0001,seed=3"
+"""Clicks with all 26 features."""
 SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
 """So few keys a step that not all of a table is in use at once."""
 POLICIES = TablePolicy(Eviction("lru", capacity=90, every=2), admission=2, heat=Heat(2, every=3))
@@ -111,6 +113,14 @@ VARIANTS: dict[str, Variant] = {
         shows=("rejected", "promoted"),
     ),
     "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
+    "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),
+    "dlrm-criteo": Variant(
+        "DLRM on made clicks in Criteo's shape, with policies, merged",
+        {"model": "dlrm", "data": CRITEO, "policy": TablePolicy(Eviction("lru", capacity=15), 2, Heat(2, 3))},
+        {"merge": True},
+        {"merge": False},
+        shows=("evicted", "rejected", "promoted"),
+    ),
     "balanced": Variant("a batch's samples dealt to ranks by cost", case={"balance": True}, shows=("found",)),
     "dynamic": Variant(
         "batches cut by tokens, gradients weighted by true counts",
