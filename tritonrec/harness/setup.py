@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -161,7 +162,8 @@ class Job:
         return replace(self, data=data) if data else self
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The settings as JSON holds them, with lists for tuples."""
+        return json.loads(json.dumps(asdict(self)))
 
 
 CLICKS = ("criteo", "avazu")
