@@ -35,6 +35,7 @@ from tritonrec.kernels import sparse_optimizers, tuned
 
 pytestmark = [
     pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # a mutant may take the root of a negative number
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes edited sources"),
 ]
 IMPL = "triton"
@@ -70,28 +71,29 @@ REPEATED = [5, *test_schedules.CLASHING[:4], 5, -1, 5, *test_schedules.CLASHING[
 MANY = test_schedules.CLASHING[:12]
 
 
+# Every mask and bias on two sequences of a few blocks; and one long enough that two programs walk the same rows.
+OPTIONS = [35, 0, 18], [4, 0, 5], [3, 0, 2], (3, 9, 6, 5), None, "two", ""
+LONG = [85], None, None, (1, 0, 0, 0), None, "", ""
+
+
 @lru_cache
-def attention_case():
-    """Every mask and bias on two sequences of a few blocks, with plain and exact results."""
-    case = [35, 0, 18], [4, 0, 5], [3, 0, 2], (3, 9, 6, 5), None, "two times", ""
-    tensors, call = test_hstu_attention_options.make(*case, dims=(1, 8, 6))
+def attention_case(long):
+    """Tensors and call, with plain and exact results."""
+    tensors, call = test_hstu_attention_options.make(*(LONG if long else OPTIONS), dims=(1, 8, 6))
     doubled = test_hstu_attention_options.doubled
     run = test_hstu_attention_options.run
     exact = run("reference", doubled(tensors), type(call)(*doubled(call)))
     return tensors, call, run("reference", tensors, call), exact
 
 
-def attention():
-    tensors, call, plain, exact = attention_case()
-    got = test_hstu_attention_options.run(IMPL, tensors, call)
+def attention(long=False, **changes):
+    tensors, call, plain, exact = attention_case(long)
+    got = test_hstu_attention_options.run(IMPL, tensors, call._replace(**changes))
     test_hstu_attention_options.judge(tensors, call, got, plain, exact)
 
 
-def atomic_attention():
-    """Of a sequence long enough that two programs add to the same rows."""
-    tensors, call, plain, exact = test_hstu_attention_options.mutated_case()
-    got = test_hstu_attention_options.run(IMPL, tensors, call._replace(deterministic=False))
-    test_hstu_attention_options.judge(tensors, call, got, plain, exact)
+def long_attention():
+    attention(long=True, deterministic=False)
 
 
 HASH = [
@@ -392,7 +394,6 @@ MUTANTS = {
         "one_full_row_less": [("((full == 0) | (at < history - full))", "((full == 0) | (at <= history - full))")],
         "one_context_more": [("high = tl.where(row < contexts, history, high)\n    seen", "high = tl.where(row <= contexts, history, high)\n    seen")],
         "group_begins_late": [("// group * group)\n    return", "// group * group + 1)\n    return")],
-        "block_taken_for_whole": [("(column_stop <= row + 1)", "(column_stop <= row + 16)")],
         "last_block_not_walked": [("cut_2 + stop_3 - start_3,", "cut_2,")],
     },
 }  # fmt: skip
@@ -439,10 +440,15 @@ SPECIAL = {
         [(CLAIM, PLAIN_CLAIM)],
         interleaved(test_schedules.test_hash_table, batches=[MANY], erased=MANY[3:6]),
     ),
+    "block_taken_for_whole": (
+        "hstu_attention.triton_mask",
+        [("(column_stop <= row + 1)", "(column_stop <= row + 16)")],
+        long_attention,
+    ),
     "lost_atomic_dq_update": (
         "hstu_attention.triton_backward",
         [('tl.atomic_add(address, dq, mask=mask, sem="relaxed")', "tl.store(address, dq, mask=mask)")],
-        atomic_attention,
+        long_attention,
     ),
 }  # fmt: skip
 PAIRS = [(module, name) for module, mutants in MUTANTS.items() for name in mutants]
@@ -471,6 +477,10 @@ def test_the_kernel_itself_passes(module, tmp_path):
     with mutated(module, [], tmp_path), poisoned_memory():
         for check in CHECKS[module]:
             check()
+
+
+def test_long_attention_passes():
+    long_attention()
 
 
 @pytest.mark.parametrize(("module", "name"), PAIRS)
