@@ -25,34 +25,6 @@ if TYPE_CHECKING:
     from ...trace import SupportsRecording
 
 NAME = "bls"
-_FORWARDED = (
-    "abort",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-    "set_timeout",
-    "shutdown",
-    "_allgather_base",
-    "_reduce_scatter_base",
-)
 
 
 @dataclass
@@ -85,15 +57,26 @@ class _Pending(dist.Work):
 
 
 class BoundedLagGroup(dist.ProcessGroup):
-    """A process group whose `all_to_all_single` has a bounded lag; the rest goes to an inner group."""
+    """A process group whose `all_to_all_single` has a bounded lag.
+
+    Everything else is done by the backends registered in it: gloo for tensors of the host and, where there is
+    a GPU, NCCL for those of the device.
+    """
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: BoundedLagOptions
     ):
         super().__init__(rank, size)
         self.options = options
-        self.inner = _inner_group(store, rank, size, timeout)
-        self.exchange = BoundedLagAllToAll(self.inner, options.bound, 0, timeout, options.recorder)
+        backends = {"cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)}
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            backends["cuda"] = (dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL)
+        for device, (kind, backend) in backends.items():
+            own = dist.PrefixStore(device, store)
+            self._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        gloo = self._get_backend(torch.device("cpu"))
+        self.exchange = BoundedLagAllToAll(gloo, options.bound, 0, timeout, options.recorder)
 
     def getBackendName(self) -> str:
         """The name that torch.distributed knows."""
@@ -124,31 +107,6 @@ class BoundedLagGroup(dist.ProcessGroup):
         if sum(sizes) != len(tensor):
             raise ValueError(f"{name} has {len(tensor)} rows, but its split sizes are {sizes}")
         return list(sizes)
-
-
-def _forward(name: str) -> Any:
-    def call(self: BoundedLagGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    call.__name__, call.__doc__ = name, f"`{name}` of the inner group."
-    return call
-
-
-for _name in _FORWARDED:
-    setattr(BoundedLagGroup, _name, _forward(_name))
-
-
-def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """gloo for tensors of the host and, where there is a GPU, NCCL for those of the device."""
-    group = dist.ProcessGroup(store, rank, size)
-    backends = {"cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)}
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        backends["cuda"] = (dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL)
-    for device, (kind, backend) in backends.items():
-        own = dist.PrefixStore(device, store)
-        group._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
 
 
 def _create(opts: Any, options: BoundedLagOptions | None) -> BoundedLagGroup:

@@ -1,0 +1,266 @@
+"""Promise: every rank gets what was sent, whatever the bound and the delays; no two are more than k apart."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_ranks import Clock, ThreadRanks, lags
+
+from tritonrec.distributed import RankDiedError
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+
+WORLD = 3
+ROW = 3
+ranks = ThreadRanks(WORLD)
+
+
+def rows_between(step, source, to, seed, dtype=torch.float32):
+    """What `source` sends `to` in a step: 0 to 4 rows, which say where they belong."""
+    generator = torch.Generator().manual_seed(seed * 1000 + step * 100 + source * 10 + to)
+    count = int(torch.randint(0, 5, (1,), generator=generator))
+    return torch.randint(-(2**20), 2**20, (count, ROW), generator=generator).to(dtype)
+
+
+@dataclass
+class Gate:
+    """Rank 1 starts nothing before rank 0 has started exchange `opens_at`, or has failed, for two seconds."""
+
+    opens_at: int
+    opened: threading.Event = field(default_factory=threading.Event)
+
+
+def exchange_all(group, make, bound, steps, delays, seed, patience, dtype, gate):
+    """`steps` exchanges, `patience` of them waited for late; checks what comes. Returns the clock."""
+    rank, clock = group.rank(), Clock()
+    exchange = make(group, bound, 4 * ROW * 8, timedelta(seconds=5), clock)
+    started: deque = deque()
+
+    def check():
+        step, handle = started.popleft()
+        values, counts = handle.wait()
+        expected = [rows_between(step, source, rank, seed, dtype) for source in range(WORLD)]
+        assert counts == [len(part) for part in expected], f"step {step} on rank {rank}"
+        assert torch.equal(values, torch.cat(expected)), f"step {step} on rank {rank}"
+
+    if gate is not None and rank == 1:
+        gate.opened.wait(2)
+    for step in range(steps):
+        time.sleep(delays[rank][step % len(delays[rank])] / 1e3)
+        parts = [rows_between(step, rank, to, seed, dtype) for to in range(WORLD)]
+        values = torch.cat(parts)
+        started.append((step, exchange.start(values, [len(part) for part in parts])))
+        values.fill_(-1)  # the caller's again
+        if gate is not None and rank == 0 and step == gate.opens_at:
+            gate.opened.set()
+        while len(started) > patience[rank]:
+            check()
+    exchange.drain()
+    while started:
+        check()
+    return clock
+
+
+def exercise(
+    make, bound, steps, delays=((0,),) * WORLD, seed=0, patience=None, dtype=torch.float32, gate=None
+):
+    """Run all ranks and compare their lags, by the clock and as counted, with the bound."""
+    patience = patience or [bound] * WORLD
+    clocks = ranks.run(or_open, make, bound, steps, delays, seed, patience, dtype, gate)
+    found = lags([clock.starts for clock in clocks])
+    assert all(lag <= bound for own in found for step in own for lag in step), "the bound was exceeded"
+    for rank, (own, clock) in enumerate(zip(found, clocks, strict=True)):
+        others = [(rank + step) % WORLD for step in range(1, WORLD)]
+        by_clock = [(f"lag over rank {peer}", step[peer]) for step in own for peer in others]
+        for (name, counted), (expected, lag) in zip(clock.counters, by_clock, strict=True):
+            assert name == expected and lag <= counted <= bound
+    return max((lag for own in found for step in own for lag in step), default=0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_what_was_sent_arrives_and_no_two_ranks_are_further_apart_than_the_bound(data):
+    bound = data.draw(st.integers(0, 3), "bound")
+    steps = data.draw(st.integers(0, 10), "steps")
+    some = st.lists(st.sampled_from([0, 0, 1, 4]), min_size=1, max_size=5)
+    delays = data.draw(st.lists(some, min_size=WORLD, max_size=WORLD), "milliseconds")
+    late = data.draw(st.lists(st.integers(0, 5), min_size=WORLD, max_size=WORLD), "waits")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]), "dtype")
+    exercise(BoundedLagAllToAll, bound, steps, delays, data.draw(st.integers(0, 99)), late, dtype)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_bound_is_used_up_where_one_rank_is_slow(bound):
+    gate = Gate(bound)
+    assert exercise(BoundedLagAllToAll, bound, 8, gate=gate) == bound
+    assert gate.opened.is_set()
+
+
+class LagLetThrough(BoundedLagAllToAll):
+    """One exchange more in flight than allowed."""
+
+    def __init__(self, group, bound, *args):
+        super().__init__(group, bound + 1, *args)
+
+
+class ReusesTooEarly(BoundedLagAllToAll):
+    """Tag and slot j mod k, while k + 1 are in flight."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._slots.pop()
+
+
+class WaitsForTheNewest(BoundedLagAllToAll):
+    """Completes the exchange that was started last."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._flight = Backwards()
+
+
+class Backwards(deque):
+    def popleft(self):
+        return self.pop()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "error", "message"),
+    [
+        (LagLetThrough, AssertionError, "the bound was exceeded"),
+        (ReusesTooEarly, RuntimeError, "all ranks have to run the same exchanges"),
+        (WaitsForTheNewest, RuntimeError, "all ranks have to run the same exchanges"),
+    ],
+)
+def test_planted_bugs_are_caught(mutant, error, message):
+    with pytest.raises(error, match=message):
+        exercise(mutant, 2, 12, patience=[3] * WORLD, gate=Gate(3))
+
+
+def test_a_later_exchange_completes_the_earlier_ones_first():
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 3, 64)
+        own = group.rank()
+        handles = [exchange.start(torch.full((WORLD,), 10 * step + own), [1] * WORLD) for step in range(4)]
+        newest = handles[3].wait()[0].tolist()
+        done = [handle.done for handle in handles]
+        exchange.drain()
+        return newest, done, handles[1].wait()[0].tolist()
+
+    for newest, done, second in ranks.run(run):
+        assert newest == [30, 31, 32] and done == [True] * 4 and second == [10, 11, 12]
+
+
+def test_bound_zero_equals_the_synchronous_collective():
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 0)
+        generator = torch.Generator().manual_seed(group.rank())
+        counts = [[(source + 2 * to) % 4 for to in range(WORLD)] for source in range(WORLD)]
+        send, receive = counts[group.rank()], [row[group.rank()] for row in counts]
+        equal = []
+        for _ in range(5):
+            values = torch.rand(sum(send), 2, 2, generator=generator)
+            out, expected = torch.full((2, sum(receive), 2, 2), float("nan"))
+            options = dist.AllToAllOptions()
+            group.alltoall_base(expected, values, receive, send, options).wait()
+            got, found = exchange.start(values, send, receive, out).wait()
+            equal.append(got is out and torch.equal(out, expected) and found == receive)
+        exchange.drain()
+        return equal
+
+    assert ranks.run(run) == [[True] * 5] * WORLD
+
+
+def test_buffers_are_reused():
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 2, 1000)
+        sizes, places = set(), set()
+        for step in range(100):
+            count = step % 3
+            exchange.start(torch.ones(count * WORLD, 5), [count] * WORLD)
+            assert exchange.in_flight == min(step + 1, 3)
+            if step >= 3:
+                sizes.add(exchange.buffer_bytes)
+            places.update(each.data_ptr() for slot in exchange._slots for each in slot.receive)
+        exchange.drain()
+        return len(sizes), len(places - {0}), exchange.in_flight
+
+    # A rank's rows to itself need no full-size buffer: its three may be replaced once, as they grow.
+    for sizes, places, left in ranks.run(run):
+        assert sizes <= 2 and places <= 3 * (WORLD + 1) and left == 0
+
+
+def test_one_rank_needs_no_group():
+    exchange = BoundedLagAllToAll(None, 2)
+    handles = [exchange.start(torch.arange(n), [n]) for n in (3, 0, 5, 1)]
+    exchange.drain()
+    assert [handle.wait()[0].tolist() for handle in handles] == [[0, 1, 2], [], [0, 1, 2, 3, 4], [0]]
+
+
+def test_a_stalled_rank_is_named_within_the_timeout():
+    others = threading.Semaphore(0)
+
+    def run(group):
+        if group.rank() == 1:
+            return [others.acquire(timeout=30) for _ in range(WORLD - 1)]
+        exchange = BoundedLagAllToAll(group, 1, 64, timedelta(seconds=1))
+        try:
+            for _ in range(4):
+                exchange.start(torch.ones(WORLD), [1] * WORLD)
+        except RankDiedError as caught:
+            with pytest.raises(RankDiedError, match="earlier exchange failed"):
+                exchange.start(torch.ones(WORLD), [1] * WORLD)
+            return str(caught)
+        finally:
+            others.release()
+
+    try:
+        first, waited, last = ranks.run(run)
+    finally:
+        ranks.groups = []
+    assert waited == [True, True]
+    # The one that gives up first closes its connections, which may be what the other one sees.
+    stalled = "rank 1 did nothing about exchange 0 within 1 s: it stalled"
+    assert stalled in (first, last)
+    assert all(message == stalled or "gave up on another rank" in message for message in (first, last))
+
+
+def test_ranks_that_disagree_are_told():
+    def run(group):
+        exchange = BoundedLagAllToAll(group, int(group.rank() == 2), 64, timedelta(seconds=2))
+        exchange.start(torch.ones(WORLD), [1] * WORLD).wait()
+
+    assert any("rank 2 sent exchange 0, bound 1" in str(outcome) for outcome in ranks.outcomes(run))
+
+
+@pytest.mark.parametrize(
+    ("values", "send", "receive", "message"),
+    [
+        (torch.ones(3), [2], None, "values must have sum.send. = 2 rows, got .3,."),
+        (torch.ones(3), [1, 2], None, "send needs 1 counts"),
+        (torch.ones(3), [3], [-1], "receive needs 1 counts of at least 0"),
+        (torch.tensor(1.0), [1], None, "values must have"),
+    ],
+)
+def test_bad_arguments_are_named(values, send, receive, message):
+    with pytest.raises(ValueError, match=message):
+        BoundedLagAllToAll(None, 1).start(values, send, receive)
+
+
+def test_bad_sizes_are_named():
+    with pytest.raises(ValueError, match="bound must be at least 0 exchanges, got -1"):
+        BoundedLagAllToAll(None, -1)
+    with pytest.raises(ValueError, match="capacity must be at least 0"):
+        BoundedLagAllToAll(None, 0, -1)
+
+    def run(group):
+        with pytest.raises(ValueError, match="a message of 68 bytes does not fit the capacity of 64"):
+            BoundedLagAllToAll(group, 1, 64).start(torch.ones(17 * WORLD), [17] * WORLD)
+
+    ranks.run(run)

@@ -1,0 +1,105 @@
+"""Promise: groups of the backend ``bls`` do what torch.distributed promises; a rank that dies is an error."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tritonrec.distributed import RankDiedError, RankPool
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, BoundedLagOptions, register
+
+pytestmark = pytest.mark.multi_rank
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool((WORLD,), timedelta(seconds=30)) as pool:
+        yield pool
+
+
+def all_collectives(communicators):
+    """What the group delegates, then uneven all-to-alls that are waited for late and out of order."""
+    register()
+    register()
+    rank = communicators.rank
+    group = dist.new_group(backend="bls", pg_options=BoundedLagOptions(bound=2))
+    seen = {"backend": dist.get_backend(group)}
+    value = torch.tensor([rank + 1])
+    dist.all_reduce(value, group=group)
+    seen["sum"] = value.item()
+    value = torch.tensor([7 if rank == 1 else 0])
+    dist.broadcast(value, 1, group=group)
+    seen["broadcast"] = value.item()
+    gathered = [torch.zeros(1) for _ in range(WORLD)]
+    dist.all_gather(gathered, torch.tensor([float(rank)]), group=group)
+    seen["gather"] = torch.cat(gathered).tolist()
+    objects = [None] * WORLD
+    dist.all_gather_object(objects, str(rank), group=group)
+    seen["objects"] = objects
+    message = torch.tensor([10 * rank])
+    if rank == 0:
+        dist.send(message, 2, group=group)
+    elif rank == 2:
+        dist.recv(message, 0, group=group)
+    seen["message"] = message.item()
+    dist.barrier(group=group)
+
+    rows = [[100 * step + 10 * rank + to for to in range(WORLD) for _ in range(to)] for step in range(6)]
+    works, outs = [], []
+    for step in range(6):
+        outs.append(torch.full((WORLD * rank,), -1))
+        works.append(
+            dist.all_to_all_single(
+                outs[-1], torch.tensor(rows[step]), [rank] * WORLD, list(range(WORLD)), group, async_op=True
+            )
+        )
+    seen["in flight"] = group.exchange.in_flight
+    works[4].wait()
+    seen["completed"] = [work.is_completed() for work in works]
+    works[5].wait()
+    seen["rows"] = [out.tolist() for out in outs]
+    equal = torch.empty(WORLD)
+    dist.all_to_all_single(equal, torch.arange(float(WORLD)) + 10 * rank, group=group)
+    seen["equal"] = equal.tolist()
+    try:
+        dist.all_to_all_single(torch.empty(WORLD + 1), torch.empty(WORLD), group=group)
+    except ValueError as error:
+        seen["error"] = str(error)
+    dist.destroy_process_group(group)
+    return seen
+
+
+def test_a_group_of_the_backend_is_a_process_group(pool):
+    for rank, seen in enumerate(pool.run(all_collectives, WORLD)):
+        assert seen["backend"] == "bls" and seen["sum"] == 6 and seen["broadcast"] == 7
+        assert seen["gather"] == [0, 1, 2] and seen["objects"] == ["0", "1", "2"]
+        assert seen["message"] == (0 if rank == 2 else 10 * rank)
+        assert seen["in flight"] == 3 and seen["completed"] == [True] * 5 + [False]
+        assert seen["rows"] == [
+            [100 * step + 10 * source + rank for source in range(WORLD) for _ in range(rank)]
+            for step in range(6)
+        ]
+        assert seen["equal"] == [10 * source + rank for source in range(WORLD)]
+        assert seen["error"] == "output has 4 rows, which 3 ranks do not divide"
+
+
+def die_on_the_way(communicators, victim, bound):
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    exchange = BoundedLagAllToAll(group, bound, 64, timedelta(seconds=10))
+    for step in range(20):
+        if communicators.rank == victim and step == 7:
+            os._exit(3)
+        exchange.start(torch.ones(WORLD), [1] * WORLD)
+    exchange.drain()
+
+
+def test_a_rank_that_dies_is_an_error_on_every_other(pool):
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(die_on_the_way, WORLD, 1, 2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 1 died (exit code 3)"
+    for rank in (0, 2):
+        assert any(line.startswith(f"rank {rank}: RankDiedError: rank ") for line in lines)

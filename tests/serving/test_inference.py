@@ -1,0 +1,145 @@
+"""Promise: served predictions are those of synchronous inference in every bit, whatever the bound."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_ranks import Clock, ThreadRanks
+
+from tritonrec.data.ctr import ClickBatch
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+from tritonrec.nn import DLRM, DLRMConfig, partition_tables
+from tritonrec.serving import TableWiseDLRM, infer, own_samples
+
+WORLD = 3
+FEATURES = ("ad", "device", "page", "site")
+SIZES = {"ad": 50, "device": 4, "page": 9, "site": 30}
+ranks = ThreadRanks(WORLD)
+
+
+def build(dense=5):
+    torch.manual_seed(3)
+    model = DLRM(DLRMConfig(FEATURES, dense, 8, (16,), (24, 12)))
+    tables = {name: torch.randn(size, 8) for name, size in SIZES.items()}
+    return model, tables
+
+
+def make_batches(dense=5):
+    """Seven batches; the third is empty, the fourth has fewer samples than there are ranks."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for step, samples in enumerate([8, 5, 0, 2, 9, 3, 7]):
+        ids = [torch.randint(0, SIZES[name], (samples,), generator=generator) for name in FEATURES]
+        batches.append(
+            ClickBatch(
+                step,
+                torch.arange(samples),
+                torch.randn(samples, dense, generator=generator),
+                torch.stack(ids, 1),
+                torch.zeros(samples, dtype=torch.int64),
+                FEATURES,
+            )
+        )
+    return batches
+
+
+def alone(model, tables, batch):
+    """One process that holds everything."""
+    rows = {name: tables[name][batch.categories[:, at]] for at, name in enumerate(FEATURES)}
+    return model.predict(batch, rows)
+
+
+def serve(group, model, tables, bound, owners, delays=(0, 0, 0)):
+    rank = group.rank()
+    dense = model.config.dense
+    own = {name: table.__getitem__ for name, table in tables.items() if owners[name] == rank}
+    served = TableWiseDLRM(model, owners, own, rank, WORLD)
+    clock = Clock()
+    exchange = BoundedLagAllToAll(group, bound, served.capacity(9), recorder=clock)
+
+    def slowly():
+        for batch in make_batches(dense):
+            time.sleep(delays[rank] * (batch.step % 2))
+            yield batch
+
+    return list(infer(served, slowly(), exchange)), len(clock.starts), exchange.in_flight
+
+
+@torch.no_grad()
+def synchronous(group, model, tables, owners):
+    """The usual order, with gloo's collective and splits computed by hand."""
+    rank = group.rank()
+    own = {name: table.__getitem__ for name, table in tables.items() if owners[name] == rank}
+    served = TableWiseDLRM(model, owners, own, rank, WORLD)
+    predictions = []
+    for batch in make_batches():
+        rows, send = served.lookup(batch)
+        block = own_samples(batch.num_samples, rank, WORLD)
+        receive = [(block.stop - block.start) * len(served.features[source]) for source in range(WORLD)]
+        received = torch.empty(sum(receive), 8)
+        group.alltoall_base(received, rows, receive, send, dist.AllToAllOptions()).wait()
+        predictions.append(served.top(batch, served.bottom(batch), received, receive))
+    return predictions
+
+
+def test_every_bound_gives_the_bits_of_synchronous_inference():
+    owners = partition_tables(SIZES, WORLD)
+    model, tables = build()
+    expected = [alone(model, tables, batch) for batch in make_batches()]
+    usual = ranks.run(synchronous, model, tables, owners)
+    for bound in (0, 1, 2, 10):
+        for rank, (predictions, starts, left) in enumerate(
+            ranks.run(serve, model, tables, bound, owners, (0, 0.004, 0.002))
+        ):
+            assert starts == len(expected) and left == 0
+            for got, whole, same in zip(predictions, expected, usual[rank], strict=True):
+                assert torch.equal(got, whole[own_samples(len(whole), rank, WORLD)])
+                assert torch.equal(got, same)
+    assert len({round(float(p), 4) for p in torch.cat(expected)}) > 20  # not one constant
+
+
+def test_a_rank_without_tables_and_a_model_without_dense_features():
+    owners = {"ad": 2, "device": 2, "page": 0, "site": 2}
+    model, tables = build(dense=0)
+    expected = [alone(model, tables, batch) for batch in make_batches(dense=0)]
+    for rank, (predictions, _, _) in enumerate(ranks.run(serve, model, tables, 2, owners)):
+        for got, whole in zip(predictions, expected, strict=True):
+            assert torch.equal(got, whole[own_samples(len(whole), rank, WORLD)])
+
+
+def test_predictions_are_held_back_by_no_more_than_the_bound():
+    model, tables = build()
+    served = TableWiseDLRM(
+        model, dict.fromkeys(FEATURES, 0), {name: table.__getitem__ for name, table in tables.items()}, 0, 1
+    )
+    for bound in (0, 2):
+        taken = []
+
+        def batches(taken=taken):
+            for batch in make_batches():
+                taken.append(batch.step)
+                yield batch
+
+        ahead = [
+            len(taken) - 1 - at
+            for at, _ in enumerate(infer(served, batches(), BoundedLagAllToAll(None, bound)))
+        ]
+        assert ahead == [bound] * (7 - bound) + list(range(bound))[::-1]
+
+
+def test_blocks_cover_a_batch():
+    for samples in range(8):
+        blocks = [own_samples(samples, rank, WORLD) for rank in range(WORLD)]
+        assert [at for block in blocks for at in range(samples)[block]] == list(range(samples))
+        assert blocks[0].stop - blocks[2].stop + blocks[2].start in (0, 1)
+
+
+def test_owners_and_tables_are_checked():
+    model, tables = build()
+    with pytest.raises(ValueError, match=r"feature 'site' needs an owner in .0, 2., got None"):
+        TableWiseDLRM(model, {"ad": 0, "device": 0, "page": 1}, {}, 0, 2)
+    with pytest.raises(ValueError, match=r"feature 'ad' needs an owner in .0, 2., got 2"):
+        TableWiseDLRM(model, dict.fromkeys(FEATURES, 2), {}, 0, 2)
+    with pytest.raises(ValueError, match="rank 0 owns the feature 'device' but was given no table"):
+        TableWiseDLRM(model, dict.fromkeys(FEATURES, 0), {"ad": tables["ad"].__getitem__}, 0, 2)
