@@ -1,7 +1,7 @@
 """The user's door to the kernels: every public op, typed and documented, one import away.
 
 Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation` tells which one runs.
-docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting for a device.
+docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting.
 """
 
 from .kernels.bucketize import bucketize, owner_of

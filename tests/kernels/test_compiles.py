@@ -167,7 +167,7 @@ for name, assign, erase in (
 
 @pytest.mark.slow
 def test_hash_table_compiles_for_sm_90(tmp_path):
-    """Groups are read whole; finding and erasing take no atomics; a claim is one compare-and-swap of a row."""
+    """Groups are read whole; finding and erasing take no atomics; a claim compares and swaps a row once."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", HASH_TABLE], env=environment, capture_output=True, text=True)
