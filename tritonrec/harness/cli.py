@@ -195,6 +195,12 @@ def train(
     layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
     dropout: Annotated[float, typer.Option(min=0, max=0.99)] = 0.2,
+    relative_bias: Annotated[
+        bool, typer.Option("--relative-bias", help="hstu, grm: learned biases of position and time.")
+    ] = False,
+    recompute: Annotated[
+        str, typer.Option(help="What a layer's backward computes again: norm,uvqk,silu,attention,gate.")
+    ] = "norm",
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Directory to save to.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: at the end only.")] = 0,
@@ -222,12 +228,12 @@ def train(
     from .train import Run
     from .train import train as train_rank
 
-    sizes = HSTUConfig(
-        dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
-        max_seq_len=max_seq_len, dropout=dropout,
-    )  # fmt: skip
-
     def make_job() -> Job:
+        sizes = HSTUConfig(
+            dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
+            max_seq_len=max_seq_len, dropout=dropout, relative_bias=relative_bias,
+            recompute=tuple(name.strip() for name in recompute.split(",") if name.strip()),
+        )  # fmt: skip
         return _load(
             Job(
                 data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from ..embedding import (
     RowOptimizer,
     TablePolicy,
 )  # fmt: skip
-from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig
+from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 Epochs = NextItemLoader | ImpressionLoader | ClickLoader
@@ -113,20 +113,19 @@ class Job:
         if self.model == "dlrm":
             log = _clicks(self.data)
             return DLRM(DLRMConfig(log.features, log.dense.shape[1], sizes.dim, self.bottom, self.top))
-        names = ("dim", "layers", "heads", "qk_dim", "v_dim", "dropout")
-        shared = {name: getattr(sizes, name) for name in names}
+        shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
         if self.model == "fuxi":
-            return FuXi(FuXiConfig(**shared, max_seq_len=sizes.max_seq_len, temperature=sizes.temperature))
+            return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
         loader = self.epochs()
         assert isinstance(loader, ImpressionLoader)
         context = loader.context
         return GRM(
             GRMConfig(
-                **shared,
+                **{**shared, "max_seq_len": self.max_seq_len + self.max_exposed + len(context)},
                 context_dim=self.context_dim,
                 context=context,
                 tasks=loader.tasks,
-                max_seq_len=self.max_seq_len + self.max_exposed + len(context),
+                relative_bias=sizes.relative_bias,
                 genres=_interactions(self.data).genres is not None,
             )
         )

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from .. import checkpoint, ops
 from ..distributed import Communicator, Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
+from ..nn import HSTUConfig
 from ..pipeline import Mode, Trainer, WindowConfig
 from ..trace import NullRecorder, Recorder, save_joined
 from .evaluate import baseline, evaluate_model
@@ -190,6 +191,8 @@ def _resume(
 
     def accept(meta: dict[str, Any]) -> None:
         mine, saved = ({**each, **each["job"]} for each in (here, meta))
+        for each in (mine, saved):
+            each["sizes"] = {**asdict(HSTUConfig()), **each["sizes"], "recompute": ()}  # changes no bit
         different = sorted(name for name in mine if name not in LAYOUT and saved.get(name) != mine[name])
         if different:
             raise ValueError(

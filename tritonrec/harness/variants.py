@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..embedding import Eviction, Heat, TablePolicy
+from ..nn import RECOMPUTED, HSTUConfig
 from ..pipeline import PIPELINED, Mode
 from .setup import Job
 
@@ -129,6 +130,17 @@ VARIANTS: dict[str, Variant] = {
         shows=("found",),
     ),
     "accumulate": Variant("three batches make one update", window={"accumulate": 3}, shows=("lookups",)),
+    "relative-bias": Variant(
+        "HSTU with learned biases of position and time",
+        {"sizes": HSTUConfig(relative_bias=True)},
+        shows=("lookups",),
+    ),
+    "recompute": Variant(
+        "all of a layer computed again in backward, or nothing",
+        case={"sizes": HSTUConfig(recompute=RECOMPUTED)},
+        reference={"sizes": HSTUConfig(recompute=())},
+        shows=("lookups",),
+    ),
     "first-use": Variant(
         "rows travel with their first use, gradients with their last",
         window={"first_use": True},

@@ -18,12 +18,14 @@ from .modules import (
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel, Tokens
+from .transduction import RECOMPUTED
 
 __all__ = [
     "DLRM",
     "GRM",
     "HSTU",
     "MLP",
+    "RECOMPUTED",
     "DLRMConfig",
     "FuXi",
     "FuXiConfig",
