@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list}
 
 
 def on_host(tensor: torch.Tensor) -> bool:
@@ -35,3 +36,23 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     if impl not in ("triton", "cpu", "reference"):
         raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
     return impl
+
+
+def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
+    """Whether nobody but the op would see a call with these arguments: it may leave the dispatcher out.
+
+    False where ops are traced, transformed or watched (torch.compile, export, a TorchDispatchMode or
+    TorchFunctionMode, functorch, torch.jit, the profiler), and for subclasses, symbolic sizes and tensors
+    without values: those must meet the registered op.
+    """
+    if torch.compiler.is_compiling():  # a statement of its own: a compiler does not trace what is behind it
+        return False
+    return (
+        PLAIN.issuperset(map(type, (tensor, *others)))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_tracing()
+        and not torch._C._autograd._profiler_enabled()
+        and not tensor.is_meta
+    )

@@ -37,7 +37,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
@@ -129,8 +129,10 @@ def hstu_attention(
     if (scaling_seqlen is None) == (attn_scale is None):
         raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
     check_arguments(q, k, v, call, contextual_seq_len)
-    attend = _Attention.apply if torch.is_grad_enabled() else _hstu_attention
-    return attend(q, k, v, *call)
+    if not in_plain_eager(q, k, v, *call):
+        return _hstu_attention(q, k, v, *call)
+    # The dispatcher and `register_autograd` loop over the schema: as long as a tiny batch takes.
+    return (_Attention.apply if torch.is_grad_enabled() else _attend)(q, k, v, *call)
 
 
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
@@ -248,13 +250,17 @@ _CALL = (
 )
 
 
+def _attend(q, k, v, *described):
+    call = Call(*described)
+    check_values(q, k, call)
+    return attention_forward(q.detach(), k.detach(), v.detach(), call)
+
+
 @torch.library.custom_op(
     "tritonrec::hstu_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor"
 )
 def _hstu_attention(q, k, v, *described):
-    call = Call(*described)
-    check_values(q, k, call)
-    return attention_forward(q.detach(), k.detach(), v.detach(), call)
+    return _attend(q, k, v, *described)
 
 
 @_hstu_attention.register_fake
@@ -308,7 +314,11 @@ def _save(ctx, inputs, output):
 def _backward(ctx, do):
     q, k, v, *tensors = ctx.saved_tensors
     call = Call(*(x if tensor is None else tensor for tensor, x in zip(tensors, ctx.rest, strict=True)))
-    dq, dk, dv, dpos, dts = _hstu_attention_backward(do, q, k, v, *call)
+    # With create_graph it is the op, which raises for a second derivative.
+    if not torch.is_grad_enabled() and in_plain_eager(do, q, k, v, *call):
+        dq, dk, dv, dpos, dts = attention_backward(do, q, k, v, call)
+    else:
+        dq, dk, dv, dpos, dts = _hstu_attention_backward(do, q, k, v, *call)
     rest = dict.fromkeys(Call._fields)
     if call.pos_weights is not None:
         rest["pos_weights"] = dpos.sum(0)
@@ -321,11 +331,11 @@ _hstu_attention.register_autograd(_backward, setup_context=_save)
 
 
 class _Attention(torch.autograd.Function):
-    """What `register_autograd` generates, without its loops over the schema: they cost 70 us a call."""
+    """What `register_autograd` generates, for `in_plain_eager`."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        out = _hstu_attention(*inputs)
+        out = _attend(*inputs)
         _save(ctx, inputs, out)
         return out
 
