@@ -71,6 +71,21 @@ def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, name, biased):
         assert all(want.any() for want in expected)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_views_with_one_feature_a_head(impl):
+    """The stride of a dimension of one element says nothing: here it is 2."""
+    tensors, call = make(CASES["ragged"], impl)
+    do, q, k, v = (tensor[..., :1].contiguous() for tensor in tensors)
+    expected = attention_backward(do, q, k, v, call)
+    buffer = torch.full((len(q), 3 * HEADS, 4), float("nan"), device=q.device)
+    parts = buffer[..., 1::2][..., :1].split(HEADS, 1)
+    assert {part.stride(2) for part in parts} == {2} and not any(part.is_contiguous() for part in parts)
+    tables = into_op(*parts, do, q, k, v, *call)
+    for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
+        assert want.any() and torch.equal(got, want), what
+    assert int(buffer.isnan().sum()) == 3 * buffer.numel() // 4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
