@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "checkpoint": {"ops"},
     "serving": {"ops", "nn", "distributed"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
-    "harness": {"ops", "kernels", "pipeline", "serving", *BELOW_PIPELINE},
+    "slipstream": {"ops", "data", "embedding", "pipeline"},
+    "harness": {"ops", "kernels", "pipeline", "slipstream", "serving", *BELOW_PIPELINE},
     "__main__": {"harness"},
 }
 

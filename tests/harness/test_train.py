@@ -47,18 +47,18 @@ def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
 
 def train_with_a_slow_caller(communicators, run):
     """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
-    mean_loss = train_module._mean_loss
+    mean_loss = train_module.mean_loss
 
     def late(communicators, *args):
         if communicators.rank == 1:
             time.sleep(0.1)
         return mean_loss(communicators, *args)
 
-    train_module._mean_loss = late
+    train_module.mean_loss = late
     try:
         return train(communicators, run, quiet=True)
     finally:
-        train_module._mean_loss = mean_loss
+        train_module.mean_loss = mean_loss
 
 
 def test_the_callers_collectives_do_not_meet_those_of_the_lanes(pool, job, reference):

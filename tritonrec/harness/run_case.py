@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..data import Batch, Lookup
+from ..data import Batch, ClickLoader, Lookup
 from ..distributed import Communicators
 from ..embedding import TablePolicy
 from ..pipeline import Task, Trainer, Window, WindowConfig, schedule_of
+from ..slipstream import RemainingLoader, Slipstream
 from ..trace import SupportsRecording
 from .cases import Case, Reference
 from .mutations import Plant, plant
@@ -155,7 +156,12 @@ def _compared(
             restore(communicators, stretch.load, tables, dense)
         comparison = Comparison(tables, communicators.shard, communicators.shards)
 
-        compare_run(trainer, [loader.batch(step) for step in steps], comparison, expected)
+        watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
+        stretches = [[loader.batch(step) for step in steps]]
+        compare_run(
+            trainer, stretches if watch is None else _classified(watch, loader, steps), comparison, expected,
+            steps[-1],
+        )  # fmt: skip
         if stretch.save:
             with RunSaver(communicators, stretch.save, tables, dense, {}) as saver:
                 saver.save(stretch.last)
@@ -169,22 +175,44 @@ def _compared(
     counts = Counter(vars(trainer.counts))
     for group in tables.groups:
         counts.update(vars(group.table.counters))
+    if watch is not None:
+        counts.update(watch.counts)
     return RankReport(
         comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
     )
 
 
+def _slipstream(communicators: Communicators, trainer: Trainer, case: Case, job: Job) -> Slipstream:
+    config, loader = case.job(job).slipstream, case.job(job).epochs()
+    assert config is not None and isinstance(loader, ClickLoader)
+    watch = Slipstream(config, loader, trainer.program.tables, communicators)
+    watch.attach(trainer)
+    return watch
+
+
+def _classified(watch: Slipstream, loader: Loader, steps: range) -> Iterator[list[Batch]]:
+    """The batches up to the classification, and those that it leaves."""
+    assert isinstance(loader, ClickLoader)
+    border = watch.config.classify_at
+    yield [loader.batch(step) for step in range(steps[0], border)]
+    found = watch.classify(watch.judge(), loader)
+    left = RemainingLoader(loader, found.kept, border, steps[-1] + 1)
+    yield [left.batch(step) for step in range(border, border + left.num_steps)]
+
+
 def compare_run(
     trainer: Trainer,
-    batches: Sequence[Batch],
+    stretches: Iterable[Sequence[Batch]],
     comparison: Comparison,
     expected: Callable[[int], Mapping[str, torch.Tensor]],
+    last: int,
 ) -> None:
-    """Train on `batches` and compare losses, dense parameters and rows with ``expected(step)``.
+    """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.
 
-    State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile.
+    State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile; it is
+    empty between stretches. `last` is the last step of all.
     """
-    program, last = trainer.program, batches[-1].step
+    program = trainer.program
 
     def after(stage: str, state: Callable[[], State]) -> None:
         action = program.actions[stage]
@@ -217,9 +245,10 @@ def compare_run(
         program.actions["write_back"], program.finish = settled, finished  # type: ignore[method-assign]
     else:
         after("write_back", lambda: table_state(program.tables))
-    for result in trainer.run(batches):
-        losses = loss_state(result.sample_ids, result.losses)
-        comparison.compare(result.step, expected(result.step), losses, final=False)
+    for batches in stretches:
+        for result in trainer.run(batches):
+            losses = loss_state(result.sample_ids, result.losses)
+            comparison.compare(result.step, expected(result.step), losses, final=False)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from ..embedding import (
     TablePolicy,
 )  # fmt: skip
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
+from ..slipstream import SlipstreamConfig
 
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 Epochs = NextItemLoader | ImpressionLoader | ClickLoader
@@ -54,6 +55,7 @@ class Job:
         balance: deal the samples of a batch to ranks by their cost.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
+        slipstream: of `verify`'s cases only: what it drops is trained on no more.
     """
 
     data: str = "ml-100k"
@@ -75,6 +77,7 @@ class Job:
     policy: TablePolicy = field(default_factory=TablePolicy)
     balance: bool = False
     dynamic: bool = False
+    slipstream: SlipstreamConfig | None = None
 
     @property
     def has_labels(self) -> bool:

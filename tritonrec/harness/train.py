@@ -90,7 +90,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     with (
         saver or nullcontext(),
         Trainer(model, tables, dense, communicators, run.mode, run.window, recorder) as trainer,
-        _progress(console) as progress,
+        progress_bar(console) as progress,
     ):
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
@@ -98,14 +98,14 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             for result in trainer.run(loader.batch(step) for step in range(first, last)):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
-                loss = _mean_loss(communicators, result.losses, result.terms)
+                loss = mean_loss(communicators, result.losses, result.terms)
                 progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
             if run.window.average_every:
                 trainer.sync()
             if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
                 saver.save(last)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
-                metrics = evaluate_model(model, _gathered(communicators, tables, run.job), held_out)
+                metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
                 console.print(f"step {last}: loss {loss:.4f}, {_format(metrics)}")
     if run.trace:
         _save_trace(communicators, recorder, run.trace)
@@ -118,8 +118,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         "baseline": baseline(held_out),
         "seconds_per_step": sorted(seconds)[len(seconds) // 2],
         "tables": _table_totals(communicators, tables),
-        "lookups": _totals(communicators.control, vars(trainer.counts)),
-        "digest": _digest(communicators, tables, dense.rows),
+        "lookups": totals(communicators.control, vars(trainer.counts)),
+        "digest": state_digest(communicators, tables, dense.rows),
     }
     console.print(_summary_table(run, summary))
     console.print(_tables_line(summary), highlight=False)
@@ -134,7 +134,7 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
         start = stop
 
 
-def _mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -> float:
+def mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -> float:
     """Mean loss per term over all ranks; summed on the grid, so every mode and world size shows the same."""
     total = ops.to_grid(losses.reshape(-1), name="losses").sum().reshape(1)
     total = communicators.control.all_reduce(total, "losses")
@@ -153,7 +153,7 @@ def _whole_tables(
     return whole
 
 
-def _gathered(communicators: Communicators, tables: HashTableCollection, job: Job) -> HashTableCollection:
+def gathered(communicators: Communicators, tables: HashTableCollection, job: Job) -> HashTableCollection:
     """Every rank's weights in tables of one process."""
     whole = job.tables("sgd")
     for name, (ids, rows) in _whole_tables(communicators, tables).items():
@@ -162,19 +162,19 @@ def _gathered(communicators: Communicators, tables: HashTableCollection, job: Jo
     return whole
 
 
-def _totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
+def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
     """The counts of all its ranks together."""
     values = communicator.all_reduce(torch.tensor([*counts.values()], dtype=torch.int64), "counts")
     return dict(zip(counts, values.tolist(), strict=True))
 
 
 def _table_totals(communicators: Communicators, tables: HashTableCollection) -> dict[str, int]:
-    totals: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for group in tables.groups:
         table = group.table
-        totals.update({"rows": len(table), **vars(table.counters), **table.memory()})
-        totals["value_bytes"] += 4 * table.row_width * len(table) - table.memory()["saved_by_fp16"]
-    return _totals(communicators.shard_control, totals)
+        sums.update({"rows": len(table), **vars(table.counters), **table.memory()})
+        sums["value_bytes"] += 4 * table.row_width * len(table) - table.memory()["saved_by_fp16"]
+    return totals(communicators.shard_control, sums)
 
 
 def _meta(run: Run) -> dict[str, Any]:
@@ -222,7 +222,9 @@ def _save_trace(communicators: Communicators, recorder, path: str) -> None:
             Path(part).unlink()
 
 
-def _digest(communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]) -> str:
+def state_digest(
+    communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]
+) -> str:
     """SHA-256 over dense parameters, keys and rows with their states, independent of the sharding."""
     digest = hashlib.sha256()
     for name in sorted(dense):
@@ -235,7 +237,7 @@ def _digest(communicators: Communicators, tables: HashTableCollection, dense: di
     return digest.hexdigest()
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
     loss = TextColumn("{task.fields[loss]}")
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(),

@@ -101,7 +101,7 @@ def verify(
         try:
             with trainer(mode, count) as running:
                 comparison = Comparison(running.program.tables, rank=0, world_size=1)
-                compare_run(running, batches, comparison, expected.__getitem__)
+                compare_run(running, [batches], comparison, expected.__getitem__, batches[-1].step)
             cases.append((case, comparison.first))
         except (StageFailedError, TypeError) as error:
             cases.append((case, str(error)))

@@ -13,6 +13,7 @@ from typing import Any
 from ..embedding import Eviction, Heat, TablePolicy
 from ..nn import RECOMPUTED, HSTUConfig
 from ..pipeline import PIPELINED, Mode
+from ..slipstream import SlipstreamConfig
 from .setup import Job
 
 RESTART = "restart"
@@ -121,6 +122,12 @@ VARIANTS: dict[str, Variant] = {
         {"merge": True},
         {"merge": False},
         shows=("evicted", "rejected", "promoted"),
+    ),
+    "slipstream-0": Variant(
+        "Slipstream with threshold 0: rows are judged, and no input is dropped",
+        {"model": "dlrm", **SMALL, "data": CRITEO},
+        {"slipstream": SlipstreamConfig(1, 2, 2, hot_share=0.0, threshold=0.0)},
+        shows=("judged", "hot_inputs"),
     ),
     "balanced": Variant("a batch's samples dealt to ranks by cost", case={"balance": True}, shows=("found",)),
     "dynamic": Variant(

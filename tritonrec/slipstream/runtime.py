@@ -1,0 +1,273 @@
+"""Slipstream beside a trainer: it looks on while hot rows are trained, and judges them once (Figure 4).
+
+::
+
+    step 0        warmup       + every      + 2 every           + N every
+    |--- warm-up ---|----------- s1 ----------- s2 ---- ... -------- sN |---- inputs that still vary ----
+                     hot rows are followed                         classification: the pipeline is empty
+
+A rank follows the hot rows that it holds: after the update of each window it copies them out of the window's
+buffer. A snapshot is such a copy at one step. So no table is read, nothing is drained before the
+classification, and what is seen does not depend on mode, timing, eviction, storage in 16 bits or rows that
+stay in buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..embedding import HashTableCollection
+from ..pipeline import Trainer, Window
+from .classify import Classification, Judgement, classify
+from .rows import HotRows, hot_rows, owned
+
+if TYPE_CHECKING:
+    from ..data import ClickLoader
+    from ..distributed import Communicators
+
+
+@dataclass(frozen=True)
+class SlipstreamConfig:
+    """Settings of Slipstream; **approximate** unless `threshold` is 0.
+
+    Args:
+        warmup: steps before hot rows are followed; their inputs tell which rows are hot.
+        snapshots: N, at least 2. every: steps between snapshots.
+        hot_share: lambda, share of its table's accesses that makes a row hot.
+        drop: share of the hot inputs to drop at most.
+        threshold: T, where it is not to be found; 0 drops nothing.
+        alpha: stale rows that a dropped input has at least; 0 for all its rows.
+        sample: share of the hot inputs that T is found on. confidence: of the interval.
+        snapshot_mb: megabytes for snapshots, of all ranks together; the rows accessed least are left out.
+        seed: of the sample.
+
+    Raises ValueError naming a setting out of range.
+    """
+
+    warmup: int = 100
+    snapshots: int = 3
+    every: int = 50
+    hot_share: float = 1e-4
+    drop: float = 0.5
+    threshold: float | None = None
+    alpha: int = 0
+    sample: float = 1e-3
+    confidence: float = 0.999
+    snapshot_mb: float = 256.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 1), ("snapshots", 2), ("every", 1), ("alpha", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("hot_share", "drop", "sample"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence must be in (0, 1), got {self.confidence}")
+        if self.threshold is not None and not 0 <= self.threshold < math.inf:
+            raise ValueError(f"threshold must be at least 0 and finite, got {self.threshold}")
+        if not self.snapshot_mb > 0:
+            raise ValueError(f"snapshot_mb must be positive, got {self.snapshot_mb}")
+
+    @property
+    def classify_at(self) -> int:
+        """The step before which inputs are classified."""
+        return self.warmup + self.snapshots * self.every
+
+
+@dataclass
+class _Followed:
+    """One group of tables: this rank's hot rows by key, as last trained, and as they were at a snapshot."""
+
+    keys: torch.Tensor  # (h,) int64 ascending
+    places: torch.Tensor  # (h,) int64, of each in the hot rows
+    now: torch.Tensor  # (h, dim)
+    before: torch.Tensor  # (h, dim)
+    trained: torch.Tensor  # (h,) bool, since the last snapshot
+    known: torch.Tensor  # (h,) bool, whether the last snapshot holds it
+    changes: list[torch.Tensor] = field(default_factory=list)  # (h,) for each snapshot but the first
+
+
+class Slipstream:
+    """Follows the hot rows of a run and classifies inputs.
+
+    Call `attach` before training, train exactly the steps up to ``config.classify_at``, then `judge` and
+    `classify`.
+
+    Args:
+        config: see `SlipstreamConfig`. loader: of the run. communicators: of this rank.
+        tables: this rank's shard.
+
+    Raises ValueError where `alpha` is larger than the number of features.
+    """
+
+    def __init__(
+        self,
+        config: SlipstreamConfig,
+        loader: ClickLoader,
+        tables: HashTableCollection,
+        communicators: Communicators,
+    ):
+        self.config, self.tables, self.communicators = config, tables, communicators
+        self.alpha = config.alpha or len(loader.features)
+        if self.alpha > len(loader.features):
+            raise ValueError(f"alpha must be at most {len(loader.features)}, the features, got {self.alpha}")
+        self.seconds = 0.0
+        self.counts: Counter[str] = Counter()
+        self.hot = self._hot_rows(loader)
+        self._groups = self._follow()
+        self._taken = 0
+
+    def _hot_rows(self, loader: ClickLoader) -> HotRows:
+        started = time.process_time()
+        steps = min(self.config.warmup, loader.steps_per_epoch)
+        inputs = loader.epoch_order(0)[: steps * loader.batch_size]
+        features = [self.tables.features[name] for name in loader.features]
+        dim = max(feature.dim for feature in features)
+        row = 2 * 4 * dim + 4 * (self.config.snapshots - 1) + 2 * 8 + 2  # bytes of `_Followed` for one row
+        hot = hot_rows(
+            loader.categories()[inputs],
+            [feature.table or feature.name for feature in features],
+            self.config.hot_share,
+            int(self.config.snapshot_mb * 1e6 / row),
+        )
+        self.seconds += time.process_time() - started
+        return hot
+
+    def _follow(self) -> list[_Followed]:
+        mine = owned(self.hot, self.communicators.shard, self.communicators.shards)
+        starts, followed = self.hot.starts, []
+        for group in self.tables.groups:
+            keys, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+            for number, name in enumerate(self.hot.tables):
+                if name in group.layout.names:
+                    here = mine[(mine >= starts[number]) & (mine < starts[number + 1])]
+                    ids = self.hot.ids[number][here - starts[number]]
+                    keys.append(group.layout.pack(group.layout.names.index(name), ids, name))
+                    places.append(here)
+            every, order = torch.cat(keys).sort()
+            rows, flags = torch.zeros(len(every), group.table.dim), torch.zeros(len(every), dtype=torch.bool)
+            followed.append(
+                _Followed(every, torch.cat(places)[order], rows, rows.clone(), flags, flags.clone())
+            )
+        return followed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank keeps for snapshots."""
+        return sum(
+            value.numel() * value.element_size()
+            for group in self._groups
+            for value in (*[v for v in vars(group).values() if isinstance(v, torch.Tensor)], *group.changes)
+        )
+
+    def attach(self, trainer: Trainer) -> None:
+        """Look on at the trainer's updates. Raises ValueError for mode ``"sync"``, which has no stages."""
+        if trainer.mode == "sync":
+            raise ValueError("Slipstream follows the stages of a rank: mode 'sync' has none")
+        if self.config.classify_at % trainer.config.accumulate:
+            raise ValueError(
+                f"the classification after step {self.config.classify_at} would fall into an update of "
+                f"{trainer.config.accumulate} batches: choose warmup and every so that it does not"
+            )
+        update = trainer.program.actions["sparse_update"]
+
+        def followed(window: Window, micro_batch: int | None = None) -> None:
+            update(window, micro_batch)
+            self.follow(window)
+
+        trainer.program.actions["sparse_update"] = followed
+
+    def follow(self, window: Window) -> None:
+        """Copy the hot rows of a window that has just been updated; take the snapshots that are due."""
+        config = self.config
+        if not config.warmup <= window.step < config.classify_at:
+            return
+        started = time.thread_time()
+        for group, table in zip(self._groups, window.tables, strict=True):
+            keys, rows = table.keys, table.buffer[:, : group.now.shape[1]]
+            if table.admitted is not None:
+                keys, rows = keys[table.admitted], rows[table.admitted.to(rows.device)]
+            if len(group.keys):
+                at = torch.searchsorted(group.keys, keys).clamp(max=len(group.keys) - 1)
+                here = (group.keys[at] == keys).nonzero().squeeze(1)
+                group.now[at[here]] = rows[here.to(rows.device)].cpu()
+                group.trained[at[here]] = True
+        due = (window.step + 1 - config.warmup) // config.every
+        if due > self._taken:
+            self._take()
+            self._taken = due
+        self.seconds += time.thread_time() - started
+
+    def _take(self) -> None:
+        """A snapshot: compare with the last one, and keep this one in its place."""
+        for group in self._groups:
+            if self._taken:
+                change = (group.now - group.before).square().sum(1).sqrt()
+                seen = group.known & group.trained
+                group.changes.append(torch.where(seen, change, math.inf))
+            group.known |= group.trained
+            group.trained.zero_()
+            group.before.copy_(group.now)
+
+    def history(self) -> list[torch.Tensor]:
+        """(H,) float32 changes of all ranks' hot rows at each snapshot but the first; collective."""
+        count = {len(group.changes) for group in self._groups}.pop()
+        if count != self.config.snapshots - 1:
+            raise RuntimeError(
+                f"{self._taken} of {self.config.snapshots} snapshots were taken: train up to step "
+                f"{self.config.classify_at} first"
+            )
+        mine = [group.places for group in self._groups] if self.communicators.saves else []
+        places = torch.cat([*mine, torch.empty(0, dtype=torch.int64)])
+        every = torch.cat(self.communicators.control.gather(places))
+        history = []
+        for number in range(count):
+            part = [group.changes[number] for group in self._groups] if self.communicators.saves else []
+            changes = torch.full((len(self.hot),), math.inf)
+            values = self.communicators.control.gather(torch.cat([*part, torch.empty(0)]))
+            changes[every] = torch.cat(values)
+            history.append(changes)
+        return history
+
+    def judge(self) -> Judgement:
+        """The last change of every hot row; collective, and the same on every rank."""
+        return Judgement(self.hot, self.history()[-1])
+
+    def classify(
+        self, judgement: Judgement, loader: ClickLoader, drop: float | None = None
+    ) -> Classification:
+        """Which samples of `loader` to train on further; `drop` stands in for the setting's.
+
+        Adds to ``counts``: rows judged, hot inputs, and those dropped.
+        """
+        config = self.config
+        found = classify(
+            judgement,
+            loader.categories(),
+            drop=config.drop if drop is None else drop,
+            threshold=config.threshold,
+            alpha=self.alpha,
+            sample=config.sample,
+            confidence=config.confidence,
+            seed=config.seed,
+        )
+        self.counts.update(judged=judgement.judged, hot_inputs=found.hot_inputs, dropped=found.dropped)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Hot rows and bytes, as a report shows them."""
+        accesses: Sequence[torch.Tensor] = self.hot.accesses
+        return {
+            "hot_rows": len(self.hot),
+            "hot_rows_left_out": self.hot.left_out,
+            "accesses_of_hot_rows": int(sum(int(part.sum()) for part in accesses)),
+        }
