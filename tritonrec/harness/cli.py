@@ -17,6 +17,8 @@ HEAT_HELP = (
     "THRESHOLD:EVERY: rows used in fewer steps are kept in half precision; counts halve every EVERY steps."
 )
 
+SLIPSTREAM = "Slipstream, for dlrm (docs/slipstream.md)"
+
 app = typer.Typer(
     name="tritonrec",
     help="Train large recommendation models with nested pipelining, and prove it bit for bit.",
@@ -212,6 +214,63 @@ def train(
         int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
     ] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
+    slipstream: Annotated[
+        bool,
+        typer.Option(
+            "--slipstream",
+            help="APPROXIMATE: go on without inputs whose rows stand still, beside a run with all.",
+            rich_help_panel=SLIPSTREAM,
+        ),
+    ] = False,
+    drop: Annotated[
+        str,
+        typer.Option(help="Shares of hot inputs to drop; a run for each.", rich_help_panel=SLIPSTREAM),
+    ] = "0.5",
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Call a row stale below this change; 0 is exact.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = None,
+    alpha: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Stale rows of a dropped input at least; 0: all.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = 0,
+    hot_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of a table's accesses that makes a row hot.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = 1e-4,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Steps before hot rows are followed.", rich_help_panel=SLIPSTREAM)
+    ] = 100,
+    snapshots: Annotated[
+        int, typer.Option(min=2, help="Snapshots of hot rows.", rich_help_panel=SLIPSTREAM)
+    ] = 3,
+    snapshot_every: Annotated[
+        int, typer.Option(min=1, help="Steps between snapshots.", rich_help_panel=SLIPSTREAM)
+    ] = 50,
+    snapshot_mb: Annotated[
+        float, typer.Option(help="Megabytes for snapshots, of all ranks.", rich_help_panel=SLIPSTREAM)
+    ] = 256.0,
+    sample: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the hot inputs to sample, 1000 at least.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = 1e-3,
+    online: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the inputs, the last, trained online.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = 0.0,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw changes, and speed against loss.", rich_help_panel=SLIPSTREAM)
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
     timeout: TimeoutOption = 60,
 ) -> None:
@@ -223,8 +282,11 @@ def train(
     from ..distributed import RankPool, from_environment
     from ..nn import HSTUConfig
     from ..pipeline import WindowConfig
+    from ..slipstream import SlipstreamConfig
     from .options import policy
     from .setup import Job
+    from .slipstream import SlipstreamRun, train_slipstream
+    from .slipstream_report import draw_slipstream
     from .train import Run
     from .train import train as train_rank
 
@@ -282,23 +344,41 @@ def train(
         evaluate_every=evaluate_every,
         trace=str(trace) if trace else None,
     )
+    job_of_a_rank, args = train_rank, (run,)
+    if slipstream:
+        plan = _checked(
+            lambda: SlipstreamRun(
+                SlipstreamConfig(
+                    warmup, snapshots, snapshot_every, hot_share, threshold=threshold, alpha=alpha,
+                    sample=sample, snapshot_mb=snapshot_mb, seed=seed,
+                ),
+                _shares(drop, "--drop"),
+                online,
+            )
+        )  # fmt: skip
+        job_of_a_rank, args = train_slipstream, (run, plan)
+    elif png:
+        raise typer.BadParameter("--png goes with --slipstream")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with from_environment(timedelta(seconds=timeout), replicas) as communicators:
-            summary = _checked(lambda: train_rank(communicators, run))
+            summary = _checked(lambda: job_of_a_rank(communicators, *args))
             first = communicators.rank == 0
     elif world_size % replicas:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
     elif world_size == 1:
         with from_environment() as communicators:
-            summary = _checked(lambda: train_rank(communicators, run))
+            summary = _checked(lambda: job_of_a_rank(communicators, *args))
         first = True
     else:
         with RankPool([(world_size, replicas)], timedelta(seconds=timeout)) as pool:
-            summary = _checked(lambda: pool.run(train_rank, world_size, run, replicas=replicas))[0]
+            summary = _checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
         first = True
     if json_file and first:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
+    if png and first:
+        _checked(lambda: draw_slipstream(summary, png))
+        Console().print(f"picture: {png}")
 
 
 @app.command()
@@ -513,6 +593,16 @@ def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
     if unknown or not names:
         raise typer.BadParameter(f"{option} takes some of {', '.join(known)}, got {text!r}")
     return names
+
+
+def _shares(text: str, option: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise typer.BadParameter(f"{option} takes shares from 0 to 1, separated by commas, got {text!r}")
+    return shares
 
 
 def _numbers(text: str, option: str) -> list[int]:
