@@ -158,6 +158,19 @@ def test_backward_uses_the_mask_of_forward(impl):
         assert torch.equal(value.cpu() != 0, kept)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter is numpy
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_constant_row_without_eps_is_nan_and_the_others_are_not(impl):
+    x, *rest = case("odd_dim")
+    expected = gradients(impl, [x, *rest], gated=False, eps=0.0)[:2]
+    x[3] = 2.5
+    for got, before in zip(gradients(impl, [x, *rest], gated=False, eps=0.0), expected, strict=False):
+        assert got[3].isnan().all()
+        others = torch.arange(len(x)) != 3
+        assert torch.equal(got[others], before[others]) and not before.isnan().any()
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_a_row_keeps_its_bits_in_any_batch(impl, gated):
