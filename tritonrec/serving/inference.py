@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..distributed.bounded_lag import BoundedLagAllToAll, Exchange
+
+class SupportsExchange(Protocol):
+    """What the loop asks of an exchange; `BoundedLagAllToAll` has it."""
+
+    bound: int
+
+    def start(self, values: torch.Tensor, send: list[int]) -> Any:
+        """Send rows off; the handle's ``wait()`` returns the rows that came, and how many from each rank."""
+
+    def drain(self) -> None: ...
 
 
 class ServedModel(Protocol):
@@ -26,7 +35,7 @@ class ServedModel(Protocol):
 
 
 @torch.no_grad()
-def infer(model: ServedModel, batches: Iterable[Any], exchange: BoundedLagAllToAll) -> Iterator[torch.Tensor]:
+def infer(model: ServedModel, batches: Iterable[Any], exchange: SupportsExchange) -> Iterator[torch.Tensor]:
     """Yield the predictions for this rank's samples of every batch, in order.
 
     Each batch's lookup is sent off at once; its predictions follow when the exchange is complete, at the
@@ -35,9 +44,9 @@ def infer(model: ServedModel, batches: Iterable[Any], exchange: BoundedLagAllToA
 
     All ranks must run the same number of batches, and run to the end: those that go on would wait for one
     that stopped. Nothing here but the exchange makes ranks wait for each other. Raises what
-    `BoundedLagAllToAll.start` and `Exchange.wait` raise.
+    `BoundedLagAllToAll.start` raises, and waiting for it.
     """
-    waiting: deque[tuple[Any, Any, Exchange]] = deque()
+    waiting: deque[tuple[Any, Any, Any]] = deque()
     for batch in batches:
         started = exchange.start(*model.lookup(batch))
         waiting.append((batch, model.bottom(batch), started))
@@ -48,5 +57,5 @@ def infer(model: ServedModel, batches: Iterable[Any], exchange: BoundedLagAllToA
     exchange.drain()
 
 
-def _finish(model: ServedModel, batch: Any, x: Any, started: Exchange) -> torch.Tensor:
+def _finish(model: ServedModel, batch: Any, x: Any, started: Any) -> torch.Tensor:
     return model.top(batch, x, *started.wait())

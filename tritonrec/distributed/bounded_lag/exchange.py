@@ -126,6 +126,7 @@ class BoundedLagAllToAll:
         self.recorder, self.tag = recorder, tag
         self.started = 0
         self.lags = [0] * self.world_size
+        self.largest_lag = 0
         self._flight: deque[Exchange] = deque()
         self._slots = [_Slot(self.world_size) for _ in range(bound + 1)]
         self._others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
@@ -273,6 +274,7 @@ class BoundedLagAllToAll:
                     break
                 arrived += 1
             self.lags[peer] = number - arrived
+            self.largest_lag = max(self.largest_lag, number - arrived)
             if self.recorder is not None:
                 self.recorder.counter(f"lag over rank {peer}", self.lags[peer])
 
