@@ -556,6 +556,60 @@ def plan(
     _checked(lambda: simulator.plan(costs, trace, world_size, json_file, save_costs))
 
 
+@app.command("serve-bench")
+def serve_bench(
+    world_size: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
+    bounds: Annotated[
+        str, typer.Option(help="Bounds k, separated by commas; 0 is always run.")
+    ] = "0,1,2,4,8",
+    scenarios: Annotated[
+        str, typer.Option(help="Some of delays, balanced, straggler, sizes; none for all-to-alls only.")
+    ] = "delays,balanced,straggler,sizes",
+    delay: Annotated[float, typer.Option(min=0, help="Longest random delay of a step, in ms.")] = 10.0,
+    steps: Annotated[int, typer.Option(min=1, help="Batches of a run.")] = 60,
+    repeat: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved runs of each setting.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples of all ranks together.")] = 64,
+    largest: Annotated[
+        int, typer.Option(min=0, help="Bytes to each rank of the largest plain all-to-all; 0 for none.")
+    ] = 16 * 2**20,
+    mpi: Annotated[
+        bool, typer.Option(help="Put MPI beside the all-to-alls where mpi4py is installed.")
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw latency over k.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Keep traces of the first round here.")] = None,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Serve a DLRM whose lookups travel with a bounded lag; print latency and throughput for each bound.
+
+    Random delays, balanced ranks, one straggler, messages of drawn sizes; plain all-to-alls of growing size.
+    Predictions of all settings are compared bit by bit before any figure is printed.
+    """
+    from . import serve_bench as bench
+    from . import serve_bench_report as report
+    from .lab.report import save_json
+
+    def run():
+        numbers = tuple(int(part) for part in bounds.split(","))
+        chosen = () if scenarios == "none" else _names(scenarios, bench.SCENARIOS, "--scenarios")
+        sizes = tuple(4**power for power in range(32) if 4**power <= largest)
+        plan = bench.Plan(
+            world_size, numbers, tuple(chosen), delay / 1e3, steps, repeat, batch_size, sizes, seed
+        )
+        return bench.run_bench(plan, console, trace, mpi, timedelta(seconds=timeout))
+
+    console = Console()
+    result = _checked(run)
+    report.print_report(result, console)
+    if json_file:
+        _checked(lambda: save_json(report.as_json(result), json_file))
+        console.print(f"figures written to {json_file}")
+    if png:
+        _checked(lambda: report.draw_report(result, png))
+        console.print(f"picture: {png}")
+
+
 @app.command()
 def doctor() -> None:
     """What this machine has, and whether batch invariance holds on it."""
