@@ -266,14 +266,18 @@ class WindowProgram:
             table.row_gradient = self._travel(window, mean, [size] * copies, shares.sizes, over=replica)
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """Sum the dense gradients over the ranks, as one flat message."""
+        """The mean dense gradients of all ranks, as one flat message.
+
+        Each rank adds up a share and hands its means on, which are half as long as sums on the grid.
+        """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         parts = [self._take_gradient(name, p) for name, p in zip(names, parameters, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        flat = self.communicators.reduce.all_reduce(flat, "dense gradients")
-        pieces = torch.split(flat, [part.numel() for part in parts])
+        share = self.communicators.reduce.reduce_scatter(flat, "dense gradients")
+        means = self.communicators.reduce.all_gather(self._over(share, window.terms))
+        pieces = torch.split(means[: len(flat)], [part.numel() for part in parts])
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
-            window.dense[name] = self._mean(piece, window.terms, name).view_as(parameter)
+            window.dense[name] = self._finite(piece, name).view_as(parameter)
 
     def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window.
@@ -359,16 +363,23 @@ class WindowProgram:
             return torch.zeros_like(parameter) if gradient is None else gradient
         return take_grid(name, parameter)
 
-    def _mean(self, sums: torch.Tensor, terms: float, name: str) -> torch.Tensor:
-        """Sums over samples to the gradient of the mean loss per term, of all ranks and batches summed."""
-        terms = float(max(terms, 1))
-        if self.exact:
-            return ops.from_grid(sums, terms, self.config.grid_bits)
-        finite = torch.isfinite(sums)
-        if not bool(finite.all()):
-            index = tuple((~finite).nonzero()[0].tolist())
-            raise FloatingPointError(f"{name}: gradient sum at {index} is {float(sums[index])}")
-        return sums / terms
+    def _mean(self, sums: torch.Tensor, terms: int, name: str) -> torch.Tensor:
+        """Sums over samples to the gradient of the mean loss per term."""
+        return self._finite(self._over(sums, terms), name)
+
+    def _over(self, sums: torch.Tensor, terms: int) -> torch.Tensor:
+        """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
+        divisor = float(max(terms, 1))
+        return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
+
+    def _finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
+        """`means`, or FloatingPointError; sums on the grid are finite already."""
+        if not self.exact:
+            finite = torch.isfinite(means)
+            if not bool(finite.all()):
+                index = tuple((~finite).nonzero()[0].tolist())
+                raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
+        return means
 
     def _travel(
         self,
