@@ -56,26 +56,43 @@ def jagged(tensor, offsets):
     return torch.cat([part[:, :length].transpose(0, 1) for part, length in zip(tensor, lengths, strict=True)])
 
 
-def ours(q, k, v, offsets, longest, mask, alpha):
-    return hstu_attention(q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest)
+def ours(q, k, v, offsets, longest, mask, alpha, weights=None, **options):
+    return hstu_attention(
+        q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, pos_weights=weights, **options
+    )
 
 
-def torch_einsum(q, k, v, offsets, longest, mask, alpha):
-    p = torch.nn.functional.silu(torch.einsum("bhnd,bhmd->bhnm", q, k) * alpha) / longest * mask
+def biased(weights, longest):
+    """(N, N) of the weights (2 N - 1,) of a key's place behind its query's."""
+    return weights.unfold(0, longest, 1).flip(0)
+
+
+def torch_einsum(q, k, v, offsets, longest, mask, alpha, weights=None):
+    s = torch.einsum("bhnd,bhmd->bhnm", q, k) * alpha
+    if weights is not None:
+        s = s + biased(weights, longest)
+    p = torch.nn.functional.silu(s) / longest * mask
     return torch.einsum("bhnm,bhmd->bhnd", p, v)
 
 
-def torch_bmm(q, k, v, offsets, longest, mask, alpha):
+def torch_bmm(q, k, v, offsets, longest, mask, alpha, weights=None):
     batch = q.shape[:2]
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    p = torch.nn.functional.silu(torch.bmm(q, k.mT) * alpha) * (mask / longest)
+    if weights is None:
+        s = torch.bmm(q, k.mT) * alpha
+    else:
+        s = torch.baddbmm(biased(weights, longest), q, k.mT, alpha=alpha)
+    p = torch.nn.functional.silu(s) * (mask / longest)
     return torch.bmm(p, v).unflatten(0, batch)
 
 
-def torch_each_sequence(q, k, v, offsets, longest, mask, alpha):
+def torch_each_sequence(q, k, v, offsets, longest, mask, alpha, weights=None):
     outs = []
+    bias = 0 if weights is None else biased(weights, longest)
     for a, c, e in zip(*(tensor.split(offsets.diff().tolist()) for tensor in (q, k, v)), strict=True):
         s = torch.matmul(a.transpose(0, 1), c.permute(1, 2, 0)) * alpha
+        if weights is not None:
+            s = s + bias[: len(a), : len(a)]
         p = torch.nn.functional.silu(s) * (mask[: len(a), : len(a)] / longest)
         outs.append(torch.matmul(p, e.transpose(0, 1)).transpose(0, 1))
     return torch.cat(outs)
@@ -121,41 +138,57 @@ def test_attention(benchmark, one_thread, workload, contender, direction):
         benchmark(contender, *leaves, *rest)
 
 
-def options_of(name, length, generator):
-    """What the op takes, and the dense mask and bias of one sequence that stand for it."""
+def options_of(name, length):
+    """What the op takes, and the dense mask of one sequence that stands for it."""
     place = torch.arange(length)
     back = place[:, None] - place
-    causal, nothing = (back >= 0).float(), torch.zeros(length, length)
+    causal = (back >= 0).float()
     if name == "window":
-        return {"max_attn_len": 64}, causal * (back <= 64), nothing
+        return {"max_attn_len": 64}, causal * (back <= 64)
     if name == "targets":
-        half = torch.full((4,), length // 2)
         history = (place < length // 2) | (back == 0)
-        return {"num_targets": half}, causal * history, nothing
-    weights = torch.randn(2 * length - 1, generator=generator)
-    return {"pos_weights": weights}, causal, weights[length - 1 - back]
+        return {"num_targets": torch.full((4,), length // 2)}, causal * history
+    return {}, causal
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["window", "targets", "bias"])
-@pytest.mark.parametrize("contender", ["ours", "torch_each_sequence"])
-def test_options(benchmark, one_thread, contender, name):
-    """Forward of four sequences of 512 tokens; torch has mask and bias made beforehand, to its advantage."""
+@pytest.mark.parametrize("contender", [*JAGGED, *PADDED], ids=lambda f: f.__name__)
+def test_options(benchmark, one_thread, contender, name, direction):
+    """Four sequences of 512 tokens, so nothing is padded; torch has its mask made beforehand.
+
+    "backward" of the bias takes the table's gradient along, in every contender.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2048, 4, 64, generator=generator) for _ in range(3))
+    tensors = [torch.randn(2048, 4, 64, generator=generator) for _ in range(4)]
+    table = [torch.randn(1023, generator=generator)] if name == "bias" else []
     offsets = torch.arange(0, 2049, 512)
-    options, mask, bias = options_of(name, 512, generator)
+    options, mask = options_of(name, 512)
+    rest = (offsets, 512, mask, 0.125)
 
-    def ours():
-        return hstu_attention(q, k, v, offsets, 512, alpha=0.125, scaling_seqlen=512, **options)
+    def leaves_and_results(contender, do, tensors, options):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = contender(*leaves[:3], *rest, *leaves[3:], **options)
+        return leaves, out, [out.detach(), *torch.autograd.grad(out, leaves, do, retain_graph=True)]
 
-    def torch_each_sequence():
-        outs = []
-        for a, c, e in zip(*(tensor.split(512) for tensor in (q, k, v)), strict=True):
-            s = torch.matmul(a.transpose(0, 1), c.permute(1, 2, 0)) * 0.125 + bias
-            outs.append(torch.matmul(torch.nn.functional.silu(s) * (mask / 512), e.transpose(0, 1)))
-        return torch.cat([out.transpose(0, 1) for out in outs])
+    double = [tensor.double() for tensor in (*tensors, *table)]
+    *_, exact = leaves_and_results(torch_each_sequence, double[0], double[1:], {})
+    if contender in PADDED:
+        tensors = [padded(tensor, offsets, 512) for tensor in tensors]
+    do = tensors[0]
+    only_ours = options if contender is ours else {}
+    leaves, out, got = leaves_and_results(contender, do, [*tensors[1:], *table], only_ours)
+    for tensor, meant in zip(got, exact, strict=True):
+        flat = jagged(tensor, offsets) if tensor.dim() == 4 else tensor
+        limit = 1e-5 * float(meant.abs().max())
+        torch.testing.assert_close(flat.double(), meant, rtol=1e-4, atol=limit)
 
-    torch.testing.assert_close(ours(), torch_each_sequence(), rtol=1e-4, atol=1e-5)
-    benchmark.group = f"hstu_attention forward {name}_512"
-    benchmark.extra_info.update(workload=f"{name}_512", threads=1, ours=contender == "ours")
-    benchmark({"ours": ours, "torch_each_sequence": torch_each_sequence}[contender])
+    benchmark.group = f"hstu_attention {direction} {name}_512"
+    benchmark.extra_info.update(
+        workload=f"{name}_512", direction=direction, threads=1, ours=contender is ours
+    )
+    if direction == "backward":
+        benchmark(torch.autograd.grad, out, leaves, do, retain_graph=True)
+        return
+    with torch.no_grad():
+        benchmark(contender, *leaves[:3], *rest, *leaves[3:], **only_ours)
