@@ -74,8 +74,8 @@ class Communicator:
     def reduce_scatter(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's share of the sum of `values` (n,) over the W ranks: elements [r s, r s + s).
 
-        s = ceil(n / W), and the last shares are filled up with zeros. Sums are taken in rank order; `ExactSumError` as in
-        `all_reduce`.
+        s = ceil(n / W), and the last shares are filled up with zeros. Sums are taken in rank order;
+        `ExactSumError` as in `all_reduce`.
         """
         world = self.world_size
         if world == 1:
