@@ -1,12 +1,15 @@
 """Promise: the examples of the documentation run as they stand."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jagged_standin
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -35,6 +38,41 @@ def test_torch_compile_traces_every_op_with_its_backward():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; aot_eager runs above")
 def test_torch_compile_with_inductor():
     assert run("compiled.py").count("agrees") == 3
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example's module over the stand-in."""
+    monkeypatch.setitem(sys.modules, "torchrec", jagged_standin)
+    spec = importlib.util.spec_from_file_location("torchrec_model_example", EXAMPLES / "torchrec_model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_torchrec_example_over_a_stand_in_for_its_jagged_tensors(example, capsys):
+    """The example as it stands, where TorchRec is not installed; `test_torchrec` runs it with TorchRec."""
+    example.main()
+    text = capsys.readouterr().out
+    found = losses(text)
+    assert len(found) == 3 and found[0] > found[1] > found[2]
+    assert "{'clicked': [3, 0, 1], 'bought': [1, 2, 0]}" in text
+
+
+def test_torchrec_example_attends_inside_each_feature_of_each_sample(example):
+    torch.manual_seed(1)
+    model = example.SequenceModel({"a": 40, "b": 40}, dim=8, heads=2, max_seq_len=5)
+    lengths = torch.tensor([2, 0, 4, 1, 3, 0])
+    values = torch.randint(40, (10,))
+    result = model(jagged_standin.KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
+    alone = []
+    for sample, part in enumerate(values.split(lengths.tolist())):
+        rows = model.embeddings.tables["t_a" if sample < 3 else "t_b"](part)
+        q, k, v = model.qkv(rows).unflatten(1, (3, 2, -1)).unbind(1)
+        scores = torch.nn.functional.silu(torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5) / 5
+        attended = torch.einsum("hqk,khd->qhd", scores.tril(), v).flatten(1)
+        alone.append((rows + attended).norm(dim=1))
+    torch.testing.assert_close(result.weights(), torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
 def test_torchrec():
