@@ -30,7 +30,7 @@ def rows_between(step, source, to, seed, dtype=torch.float32):
 
 @dataclass
 class Gate:
-    """Rank 1 starts nothing before rank 0 has started exchange `opens_at`, or has failed, for two seconds."""
+    """Rank 1 starts nothing before rank 0 has started exchange `opens_at`, or has failed, for a second."""
 
     opens_at: int
     opened: threading.Event = field(default_factory=threading.Event)
@@ -50,7 +50,7 @@ def exchange_all(group, make, bound, steps, delays, seed, patience, dtype, gate)
         assert torch.equal(values, torch.cat(expected)), f"step {step} on rank {rank}"
 
     if gate is not None and rank == 1:
-        gate.opened.wait(2)
+        gate.opened.wait(1)
     for step in range(steps):
         time.sleep(delays[rank][step % len(delays[rank])] / 1e3)
         parts = [rows_between(step, rank, to, seed, dtype) for to in range(WORLD)]

@@ -8,6 +8,7 @@ difference of two runs of one round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import sqrt
@@ -160,27 +161,28 @@ def run_bench(
     ]
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
-    with _progress(console) as progress:
-        collectives = _collectives(plan, mpi and available(), progress, timeout)
-        if not settings:
+    mpi = mpi and available()
+    with _progress(console) as progress, ExitStack() as stack:
+        collectives = _beside_mpi(plan, progress) if plan.sizes and mpi else {}
+        if not plan.scenarios and (mpi or not plan.sizes):
             return Result(plan, settings, collectives)
-        task = progress.add_task("starting ranks", total=plan.rounds * len(settings))
-        with RankPool((plan.world_size,), timeout) as pool:
-            for scenario in plan.scenarios:
-                short = np.zeros((plan.world_size, WARM_UP))
-                for backend in BACKENDS:
-                    pool.run(
-                        serve, plan.world_size, Run(scenario, backend, 0, short, plan.batch_size, plan.seed)
-                    )
-            for turn in range(plan.rounds):
-                digests: dict[str, list[str]] = {}
-                for place in range(len(settings)):
-                    # Each round begins with another setting.
-                    setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
-                    progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
-                    keep = trace if turn == 0 and setting.backend == "bls" else None
-                    _measure(plan, pool, setting, turn, digests, keep)
-                    progress.advance(task)
+        pool = stack.enter_context(RankPool((plan.world_size,), timeout))
+        if plan.sizes and not mpi:
+            collectives = _collectives(plan, pool, progress)
+        task = progress.add_task("warming up", total=plan.rounds * len(settings))
+        for scenario in plan.scenarios:
+            short = np.zeros((plan.world_size, WARM_UP))
+            for backend in BACKENDS:
+                pool.run(serve, plan.world_size, Run(scenario, backend, 0, short, plan.batch_size, plan.seed))
+        for turn in range(plan.rounds):
+            digests: dict[str, list[str]] = {}
+            for place in range(len(settings)):
+                # Each round begins with another setting.
+                setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
+                progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
+                keep = trace if turn == 0 and setting.backend == "bls" else None
+                _measure(plan, pool, setting, turn, digests, keep)
+                progress.advance(task)
     return Result(plan, settings, collectives)
 
 
@@ -205,30 +207,34 @@ def _measure(
     setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
 
 
-def _collectives(
-    plan: Plan, mpi: bool, progress: Progress, timeout: timedelta
-) -> dict[int, dict[str, list[float]]]:
-    """Seconds by size, backend and round; a collective takes as long as its slowest rank."""
-    if not plan.sizes:
-        return {}
-    task = progress.add_task("all-to-alls" + " beside MPI" * mpi, total=plan.rounds * len(plan.sizes))
-    rounds: list[dict[int, dict[str, list[float]]]] = []
-    if mpi:
-        rounds = run_with_mpi(
-            plan.world_size, plan.rounds, plan.seed, list(plan.sizes), lambda: progress.advance(task)
-        )
-    else:
-        with RankPool((plan.world_size,), timeout) as pool:
-            for turn in range(plan.rounds):
-                cells = {}
-                for size in plan.sizes:
-                    ranks = pool.run(time_size, plan.world_size, size, plan.seed + turn)
-                    cells[size] = {name: [each[name] for each in ranks] for name in ranks[0]}
-                    progress.advance(task)
-                rounds.append(cells)
+def _collectives(plan: Plan, pool: RankPool, progress: Progress) -> dict[int, dict[str, list[float]]]:
+    """Seconds by size, backend and round."""
+    task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
+    rounds = []
+    for turn in range(plan.rounds):
+        cells = {}
+        for size in plan.sizes:
+            ranks = pool.run(time_size, plan.world_size, size, plan.seed + turn)
+            cells[size] = {name: [each[name] for each in ranks] for name in ranks[0]}
+            progress.advance(task)
+        rounds.append(cells)
+    return _slowest(rounds)
+
+
+def _beside_mpi(plan: Plan, progress: Progress) -> dict[int, dict[str, list[float]]]:
+    """The same, in ranks started by mpiexec."""
+    task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
+    sizes = list(plan.sizes)
+    return _slowest(
+        run_with_mpi(plan.world_size, plan.rounds, plan.seed, sizes, lambda: progress.advance(task))
+    )
+
+
+def _slowest(rounds: list[dict[int, dict[str, list[float]]]]) -> dict[int, dict[str, list[float]]]:
+    """By size, backend and round; a collective takes as long as its slowest rank."""
     return {
-        size: {name: [max(cells[size][name]) for cells in rounds] for name in rounds[0][size]}
-        for size in plan.sizes
+        size: {name: [max(cells[size][name]) for cells in rounds] for name in by_name}
+        for size, by_name in rounds[0].items()
     }
 
 

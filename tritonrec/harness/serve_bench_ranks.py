@@ -62,7 +62,7 @@ def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
     steps = run.delays.shape[1]
     sizes = run.scenario == "sizes"
     make = _ragged if sizes else _dlrm
-    model: ServedModel = make(rank, world, run.batch_size, steps, run.seed)  # type: ignore[assignment]
+    model: ServedModel = make(rank, world, run.batch_size, steps, run.seed)
     recorder = Recorder(rank, world, {"mode": f"{run.backend} k={run.bound}"}) if run.trace else None
     exchange: Any
     group = communicators.control.group

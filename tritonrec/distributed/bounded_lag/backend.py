@@ -66,16 +66,18 @@ class BoundedLagGroup(dist.ProcessGroup):
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: BoundedLagOptions
     ):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks it
         self.options = options
-        backends = {"cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)}
+        backends: dict[str, tuple[Any, Any]] = {
+            "cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)
+        }
         if torch.cuda.is_available() and dist.is_nccl_available():
             backends["cuda"] = (dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL)
         for device, (kind, backend) in backends.items():
             own = dist.PrefixStore(device, store)
             self._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        gloo = self._get_backend(torch.device("cpu"))
+        gloo: Any = self._get_backend(torch.device("cpu"))
         self.exchange = BoundedLagAllToAll(gloo, options.bound, 0, timeout, options.recorder)
 
     def getBackendName(self) -> str:
@@ -97,7 +99,7 @@ class BoundedLagGroup(dist.ProcessGroup):
             raise ValueError("all_to_all_single needs a contiguous output")
         return _Pending(self.exchange.start(input, send, receive, output))
 
-    all_to_all_single = alltoall_base  # its name from torch 2.13 on
+    all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name from torch 2.13 on
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         if not sizes:

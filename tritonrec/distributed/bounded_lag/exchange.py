@@ -25,7 +25,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -34,8 +34,6 @@ from ..communicator import TIMEOUT
 from ..launch import RankDiedError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from ...trace import SupportsRecording
 
 HEADER = 32
@@ -43,6 +41,18 @@ HEADER = 32
 TAG = 0x626C7300
 """First tag of an exchange; far from the tags that people choose."""
 _NOTHING = -1
+
+
+class SupportsMessages(Protocol):
+    """What an exchange asks of a group: `torch.distributed.ProcessGroup` and its backends have it."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> Any: ...
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> Any: ...
 
 
 class _Slot:
@@ -109,7 +119,7 @@ class BoundedLagAllToAll:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: SupportsMessages | None,
         bound: int,
         capacity: int = 0,
         timeout: timedelta = TIMEOUT,
@@ -131,6 +141,11 @@ class BoundedLagAllToAll:
         self._slots = [_Slot(self.world_size) for _ in range(bound + 1)]
         self._others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._failure = ""
+
+    @property
+    def _messages(self) -> SupportsMessages:
+        assert self.group is not None, "a run of one rank sends nothing"
+        return self.group
 
     @property
     def in_flight(self) -> int:
@@ -193,7 +208,7 @@ class BoundedLagAllToAll:
             size = HEADER + (self.capacity if receive is None else receive[peer] * row_bytes)
             buffer = slot.room(slot.receive, peer, size)
             _header(buffer)[0] = _NOTHING
-            exchange.receiving.append((peer, self.group.recv([buffer[:size]], peer, tag)))
+            exchange.receiving.append((peer, self._messages.recv([buffer[:size]], peer, tag)))
         starts = np.cumsum([0, *send]) * row_bytes
         rows = values.detach().contiguous().view(-1).view(torch.uint8)
         for peer in (*self._others, self.rank):
@@ -202,7 +217,7 @@ class BoundedLagAllToAll:
             _header(buffer)[:] = exchange.number, send[peer], row_bytes, self.bound
             buffer[HEADER:size].copy_(rows[starts[peer] : starts[peer + 1]])
             if peer != self.rank:
-                slot.sending.append((peer, self.group.send([buffer[:size]], peer, tag)))
+                slot.sending.append((peer, self._messages.send([buffer[:size]], peer, tag)))
 
     def _finish_through(self, exchange: Exchange) -> None:
         while not exchange.done:
@@ -215,12 +230,13 @@ class BoundedLagAllToAll:
         with self._span("wait", batch=exchange.number) as noted:
             deadline = time.monotonic() + self.timeout.total_seconds()
             self._await(exchange.receiving, exchange.number, deadline)
-            self._collect(exchange)
-            noted["bytes"] = exchange.values.numel() * exchange.values.element_size()
+            values = self._collect(exchange)
+            noted["bytes"] = values.numel() * values.element_size()
+        exchange.values = values
         exchange.done = True
 
-    def _collect(self, exchange: Exchange) -> None:
-        """Check the headers and copy the rows out, in order of source."""
+    def _collect(self, exchange: Exchange) -> torch.Tensor:
+        """The rows that came, in order of source, after the headers were checked."""
         slot = self._slots[exchange.number % len(self._slots)]
         like, row_shape = exchange.like, exchange.like.shape[1:]
         row_bytes = row_shape.numel() * like.element_size()
@@ -241,7 +257,7 @@ class BoundedLagAllToAll:
             size = rows * row_bytes
             flat[at : at + size].copy_(slot.receive[peer][HEADER : HEADER + size])
             at += size
-        exchange.values = values
+        return values
 
     def _await(self, works: list[tuple[int, Any]], number: int, deadline: float) -> None:
         """Wait for point-to-point messages, which are dropped from `works` one by one."""

@@ -1,0 +1,148 @@
+"""Promise: the figures of `tritonrec serve-bench` are what they say, and its predictions were compared."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tritonrec.harness import serve_bench as bench
+from tritonrec.harness import serve_bench_ranks as on_ranks
+from tritonrec.harness import serve_bench_report as report
+from tritonrec.harness.cli import app
+from tritonrec.harness.serve_bench_mpi import available, run_with_mpi
+
+DELAYS = np.random.default_rng(5).uniform(0, 0.01, (4, 50))
+
+
+def test_without_a_bound_everybody_pays_for_the_longest_delay_and_with_a_large_one_for_the_own():
+    by_bound = [bench.delays_alone(DELAYS, bound) for bound in (0, 1, 2, 4, 8, 49, 100)]
+    assert by_bound[0] == pytest.approx(DELAYS.max(0).mean())
+    assert by_bound[-1] == by_bound[-2] == pytest.approx(DELAYS.mean(1).max())
+    assert by_bound == sorted(by_bound, reverse=True) and by_bound[0] > by_bound[2] > by_bound[-1]
+
+
+def test_a_consistent_straggler_cannot_be_masked():
+    delays = bench.draw_delays(bench.Plan(steps=30), "straggler", 0)
+    assert [bench.delays_alone(delays, bound) for bound in (0, 1, 8)] == pytest.approx([0.005] * 3)
+    assert (delays[:-1] == 0).all()
+
+
+def test_delays_are_those_of_the_round_and_within_their_range():
+    plan = bench.Plan(steps=200)
+    delays = bench.draw_delays(plan, "delays", 1)
+    assert np.array_equal(delays, bench.draw_delays(plan, "delays", 1))
+    assert not np.array_equal(delays, bench.draw_delays(plan, "delays", 2))
+    assert delays.min() >= 0 and delays.max() <= 0.01 and delays.mean() == pytest.approx(0.005, rel=0.1)
+    assert not bench.draw_delays(plan, "balanced", 1).any()
+
+
+@pytest.mark.parametrize(
+    ("freedom", "confidence", "t"),
+    [(1, 0.95, 12.7062), (4, 0.95, 2.7764), (30, 0.99, 2.7500), (2, 0.999, 31.599)],
+)
+def test_students_t_is_that_of_the_tables(freedom, confidence, t):
+    assert bench.student(freedom, confidence) == pytest.approx(t, rel=1e-4)
+
+
+def test_an_interval_is_as_wide_as_the_values_scatter():
+    mean, half = bench.interval([1.0, 2.0, 4.0])
+    assert mean == pytest.approx(7 / 3) and half == pytest.approx(
+        4.3027 * np.std([1, 2, 4], ddof=1) / 3**0.5, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"world_size": 1}, "at least 2 ranks, got 1"),
+        ({"bounds": (0, -1)}, "bounds must be at least 0"),
+        ({"rounds": 1}, "at least 2 rounds, got 1"),
+        ({"batch_size": 3}, "4 ranks need as many samples, got 3"),
+        ({"delay": -0.1}, "between 0 and 1000 ms, got -100"),
+    ],
+)
+def test_plans_are_checked(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        bench.Plan(**wrong)
+
+
+def test_messages_are_as_large_as_both_sides_say():
+    models = [on_ranks.RaggedModel(rank, 3, 7, 4, 1) for rank in range(3)]
+    batches = on_ranks._batches(7, 4, 1)
+    for batch in batches:
+        sent = [model.lookup(batch)[1] for model in models]
+        assert [model.receive(batch.step) for model in models] == [
+            list(column) for column in zip(*sent, strict=True)
+        ]
+        assert max(map(max, sent)) * 16 * 4 <= models[0].capacity(7)
+
+
+@pytest.mark.multi_rank
+def test_a_small_run_prints_saves_and_draws(tmp_path):
+    words = [
+        "serve-bench", "--scenarios", "delays,sizes",
+        "--world-size", "2", "--bounds", "2", "--steps", "6", "--rounds", "2",
+        "--batch-size", "8",
+        "--largest", "64", "--no-mpi", "--delay", "1", "--json", str(tmp_path / "out" / "a.json"),
+        "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "traces"),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "130"})
+    assert result.exit_code == 0, result.output
+    for scenario in ("delays", "sizes"):
+        assert report.TITLES[scenario] in result.output
+    assert "MPI is left out" in result.output and "paper: latency 17 -> 12 ms" in result.output
+    found = json.loads((tmp_path / "out" / "a.json").read_text())
+    assert len(found["settings"]) == 2 * 2 * 2 and all(
+        len(each["latency"]) == 2 for each in found["settings"]
+    )
+    assert all(each["largest_lag"] <= each["bound"] for each in found["settings"])
+    assert list(found["collectives"]) == ["1", "4", "16", "64"]
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    from tritonrec.trace import read
+
+    trace = read(tmp_path / "traces" / "delays-k2-rank1.pftrace")
+    assert {"lag over rank 0"} <= {sample.name for sample in trace.counters}
+
+
+@pytest.mark.multi_rank
+@pytest.mark.skipif(not available(), reason="needs mpi4py and mpiexec")
+def test_mpi_runs_beside_the_others():
+    sizes = []
+    (cells,) = run_with_mpi(2, 1, 0, [1, 16], lambda: sizes.append(1))
+    assert len(sizes) == 2
+    assert {size: {name: len(each) for name, each in by_name.items()} for size, by_name in cells.items()} == {
+        size: {"gloo": 2, "bls": 2, "MPI": 2} for size in (1, 16)
+    }
+
+
+def test_other_predictions_end_the_run():
+    class Pool:
+        def run(self, function, world_size, run):
+            answer = {"seconds": 1.0, "response": 1.0, "digest": f"{run.bound}", "largest_lag": 0}
+            return [answer] * world_size
+
+    plan, digests = bench.Plan(), {}
+    first, second = (bench.Setting("delays", "bls", bound) for bound in (0, 1))
+    bench._measure(plan, Pool(), first, 0, digests, None)
+    with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
+        bench._measure(plan, Pool(), second, 0, digests, None)
+
+
+def test_the_verdict_claims_nothing_inside_the_interval():
+    plan = bench.Plan(bounds=(0, 4), scenarios=("balanced",), sizes=())
+    settings = [
+        bench.Setting("balanced", backend, bound, latency, [1] * 3, latency, [0.0] * 3)
+        for backend in bench.BACKENDS
+        for bound, latency in ((0, [0.010, 0.012, 0.011]), (4, [0.011, 0.010, 0.0115]))
+    ]
+    result = bench.Result(plan, settings, {})
+    assert report.verdict(result, "balanced", "bls").startswith(
+        "bls: no k saves time beyond the interval; best k = 4"
+    )
+    for setting in settings:
+        if setting.bound:
+            setting.latency = [0.005, 0.0051, 0.0052]
+    assert report.verdict(result, "balanced", "bls").startswith("bls, k = 4: 5.90 ± ")
+    report.print_report(result, Console(quiet=True))
