@@ -169,6 +169,7 @@ def train(
     skip_fetch: Annotated[
         bool, typer.Option("--skip-fetch", help="Rows of consecutive batches stay in the buffers.")
     ] = False,
+    depth: Annotated[int, typer.Option(min=0, help="Batches in flight; 0: the mode's own number.")] = 0,
     replicas: Annotated[
         int, typer.Option(min=1, help="Copies of the tables; they divide the ranks (2D sparse parallelism).")
     ] = 1,
@@ -327,6 +328,7 @@ def train(
             first_use=first_use,
             taper=taper,
             skip_fetch=skip_fetch,
+            depth=depth,
             average_every=average_every,
             seed=seed,
         )
@@ -451,6 +453,10 @@ def lab(
     trace: Annotated[
         Path | None, typer.Option(help="Keep a trace and a timeline of each setting here.")
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Also run the best of tritonrec plan's; expected beside measured."),
+    ] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only remove namespaces whose lab is gone, and end.")
     ] = False,
@@ -487,6 +493,7 @@ def lab(
             settings.parse_proportions(proportions) if proportions else {},
             steps,
             repeat,
+            settings.read_plan(plan_file) if plan_file else None,
         )
         _load(plan.job)
         return rounds.run_lab(plan, console, trace, timedelta(seconds=timeout))
@@ -591,6 +598,8 @@ def serve_bench(
     from .lab.report import save_json
 
     def run():
+        if not all(part.strip().isdigit() for part in bounds.split(",")):
+            raise ValueError(f"--bounds takes whole numbers from 0, separated by commas, got {bounds!r}")
         numbers = tuple(int(part) for part in bounds.split(","))
         chosen = () if scenarios == "none" else _names(scenarios, bench.SCENARIOS, "--scenarios")
         sizes = tuple(4**power for power in range(32) if 4**power <= largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
@@ -56,6 +56,8 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
     schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
     if config.skip_fetch:
         schedule = keep_rows(schedule)
+    if config.depth and mode != "sequential":
+        schedule = replace(schedule, batches_in_flight=config.depth)
     return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
 
 

@@ -127,6 +127,8 @@ class WindowConfig:
             or at none (MTGRBoost, section 4.3).
         skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
             next batch nor written back while they stay. For modes with two buffers, ``dbp`` and ``nestpipe``.
+        depth: batches in flight, for pipelined modes; 0: as many as the table of the mode says. Each holds
+            the samples and buffers of a batch.
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
             averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
@@ -142,6 +144,7 @@ class WindowConfig:
     first_use: bool = False
     taper: float = 1.0
     skip_fetch: bool = False
+    depth: int = 0
     average_every: int = 0
     grid_bits: int = ops.GRID_BITS
     seed: int = 0
@@ -155,6 +158,8 @@ class WindowConfig:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
         if self.dedup not in ("none", "exchange", "lookup", "both"):
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if self.depth < 0:
+            raise ValueError(f"depth counts the batches in flight, got {self.depth}")
         if self.average_every < 0:
             raise ValueError(f"replicas are averaged every so many updates, got {self.average_every}")
         if not 0 < self.taper <= 1:

@@ -21,7 +21,7 @@ from ..setup import Job
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
 from .run import Run, compare_losses, run_once
-from .settings import BASELINE, Setting, lookup_stages, settings
+from .settings import BASELINE, Planned, Setting, lookup_stages, settings
 
 PROBES = 2
 """Runs that find the communication time: the second with the stages already slowed by the first's."""
@@ -37,6 +37,7 @@ class Plan:
         seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
             a synchronous step; the seconds are then found from the real communication. Empty: nothing.
         steps: steps of a run, `WARMUP` of them not measured. rounds: runs of each setting.
+        planned: what `tritonrec plan` has chosen, to be run as well.
     """
 
     job: Job
@@ -49,6 +50,7 @@ class Plan:
     proportions: Mapping[str, float] = field(default_factory=dict)
     steps: int = 8
     rounds: int = 3
+    planned: Planned | None = None
 
     def __post_init__(self) -> None:
         if self.steps < WARMUP + 2:
@@ -63,7 +65,10 @@ class Plan:
     @property
     def settings(self) -> list[Setting]:
         """Rows of the report, the baseline first."""
-        return settings(self.modes, self.micro_batches, self.switches)
+        found = settings(self.modes, self.micro_batches, self.switches)
+        if self.planned and self.planned.setting not in found:
+            found.append(self.planned.setting)
+        return found
 
 
 @dataclass(frozen=True)

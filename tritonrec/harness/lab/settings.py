@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from ...pipeline import NESTPIPE, Mode, Window, WindowConfig, WindowProgram
@@ -68,6 +70,38 @@ def settings(
     if switches:
         chosen += [Setting("nestpipe", count, switches) for count in counts]
     return [setting for place, setting in enumerate(chosen) if setting not in chosen[:place]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The best plan of a file that `tritonrec plan --json` has written, and what it expects.
+
+    Args:
+        setting: N and switches. step: expected seconds per step. gain: over synchronous training.
+        exposed: expected seconds of exposed communication per step.
+    """
+
+    setting: Setting
+    step: float
+    gain: float
+    exposed: float
+
+
+def read_plan(path: Path) -> Planned:
+    """Raises LabError naming the file and what it lacks."""
+    try:
+        best = json.loads(path.read_text())["plans"][0]
+        switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
+        switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
+        switches |= {"skip_fetch": best["skip_fetch"]}
+        plain = {**{each.name: each.default for each in fields(WindowConfig)}, REPLICAS: 1}
+        chosen = {name: value for name, value in switches.items() if value != plain[name]}
+        setting = Setting(best["pipeline"], best["micro_batches"], chosen)
+        return Planned(setting, best["step"], best["gain"], best["exposed"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise LabError(
+            f"{path} is no plan of tritonrec plan --json: {type(error).__name__}: {error}"
+        ) from error
 
 
 def parse_switches(words: Iterable[str]) -> dict[str, Any]:

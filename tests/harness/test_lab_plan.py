@@ -1,0 +1,80 @@
+"""Promise: the lab runs what the planner chose, and puts what it expected beside what was measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tritonrec.harness.lab import report
+from tritonrec.harness.lab.figures import Figures
+from tritonrec.harness.lab.network import LabError
+from tritonrec.harness.lab.rounds import Plan, Result, Row
+from tritonrec.harness.lab.settings import BASELINE, Planned, Setting, read_plan
+from tritonrec.harness.setup import Job
+from tritonrec.pipeline import NESTPIPE, WindowConfig, schedule_of
+
+BEST = {
+    "pipeline": "nestpipe", "micro_batches": 6, "depth": 3, "replicas": 2, "clustered": False, "taper": 0.65,
+    "first_use": True, "skip_fetch": False, "step": 0.5, "gain": 2.0, "exposed": 0.1,
+}  # fmt: skip
+FIGURES = Figures(0.4, 0.2, 0.0, 0.3, 0.12, 0.3, 0.001, 12, 11, 1e6, 1e3, 50)
+
+
+def written(tmp_path, **changes):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plans": [{**BEST, **changes}, BEST]}))
+    return path
+
+
+def test_the_best_plan_becomes_a_setting(tmp_path):
+    planned = read_plan(written(tmp_path))
+    switches = {"taper": 0.65, "depth": 3, "replicas": 2, "first_use": True}
+    assert planned == Planned(Setting("nestpipe", 6, switches), 0.5, 2.0, 0.1)
+    plain = read_plan(written(tmp_path, depth=None, replicas=1, taper=1.0, first_use=False))
+    assert plain.setting == Setting("nestpipe", 6)
+    window = planned.setting.window(seed=0)
+    assert (window.taper, window.depth, planned.setting.replicas) == (0.65, 3, 2)
+    assert schedule_of("nestpipe", window).batches_in_flight == 3
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"plans": []}', '{"plans": [{"taper": 1}]}', "no json"])
+def test_a_file_that_is_no_plan_is_named(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(LabError, match=r"other\.json is no plan of tritonrec plan"):
+        read_plan(path)
+    with pytest.raises(LabError, match="missing"):
+        read_plan(tmp_path / "missing.json")
+
+
+def test_the_plan_is_one_more_row_and_runs_once(tmp_path):
+    planned = read_plan(written(tmp_path))
+    plan = Plan(Job("zipf"), modes=["dbp"], planned=planned)
+    assert plan.settings == [BASELINE, Setting("dbp"), planned.setting]
+    assert replace(plan, planned=replace(planned, setting=Setting("dbp"))).settings == plan.settings[:2]
+    with pytest.raises(LabError, match="3 replicas do not divide 4"):
+        Plan(Job("zipf"), planned=read_plan(written(tmp_path, replicas=3)))
+
+
+def test_expected_stands_beside_measured(tmp_path):
+    planned = read_plan(written(tmp_path))
+    plan = Plan(Job("zipf"), modes=[], planned=planned)
+    found = [
+        Row(setting, FIGURES, ratios, "identical", {}, 0, 0)
+        for setting, ratios in ((BASELINE, [1.0, 1.0, 1.0]), (planned.setting, [2.5, 1.6, 2.6]))
+    ]
+    result = Result(plan, found, {})
+    checked = report.as_json(result)["plan"]
+    assert checked["gain"] == {"expected": 2.0, "measured": 2.5, "error": 2.0 / 2.5 - 1}
+    assert checked["step"] == {"expected": 0.5, "measured": 0.4}
+    line = next(line for line in report.notes(result) if line.startswith("the plan"))
+    assert "expected 2.00x synchronous, measured 2.50x (-20.0%); step 500 ms, 400 ms" in line
+    assert report.as_json(Result(replace(plan, planned=None), found, {}))["plan"] is None
+
+
+def test_depth_is_that_of_the_table_unless_given():
+    assert schedule_of("nestpipe", WindowConfig()).batches_in_flight == NESTPIPE.batches_in_flight
+    assert schedule_of("dbp", WindowConfig(depth=2)).batches_in_flight == 2
+    assert schedule_of("sequential", WindowConfig(depth=2)).batches_in_flight == 1
+    with pytest.raises(ValueError, match="got -1"):
+        WindowConfig(depth=-1)
