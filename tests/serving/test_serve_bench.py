@@ -106,6 +106,20 @@ def test_a_small_run_prints_saves_and_draws(tmp_path):
     assert {"lag over rank 0"} <= {sample.name for sample in trace.counters}
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bounds", "1,x"], "--bounds takes whole numbers from 0"),
+        (["--bounds", "-1"], "--bounds takes whole numbers from 0"),
+        (["--scenarios", "delay"], "--scenarios takes some of delays, balanced"),
+        (["--batch-size", "2"], "4 ranks need as many samples, got 2"),
+    ],
+)
+def test_bad_options_are_named(words, message):
+    result = CliRunner().invoke(app, ["serve-bench", *words], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and message in result.output
+
+
 @pytest.mark.multi_rank
 @pytest.mark.skipif(not available(), reason="needs mpi4py and mpiexec")
 def test_mpi_runs_beside_the_others():
@@ -125,9 +139,9 @@ def test_other_predictions_end_the_run():
 
     plan, digests = bench.Plan(), {}
     first, second = (bench.Setting("delays", "bls", bound) for bound in (0, 1))
-    bench._measure(plan, Pool(), first, 0, digests, None)
+    bench._measure(plan, Pool(), first, 0, digests)
     with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
-        bench._measure(plan, Pool(), second, 0, digests, None)
+        bench._measure(plan, Pool(), second, 0, digests)
 
 
 def test_the_verdict_claims_nothing_inside_the_interval():

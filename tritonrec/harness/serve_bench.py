@@ -181,7 +181,7 @@ def run_bench(
                 setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
                 progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
                 keep = trace if turn == 0 and setting.backend == "bls" else None
-                _measure(plan, pool, setting, turn, digests, keep)
+                _measure(plan, pool, setting, turn, digests, keep, timeout)
                 progress.advance(task)
     return Result(plan, settings, collectives)
 
@@ -192,10 +192,13 @@ def _measure(
     setting: Setting,
     turn: int,
     digests: dict[str, list[str]],
-    trace: Path | None,
+    trace: Path | None = None,
+    timeout: timedelta = TIMEOUT,
 ) -> None:
     delays = draw_delays(plan, setting.scenario, turn)
-    run = Run(setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace)
+    run = Run(
+        setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
+    )
     ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
     found = [each["digest"] for each in ranks]
     if digests.setdefault(setting.scenario, found) != found:

@@ -39,7 +39,7 @@ class Run:
         scenario: ``sizes`` draws the sizes of messages; the others serve `TableWiseDLRM`.
         delays: (W, steps) seconds that each rank sleeps before each step.
         batch_size: samples of all ranks together.
-        trace: directory for a trace of each rank.
+        trace: directory for a trace of each rank. timeout: of the exchange.
     """
 
     scenario: str
@@ -49,6 +49,7 @@ class Run:
     batch_size: int
     seed: int
     trace: Path | None = None
+    timeout: timedelta = TIMEOUT
 
 
 def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
     exchange: Any
     group = communicators.control.group
     if run.backend == "bls":
-        exchange = BoundedLagAllToAll(group, run.bound, model.capacity(run.batch_size), TIMEOUT, recorder)  # type: ignore[attr-defined]
+        exchange = BoundedLagAllToAll(group, run.bound, model.capacity(run.batch_size), run.timeout, recorder)  # type: ignore[attr-defined]
     else:
         exchange = PlainExchange(group, run.bound, model)
     began: list[float] = []

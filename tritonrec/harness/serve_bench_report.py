@@ -74,11 +74,14 @@ def print_report(result: Result, console: Console) -> None:
     """One table for each scenario, and one of plain all-to-alls."""
     plan = result.plan
     console.print(
-        f"{plan.world_size} ranks, {plan.rounds} interleaved rounds of {plan.steps} batches; mean and 95 % "
-        "interval over rounds; predictions of all settings equal, bit for bit\n"
-        "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
-        "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
+        f"{plan.world_size} ranks, {plan.rounds} interleaved rounds; mean and 95 % interval over rounds"
     )
+    if plan.scenarios:
+        console.print(
+            f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
+            "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
+            "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
+        )
     for scenario in plan.scenarios:
         table = Table(title=TITLES[scenario], title_justify="left")
         for name in ("backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response"):
