@@ -10,11 +10,12 @@ import torch
 from tritonrec import ops
 from tritonrec.data.ctr import ClickBatch
 from tritonrec.nn import DLRM, DLRMConfig, attach_grids
-from tritonrec.nn.dlrm import interact, partition_tables
+from tritonrec.nn.dlrm import _matmul, interact, partition_tables
 
 CONFIGS = {
     "criteo": DLRMConfig(tuple(f"C{i}" for i in range(1, 27)), 13, 16, (32, 24), (40, 20)),
     "odd": DLRMConfig(("site", "app", "device"), 1, 7, (5,), (9,)),
+    "six": DLRMConfig(tuple(f"C{i}" for i in range(1, 27)), 13, 6, (8,), (8,)),
     "no_dense": DLRMConfig(("user", "item"), 0, 5, (), (3,)),
     "one_feature_no_hidden": DLRMConfig(("item",), 2, 4, (), ()),
 }
@@ -129,6 +130,38 @@ def test_grids_do_not_depend_on_the_split(config):
         assert grid.any() and torch.equal(parts[name], grid), name
 
 
+@pytest.mark.parametrize("vectors", [1, 2, 4, 22, 27])
+def test_products_of_any_size_do_not_depend_on_the_place_in_the_batch(vectors):
+    """`torch.bmm` itself fails for 27 vectors of 5, 6 or 7 columns: it goes by addresses."""
+    generator = torch.Generator().manual_seed(vectors)
+    for dim in (1, 3, 5, 6, 7, 8, 13, 16, 17, 33):
+        x = torch.randn(24, vectors, dim, generator=generator)
+        dy = torch.randn(24, vectors * (vectors - 1) // 2, generator=generator)
+
+        def run(at, x=x, dy=dy):
+            leaf = x[at].requires_grad_()
+            pairs = interact(leaf)
+            (gradient,) = torch.autograd.grad(pairs, leaf, dy[at])
+            return pairs.detach(), gradient
+
+        whole = run(torch.arange(24))
+        for size in (1, 2, 3, 8, 11, 24):
+            at = torch.randperm(24, generator=generator)[:size]
+            for got, expected in zip(run(at), whole, strict=True):
+                assert torch.equal(got, expected[at]), (dim, size)
+
+
+def test_products_elsewhere_than_on_a_cpu_are_the_same_up_to_rounding():
+    a, b = torch.randn(5, 4, 7, device="cpu"), torch.randn(5, 7, 3)
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("meta")
+
+    got = _matmul(a.as_subclass(Elsewhere), b)
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), torch.bmm(a, b), rtol=1e-5, atol=1e-5)
+    assert torch.equal(_matmul(a[2:3].as_subclass(Elsewhere), b[2:3]), got[2:3])
+
+
 def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():
     vectors = torch.tensor([[[1.0, 0], [10, 1], [100, 2]]])
     assert interact(vectors).tolist() == [[10, 100, 1002]]  # (1,0) (2,0) (2,1)
@@ -149,9 +182,7 @@ def test_what_does_not_fit_is_refused():
     model, (batch, rows) = make_model(config), make_batch(config)
     with pytest.raises(ValueError, match=r"dense must be \(B, 1\), got \(37, 2\)"):
         model(replace(batch, dense=torch.zeros(SAMPLES, 2)), rows)
-    with pytest.raises(
-        ValueError, match=r"rows of feature 'app' are missing, there are \['device'"
-    ):
+    with pytest.raises(ValueError, match=r"rows of feature 'app' are missing, there are \['device'"):
         model(batch, {name: part for name, part in rows.items() if name != "app"})
     with pytest.raises(ValueError, match="distinct names"):
         replace(config, features=("a", "a"))
