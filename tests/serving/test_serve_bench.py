@@ -127,7 +127,7 @@ def test_mpi_runs_beside_the_others():
     (cells,) = run_with_mpi(2, 1, 0, [1, 16], lambda: sizes.append(1))
     assert len(sizes) == 2
     assert {size: {name: len(each) for name, each in by_name.items()} for size, by_name in cells.items()} == {
-        size: {"gloo": 2, "bls": 2, "MPI": 2} for size in (1, 16)
+        size: {name + of: 2 for name in ("gloo", "bls", "MPI") for of in ("", " cpu")} for size in (1, 16)
     }
 
 

@@ -59,9 +59,12 @@ def verdict(result: Result, scenario: str, backend: str) -> str:
         )
     if scenario == "delays":
         possible = interval([a - b for a, b in zip(synchronous.by_delays, best.by_delays, strict=True)])[0]
-        masked = "nothing of it is shown to be masked"
-        if gained - half > 0:
-            masked = f"{'all' if gained + half >= possible else 'part'} of it is masked"
+        if not gained - half > 0:
+            masked = "nothing of it is shown to be masked"
+        elif gained - half >= possible:
+            masked = "all of it is masked"
+        else:
+            masked = "the interval allows all of it" if gained + half >= possible else "part of it is masked"
         text += (
             f"; the others' delays cost {possible * 1e3:.2f} ms, {masked} (delays alone: "
             f"{interval(synchronous.by_delays)[0] * 1e3:.2f} ms with k = 0, "
@@ -107,18 +110,29 @@ def print_report(result: Result, console: Console) -> None:
 
 
 def _print_collectives(result: Result, console: Console) -> None:
-    names = list(next(iter(result.collectives.values())))
+    names = _backends(result)
     table = Table(title="Synchronous all-to-all, k = 0", title_justify="left")
-    for name in ("bytes to each rank", *(f"{name} us" for name in names), "bls / gloo"):
+    for name in ("bytes to each rank", *(f"{name} us" for name in names), "bls / gloo", "processor"):
         table.add_column(name, justify="right", no_wrap=True)
     for size, cells in result.collectives.items():
-        ratio = interval([b / g for b, g in zip(cells["bls"], cells["gloo"], strict=True)])
+        ratios = [
+            "{:.2f} ± {:.2f}".format(
+                *interval([b / g for b, g in zip(cells["bls" + of], cells["gloo" + of], strict=True)])
+            )
+            for of in ("", " cpu")
+        ]
         times = ["{:.0f} ± {:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
-        table.add_row(f"{size:,}", *times, "{:.2f} ± {:.2f}".format(*ratio))
+        table.add_row(f"{size:,}", *times, *ratios)
     console.print(table)
+    console.print("bls / gloo: of time, and of the processor's time in the slowest rank", highlight=False)
     console.print(PAPER_COLLECTIVES, highlight=False)
     if "MPI" not in names:
         console.print("MPI is left out: it needs mpi4py and mpiexec", highlight=False)
+
+
+def _backends(result: Result) -> list[str]:
+    """Those whose collectives were timed."""
+    return [name for name in COLOURS if name in next(iter(result.collectives.values()))]
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -190,7 +204,7 @@ def _draw_scenario(axes: Any, result: Result, scenario: str) -> None:
 
 def _draw_collectives(axes: Any, result: Result) -> None:
     sizes = list(result.collectives)
-    for name in result.collectives[sizes[0]]:
+    for name in _backends(result):
         found = [interval(result.collectives[size][name]) for size in sizes]
         means, halves = ([each[at] * 1e6 for each in found] for at in (0, 1))
         axes.errorbar(sizes, means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)
