@@ -243,11 +243,12 @@ class BoundedLagAllToAll:
         for peer in range(self.world_size):
             number, rows, their_row_bytes, bound = _header(slot.receive[peer]).tolist()
             if (number, their_row_bytes, bound) != (exchange.number, row_bytes, self.bound):
-                raise RuntimeError(
+                self._failure = (
                     f"rank {peer} sent exchange {number}, bound {bound}, rows of {their_row_bytes} bytes; "
                     f"rank {self.rank} expected {exchange.number}, bound {self.bound}, {row_bytes} bytes: "
                     "all ranks have to run the same exchanges"
                 )
+                raise RuntimeError(self._failure)
             exchange.counts.append(rows)
         total = sum(exchange.counts)
         values = like.new_empty((total, *row_shape)) if exchange.out is None else exchange.out
