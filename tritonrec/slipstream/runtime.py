@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import ops
 from ..embedding import HashTableCollection
 from ..pipeline import Trainer, Window
 from .classify import Classification, Judgement, classify
@@ -211,7 +212,9 @@ class Slipstream:
         """A snapshot: compare with the last one, and keep this one in its place."""
         for group in self._groups:
             if self._taken:
-                change = (group.now - group.before).square().sum(1).sqrt()
+                moved = (group.now - group.before).square()
+                # `ops.linear` adds up a row the same way among any other rows, as on other world sizes.
+                change = ops.linear(moved, moved.new_ones(1, moved.shape[1])).squeeze(1).sqrt()
                 seen = group.known & group.trained
                 group.changes.append(torch.where(seen, change, math.inf))
             group.known |= group.trained

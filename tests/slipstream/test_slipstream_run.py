@@ -1,0 +1,150 @@
+"""`tritonrec train --slipstream`: the same at every world size and in every mode, exact at threshold 0."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from slip_kit import CONFIG, DATA, job
+from typer.testing import CliRunner
+
+from tritonrec.distributed import Communicators, RankPool
+from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.harness.cases import Case
+from tritonrec.harness.cli import app
+from tritonrec.harness.run_case import record_reference, run_case
+from tritonrec.harness.slipstream import SlipstreamRun, train_slipstream
+from tritonrec.harness.train import Run, train
+from tritonrec.pipeline import WindowConfig
+from tritonrec.slipstream import SlipstreamConfig
+
+STEPS = 40  # of 19 an epoch
+
+
+def compare(run, slipstream, communicators=None):
+    return train_slipstream(communicators or Communicators.local(), run, slipstream, quiet=True)
+
+
+def a_run(mode="sequential", window=None, **changes):
+    return Run(job(**changes), mode, window or WindowConfig(1), "rowwise_adagrad", steps=STEPS)
+
+
+PLAN = SlipstreamRun(CONFIG, (0.3, 0.7))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return compare(a_run(), PLAN)
+
+
+def same(one, other):
+    names = ("digest", "metrics", "classification", "inputs", "steps", "loss")
+    return [[run[name] for name in names] for run in one["runs"]] == [
+        [run[name] for name in names] for run in other["runs"]
+    ] and one["snapshots"]["changes"] == other["snapshots"]["changes"]
+
+
+def test_all_inputs_end_where_plain_training_ends(alone):
+    plain = train(Communicators.local(), a_run("nestpipe", WindowConfig(3)), quiet=True)
+    exact = alone["runs"][0]
+    assert exact["digest"] == plain["digest"] and exact["metrics"] == plain["metrics"]
+    assert exact["steps"] == STEPS - CONFIG.classify_at and exact["drop"] is None
+    few, many = alone["runs"][1:]
+    assert exact["inputs"] > few["inputs"] > many["inputs"] and few["digest"] != exact["digest"]
+    assert many["counts"]["read"] < few["counts"]["read"] < exact["counts"]["read"]
+    for run in (few, many):
+        found = run["classification"]
+        assert 0 < found["dropped"] <= run["drop"] * found["hot_inputs"]
+        assert found["inputs"] == 450 and found["stale_rows"] > 0
+
+
+@pytest.mark.multi_rank
+def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(alone):
+    with RankPool([(2, 1), (2, 2)]) as pool:
+        two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
+        window = WindowConfig(2, skip_fetch=True)
+        replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
+    for summary in (*two, *replicas):
+        assert same(summary, alone)
+    assert two[0]["runs"][0]["counts"]["row_bytes"] > two[0]["runs"][2]["counts"]["row_bytes"] > 0
+    assert 0 < two[0]["snapshots"]["bytes_of_largest_rank"] < alone["snapshots"]["bytes_of_largest_rank"]
+
+
+def test_threshold_0_is_exact_in_every_bit():
+    plan = SlipstreamRun(replace(CONFIG, threshold=0.0), (0.5,))
+    policy = TablePolicy(Eviction("lru", capacity=12), admission=2)
+    exact, none = compare(a_run("nestpipe", WindowConfig(2), policy=policy), plan)["runs"]
+    assert none["classification"]["dropped"] == 0 and none["classification"]["hot_inputs"] > 0
+    assert none["digest"] == exact["digest"] and none["inputs"] == exact["inputs"]
+
+
+def case_of(threshold, directory):
+    """The case of `verify`'s variant, at any threshold."""
+    slipstream = SlipstreamConfig(2, 2, 1, hot_share=0.0, threshold=threshold, alpha=10)
+    case = Case("nestpipe", "batch", 1, 2, False, "adam", 8)
+    record_reference(case.reference(job(batch_size=9)), 8, directory)
+    return run_case(Communicators.local(), job(batch_size=9, slipstream=slipstream), case, directory)
+
+
+def test_verify_sees_whether_inputs_were_dropped(tmp_path, monkeypatch):
+    # The reference is recorded under the job's own name: without Slipstream, whatever the case has.
+    monkeypatch.setattr(
+        "tritonrec.harness.cases.Reference.file_name", property(lambda self: "reference.safetensors")
+    )
+    exact = case_of(0.0, str(tmp_path))
+    assert exact.first_difference is None and exact.counts["judged"] > 0 and exact.counts["hot_inputs"] > 0
+    approximate = case_of(1e9, str(tmp_path))
+    assert approximate.counts["dropped"] > 0
+    assert approximate.first_difference is not None and approximate.first_difference.step >= 4
+
+
+def test_online_the_last_inputs_are_classified_by_what_the_first_have_shown():
+    plan = SlipstreamRun(replace(CONFIG, drop=0.5), (0.0, 0.5), online=0.4)
+    summary = compare(a_run(), plan)
+    assert summary["classify_at"] == 12  # 270 of 450 inputs in batches of 24
+    exact, none, half = summary["runs"]
+    assert exact["inputs"] == 180 and exact["steps"] == 8 and half["classification"]["inputs"] == 180
+    assert none["classification"]["dropped"] == 0 and none["digest"] == exact["digest"]
+    assert half["inputs"] == 180 - half["classification"]["dropped"] < 180
+    with pytest.raises(ValueError, match="take 37 steps, the first segment has 12: choose fewer"):
+        compare(a_run(), SlipstreamRun(replace(CONFIG, warmup=31), online=0.4))
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ValueError, match="use the model dlrm, not hstu"):
+        compare(Run(replace(job(), model="hstu", data="ml-100k")), PLAN)
+    with pytest.raises(ValueError, match="does not go with checkpoint"):
+        compare(replace(a_run(), checkpoint="somewhere"), PLAN)
+    with pytest.raises(ValueError, match="inputs are classified after 10 steps: ask for more"):
+        compare(replace(a_run(), steps=10), PLAN)
+    with pytest.raises(ValueError, match=r"online must be in \[0, 1\)"):
+        SlipstreamRun(CONFIG, online=1.0)
+    with pytest.raises(ValueError, match="the share to drop must be in"):
+        SlipstreamRun(CONFIG, (0.5, 2.0))
+
+
+def test_the_command_prints_what_was_dropped_saved_and_lost_and_draws_it(tmp_path):
+    arguments = [
+        "train", "--model", "dlrm", "--data", DATA, "--batch-size", 24, "--dim", 6, "--steps", 40,
+        "--slipstream", "--warmup", 3, "--snapshot-every", 2, "--hot-share", 0.02, "--drop", "0.2,0.6",
+        "--json", tmp_path / "s.json", "--png", tmp_path / "s.png",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, [str(word) for word in arguments])
+    assert result.exit_code == 0, result.output
+    for words in (
+        "APPROXIMATE",
+        "rows stale",
+        "speed-up",
+        "rows read",
+        "MB sent",
+        "accuracy",
+        "BCE",
+        "MB on the",
+    ):
+        assert words in result.stdout, words
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert [run["drop"] for run in summary["runs"]] == [None, 0.2, 0.6]
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    bad = CliRunner().invoke(app, ["train", "--drop", "2", "--slipstream", "--model", "dlrm", "--data", DATA])
+    assert bad.exit_code == 2 and "--drop takes shares from 0 to 1" in bad.output
+    bare = CliRunner().invoke(app, ["train", "--png", "x.png", "--model", "dlrm", "--data", DATA])
+    assert bare.exit_code == 2 and "--png goes with --slipstream" in bare.output
