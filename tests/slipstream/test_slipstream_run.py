@@ -109,6 +109,15 @@ def test_online_the_last_inputs_are_classified_by_what_the_first_have_shown():
         compare(a_run(), SlipstreamRun(replace(CONFIG, warmup=31), online=0.4))
 
 
+def test_the_control_drops_as_many_inputs_at_random():
+    exact, few, control = compare(a_run(), SlipstreamRun(CONFIG, (0.7,), control=True))["runs"]
+    assert not few["at_random"] and control["at_random"]
+    assert control["classification"] == few["classification"] and control["digest"] != few["digest"]
+    # of 450 inputs, each in one or two of the epochs that are left
+    share = few["classification"]["dropped"] / 450
+    assert 0.8 * share < 1 - control["inputs"] / exact["inputs"] < 1.2 * share
+
+
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="use the model dlrm, not hstu"):
         compare(Run(replace(job(), model="hstu", data="ml-100k")), PLAN)
@@ -125,13 +134,14 @@ def test_what_does_not_go_together_is_refused():
 def test_the_command_prints_what_was_dropped_saved_and_lost_and_draws_it(tmp_path):
     arguments = [
         "train", "--model", "dlrm", "--data", DATA, "--batch-size", 24, "--dim", 6, "--steps", 40,
-        "--slipstream", "--warmup", 3, "--snapshot-every", 2, "--hot-share", 0.02, "--drop", "0.2,0.6",
+        "--slipstream", "--warmup", 3, "--snapshot-every", 2, "--hot-share", 0.01, "--drop", "0.2,0.6", "--control",
         "--json", tmp_path / "s.json", "--png", tmp_path / "s.png",
     ]  # fmt: skip
     result = CliRunner().invoke(app, [str(word) for word in arguments])
     assert result.exit_code == 0, result.output
     for words in (
         "APPROXIMATE",
+        "20% random",
         "rows stale",
         "speed-up",
         "rows read",
@@ -142,7 +152,7 @@ def test_the_command_prints_what_was_dropped_saved_and_lost_and_draws_it(tmp_pat
     ):
         assert words in result.stdout, words
     summary = json.loads((tmp_path / "s.json").read_text())
-    assert [run["drop"] for run in summary["runs"]] == [None, 0.2, 0.6]
+    assert [run["drop"] for run in summary["runs"]] == [None, 0.2, 0.2, 0.6, 0.6]
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     bad = CliRunner().invoke(app, ["train", "--drop", "2", "--slipstream", "--model", "dlrm", "--data", DATA])
     assert bad.exit_code == 2 and "--drop takes shares from 0 to 1" in bad.output

@@ -62,12 +62,12 @@ class ClickLog:
             raise ValueError(f"a log of clicks needs features with distinct names, got {self.features}")
         wrong = (self.labels != 0) & (self.labels != 1)
         if wrong.any():
-            row = int(wrong.nonzero()[0][0])
-            raise ValueError(f"labels must be 0 or 1: row {row} has {self.labels[row]}")
+            at = int(wrong.nonzero()[0][0])
+            raise ValueError(f"labels must be 0 or 1: row {at} has {self.labels[at]}")
         if not np.isfinite(self.dense).all():
-            row, column = (int(at[0]) for at in (~np.isfinite(self.dense)).nonzero())
+            row, place = (int(at[0]) for at in (~np.isfinite(self.dense)).nonzero())
             raise ValueError(
-                f"dense values must be finite: row {row}, column {column} has {self.dense[row, column]}"
+                f"dense values must be finite: row {row}, column {place} has {self.dense[row, place]}"
             )
         if not 1 <= self.trained <= rows:
             raise ValueError(f"trained must be in [1, {rows}], the rows of the log, got {self.trained}")

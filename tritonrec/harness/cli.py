@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -263,6 +264,12 @@ def train(
             min=0, max=1, help="Share of the hot inputs to sample, 1000 at least.", rich_help_panel=SLIPSTREAM
         ),
     ] = 1e-3,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Also drop as many inputs at random, beside.", rich_help_panel=SLIPSTREAM
+        ),
+    ] = False,
     online: Annotated[
         float,
         typer.Option(
@@ -346,7 +353,8 @@ def train(
         evaluate_every=evaluate_every,
         trace=str(trace) if trace else None,
     )
-    job_of_a_rank, args = train_rank, (run,)
+    job_of_a_rank: Callable[..., dict[str, Any]] = train_rank
+    args: tuple[Any, ...] = (run,)
     if slipstream:
         plan = _checked(
             lambda: SlipstreamRun(
@@ -355,6 +363,7 @@ def train(
                     sample=sample, snapshot_mb=snapshot_mb, seed=seed,
                 ),
                 _shares(drop, "--drop"),
+                control,
                 online,
             )
         )  # fmt: skip

@@ -27,6 +27,8 @@ from .train import Run, gathered, mean_loss, progress_bar, state_digest, totals
 
 TURNS = 10
 """How often the runs take turns."""
+CONTROL_EPOCH = 2**40
+"""An epoch that nobody trains: its order is the one in which the control drops inputs."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -36,12 +38,14 @@ class SlipstreamRun:
 
     Args:
         config: of Slipstream. drops: shares of the hot inputs to drop, one run for each.
+        control: for each also a run that drops as many inputs at random.
         online: share of the inputs, the latest, that come after the classification (section IV.D): one epoch
             of the others is trained first, then these once. 0: the epochs of all inputs go on.
     """
 
     config: SlipstreamConfig
     drops: tuple[float, ...] = (0.5,)
+    control: bool = False
     online: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,6 +63,7 @@ class _Branch:
     drop: float | None  # None: all inputs
     classification: Classification | None
     left: RemainingLoader
+    at_random: bool
     model: torch.nn.Module
     tables: HashTableCollection
     dense: DenseOptimizer
@@ -106,21 +111,27 @@ def train_slipstream(
             bar.update(task, completed=result.step + 1, loss=f"loss {loss:.4f}")
     started = time.process_time()
     judgement = watch.judge()
-    kept_all = torch.ones(after.num_samples, dtype=torch.bool)
-    classified: list[tuple[float | None, Classification | None]] = [(None, None)]
-    classified += [(drop, watch.classify(judgement, after, drop)) for drop in slipstream.drops]
+    classified = [watch.classify(judgement, after, drop) for drop in slipstream.drops]
     overhead = watch.seconds + (time.process_time() - started) / len(slipstream.drops)
 
-    branches = []
-    for drop, classification in classified:
-        kept = kept_all if classification is None else classification.kept
+    def branch(drop: float | None, found: Classification | None, kept: torch.Tensor, at_random: bool = False):
         left = RemainingLoader(after, kept, start, stop, first)
-        branches.append(_branch(communicators, run, drop, classification, left, tables, dense))
+        copied = _copy(communicators, run, tables, dense)
+        branches.append(_Branch(drop, found, left, at_random, *copied))
+
+    branches: list[_Branch] = []
+    branch(None, None, torch.ones(after.num_samples, dtype=torch.bool))
+    for drop, found in zip(slipstream.drops, classified, strict=True):
+        branch(drop, found, found.kept)
+        if slipstream.control:
+            order = after.epoch_order(CONTROL_EPOCH)
+            kept = torch.ones_like(found.kept).index_fill(0, order[: found.dropped], False)
+            branch(drop, found, kept, at_random=True)
     try:
         _take_turns(communicators, branches, console)
     finally:
-        for branch in branches:
-            branch.trainer.close()
+        for each in branches:
+            each.trainer.close()
     summary = {
         "job": run.job.as_json(),
         "mode": run.mode,
@@ -135,7 +146,7 @@ def train_slipstream(
             "changes": [_quantiles(changes) for changes in watch.history()],
         },
         "overhead_cpu_seconds": sum(_each_rank(communicators, int(overhead * 1e6))) / 1e6,
-        "runs": [_outcome(communicators, run.job, branch, after) for branch in branches],
+        "runs": [_outcome(communicators, run.job, each, after) for each in branches],
     }
     print_slipstream(summary, console)
     return summary
@@ -177,21 +188,14 @@ def _late(config: SlipstreamConfig, last: int) -> SlipstreamConfig:
     return SlipstreamConfig(**{**asdict(config), "warmup": last - config.snapshots * config.every})
 
 
-def _branch(
-    communicators: Communicators,
-    run: Run,
-    drop: float | None,
-    classification: Classification | None,
-    left: RemainingLoader,
-    tables: HashTableCollection,
-    dense: DenseOptimizer,
-) -> _Branch:
-    """A run that goes on from a copy of the state."""
+def _copy(
+    communicators: Communicators, run: Run, tables: HashTableCollection, dense: DenseOptimizer
+) -> tuple[torch.nn.Module, HashTableCollection, DenseOptimizer, Trainer]:
+    """Model, tables, optimizer and trainer that go on from the same state."""
     model, own, own_dense = run.job.build(run.optimizer)
     own.load_state(tables.state())
     own_dense.load(dense.rows)
-    trainer = Trainer(model, own, own_dense, communicators, run.mode, run.window)
-    return _Branch(drop, classification, left, model, own, own_dense, trainer)
+    return model, own, own_dense, Trainer(model, own, own_dense, communicators, run.mode, run.window)
 
 
 def _take_turns(communicators: Communicators, branches: Sequence[_Branch], console: Console) -> None:
@@ -225,6 +229,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
     seconds = _each_rank(communicators, int(branch.cpu * 1e6))
     return {
         "drop": branch.drop,
+        "at_random": branch.at_random,
         "classification": None if branch.classification is None else branch.classification.as_json(),
         "inputs": branch.left.num_inputs,
         "steps": branch.left.num_steps,

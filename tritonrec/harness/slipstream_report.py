@@ -61,6 +61,8 @@ def _dropped(summary: dict[str, Any]) -> Table:
     for name in ("drop", "T", "rows stale", "hot inputs", "sample", "estimate at T", "dropped", "of all"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in summary["runs"][1:]:
+        if run["at_random"]:
+            continue
         found = run["classification"]
         low, _share, high = found["interval"]
         table.add_row(
@@ -111,7 +113,7 @@ def _quality(summary: dict[str, Any]) -> Table:
 
 
 def _name(run: dict[str, Any]) -> str:
-    return "none" if run["drop"] is None else f"{run['drop']:.0%}"
+    return "none" if run["drop"] is None else f"{run['drop']:.0%}{' random' if run['at_random'] else ''}"
 
 
 def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
@@ -138,8 +140,9 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
         for run in summary["runs"]:
             lost = (exact - run["metrics"]["accuracy"]) * 100
             speed = 1.0 if run["drop"] is None else speedup(summary, run)
-            right.scatter(speed, lost, color="#d00000" if run["drop"] is None else "#0072b2")
-            label = "all inputs" if run["drop"] is None else f" drop {run['drop']:.0%}"
+            colour = "#d00000" if run["drop"] is None else "#999999" if run["at_random"] else "#0072b2"
+            right.scatter(speed, lost, color=colour)
+            label = " all inputs" if run["drop"] is None else f" drop {_name(run)}"
             right.annotate(label, (speed, lost), fontsize=8)
         right.axhline(PAPER_LOSS * 100, color="grey", linestyle=":", label="0.04 %, the paper's loss")
         right.axvline(2, color="grey", linestyle="--", label="2x")
