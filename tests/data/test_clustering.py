@@ -152,3 +152,9 @@ def test_micro_batches_follow_the_taper(clustering):
     parts = split(batch, 5, clustering, 0.5)
     assert [len(part) for part in parts] == [10, 20, 40, 20, 10]
     assert sorted(torch.cat(parts).tolist()) == list(range(100))
+
+
+def test_a_taper_that_leaves_nothing_for_the_ends_still_cuts():
+    batch = jagged([[sample] for sample in range(40)])
+    parts = split(batch, 300, True, 1e-3)
+    assert sorted(torch.cat(parts).tolist()) == list(range(40))

@@ -22,6 +22,9 @@ class FakeAccelerator:
         self._queues = {}
         self.log = []
 
+    def begin(self):
+        self.begun = True
+
     def run(self, lane, after, work):
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()

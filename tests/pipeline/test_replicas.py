@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
@@ -191,3 +192,22 @@ def sync_now(communicators):
 
 def test_syncing_exact_replicas_is_refused(pool):
     assert "nothing to average" in pool.run(sync_now, 2, replicas=2)[0]
+
+
+def mesh_refused(communicators):
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 3], [2, 1]]), mesh_dim_names=("shard", "replicate"))
+    try:
+        Communicators.on(mesh)
+    except ValueError as error:
+        return str(error)
+
+
+def on_mesh(communicators):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    return where(Communicators.on(mesh))
+
+
+def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
+    with RankPool([(4, 2)]) as own:
+        assert own.run(on_mesh, 4, replicas=2) == own.run(where, 4, replicas=2)
+        assert all("ranks must ascend" in message for message in own.run(mesh_refused, 4, replicas=2))

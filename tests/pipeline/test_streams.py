@@ -120,6 +120,7 @@ def test_device_streams_use_one_stream_a_lane_and_wait_before_they_work(monkeypa
     monkeypatch.setattr(torch, "Stream", RecordedStream)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: log.append(f"synchronised {device}"))
     on = streams.DeviceStreams(torch.device("cuda:0"))
+    on.begin()
     first = on.run("compute", [], lambda: log.append("work 1"))
     second = on.run("communication", [first], lambda: log.append("work 2"))
     on.run("compute", [second], lambda: log.append("work 3"))

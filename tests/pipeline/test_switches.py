@@ -24,11 +24,13 @@ from tritonrec.pipeline import (
     NESTPIPE,
     PIPELINED,
     Edge,
+    Executor,
     ScheduleError,
     Trainer,
     WindowConfig,
     check,
     keep_rows,
+    with_replicas,
 )
 
 CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
@@ -161,7 +163,7 @@ def test_keeping_rows_needs_two_buffers():
     with pytest.raises(ValueError, match="'fwp' has no second buffer"):
         keep_rows(FWP)
     for mode in ("sync", "sequential"):
-        with pytest.raises(ValueError, match=r"no row can stay in one|keeps no rows between batches"):
+        with pytest.raises(ValueError, match="keeps no rows between batches"):
             Trainer(*parts(), Communicators.local(), mode, WindowConfig(skip_fetch=True))
     assert Edge("write_back", batch=1) in KEEPING["retrieve"].after
 
@@ -174,8 +176,55 @@ def test_keeping_rows_needs_two_buffers():
         {"first_use": True, "dedup": "lookup"},
         {"skip_fetch": True, "dedup": "exchange"},
         {"first_use": True, "micro_batches": 300},
+        {"depth": -1},
     ],
 )
 def test_switches_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="got"):
         WindowConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "schedule", [keep_rows(NESTPIPE), with_replicas(NESTPIPE)], ids=["keeps", "replicas"]
+)
+def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
+    with pytest.raises(ValueError, match="it must be made by schedule_of"):
+        Trainer(*parts(), Communicators.local(), "nestpipe", WindowConfig(2), schedule=schedule)
+    with pytest.raises(ValueError, match=r"keeps rows: False.*skip_fetch=True"):
+        Trainer(*parts(), Communicators.local(), "nestpipe", WindowConfig(skip_fetch=True), schedule=NESTPIPE)
+
+
+def test_an_interrupt_while_waiting_loses_nothing(monkeypatch):
+    expected, _ = run("sync")
+    made, wait = parts(), Executor.wait
+    with Trainer(
+        *made, Communicators.local(), "nestpipe", WindowConfig(2, seed=4, skip_fetch=True)
+    ) as training:
+        source, results = iter(batches()), []
+        for _ in range(5):
+            results.append(training.progress(source))
+
+        def interrupted(executor, batch):
+            monkeypatch.setattr(Executor, "wait", wait)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Executor, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.progress(source)
+        results += training.run([])
+        assert [result.step for result in results] == list(range(6))
+    assert same(state(made), expected)
+
+
+def test_a_failed_window_leaves_no_gradient_behind():
+    def trained(made):
+        config = WindowConfig(2, "window", seed=4)
+        with Trainer(*made, Communicators.local(), "nestpipe", config) as training:
+            list(training.run(batches()))
+        return state(made)
+
+    made = parts()
+    model, _, dense = made
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # what a window that failed half way has left
+    assert same(trained((model, parts()[1], dense)), trained(parts()))

@@ -71,7 +71,7 @@ def tapered(num_micro_batches: int, taper: float) -> Tensor:
         raise ValueError(f"taper is a ratio of sizes in (0, 1], got {taper}")
     places = torch.arange(num_micro_batches)
     from_the_end = torch.minimum(places, places.flip(0))
-    shares = taper ** (from_the_end.max() - from_the_end).double()
+    shares = (taper ** (from_the_end.max() - from_the_end).double()).clamp_min(1e-9)  # 0 is no share
     return shares / shares.sum()
 
 

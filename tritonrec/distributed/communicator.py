@@ -221,7 +221,11 @@ class Communicators:
 
     @classmethod
     def _of(cls, mesh: torch.Tensor, timeout: timedelta) -> Communicators | None:
-        """Groups on a mesh (L, G) of ranks."""
+        """Groups on a mesh (L, G) of ranks; process groups count their ranks in ascending order."""
+        if bool((mesh.diff(dim=0) <= 0).any()) or bool((mesh.diff(dim=1) <= 0).any()):
+            raise ValueError(
+                f"ranks must ascend along 'shard' and along 'replicate', got the mesh {mesh.tolist()}"
+            )
         here, found = dist.get_rank(), {}
 
         def groups(parts: torch.Tensor, *names: str, timeout: timedelta = timeout) -> None:

@@ -45,6 +45,8 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
     destroyed on the way out, also after an error.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size % replicas:
+        raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
     if world_size == 1:
         yield Communicators.local()
         return

@@ -285,8 +285,8 @@ def _replicas_keep_their_gradients(program: WindowProgram) -> None:
         for table in window.tables:
             assert table.row_gradient is not None
             mean = program._mean(table.row_gradient, window.row_terms, "embedding gradient")
-            table.row_gradient = torch.zeros(len(table.keys), mean.shape[1])
-            table.row_gradient[table.places[program.communicators.replica.rank]] = mean
+            table.mean_gradient = torch.zeros(len(table.keys), mean.shape[1])
+            table.mean_gradient[table.places[program.communicators.replica.rank]] = mean
 
     program.actions["replica_reduce"] = alone
 

@@ -34,9 +34,9 @@ class RunSaver:
             gather=communicators.checkpoint.gather_texts,
             full_every=full_every,
         )
-        if full_every > 1:
+        self._incremental = full_every > 1 and self._saves
+        if self._incremental:
             tables.track_changes()
-        self._incremental = full_every > 1
 
     def save(self, step: int) -> None:
         """Take the state after `step` steps, and return while it is being written. Collective.

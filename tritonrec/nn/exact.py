@@ -31,8 +31,9 @@ def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str
 
 
 def detach_grids(module: torch.nn.Module) -> None:
-    """Take the grids away; gradients are ordinary float32 ones again."""
+    """Take the grids away; gradients are ordinary float32 ones again, and start from nothing."""
     for parameter in module.parameters():
+        parameter.grad = None
         for attribute in ("grid", "grid_bits", "grid_name"):
             if hasattr(parameter, attribute):
                 delattr(parameter, attribute)

@@ -78,6 +78,8 @@ class Executor:
                 lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
             )
             self._raise_if_stopped()
+            if not self._left:
+                self._streams.begin()
             tasks = list(self.schedule.tasks(batch, self.micro_batches))
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)

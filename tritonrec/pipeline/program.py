@@ -263,7 +263,7 @@ class WindowProgram:
             sums = self._no_gradients(size, rows.shape[1])
             self._add_rows(came, to_device(shares.rows, self.device), sums)
             mean = self._mean(sums, window.row_terms, "embedding gradient").repeat(copies, 1)
-            table.row_gradient = self._travel(window, mean, [size] * copies, shares.sizes, over=replica)
+            table.mean_gradient = self._travel(window, mean, [size] * copies, shares.sizes, over=replica)
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """The mean dense gradients of all ranks, as one flat message.
@@ -272,6 +272,7 @@ class WindowProgram:
         """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         parts = [self._take_gradient(name, p) for name, p in zip(names, parameters, strict=True)]
+        window.dense_sums = parts
         flat = torch.cat([part.reshape(-1) for part in parts])
         share = self.communicators.reduce.reduce_scatter(flat, "dense gradients")
         means = self.communicators.reduce.all_gather(self._over(share, window.terms))
@@ -286,10 +287,11 @@ class WindowProgram:
         here, so that storing and reading them changes nothing.
         """
         for group, table in zip(self.tables.groups, window.tables, strict=True):
-            assert table.row_gradient is not None
-            gradient = table.row_gradient
+            gradient = table.mean_gradient
             if not self.replicated:
-                gradient = self._mean(gradient, window.row_terms, "embedding gradient")
+                assert table.row_gradient is not None
+                gradient = self._mean(table.row_gradient, window.row_terms, "embedding gradient")
+            assert gradient is not None
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
                 indices = to_device(table.admitted, self.device)

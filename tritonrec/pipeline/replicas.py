@@ -74,12 +74,12 @@ class ReplicaAverage:
                     "average_every=0"
                 )
         self.tables, self.communicator = tables, communicator
-        self._used: list[list[torch.Tensor]] = [[] for _ in tables.groups]
+        self._used = [torch.empty(0, dtype=torch.int64) for _ in tables.groups]
 
     def note(self, window: Window) -> None:
         """Remember the rows that a window has updated."""
-        for used, table in zip(self._used, window.tables, strict=True):
-            used.append(table.keys)
+        for index, table in enumerate(window.tables):
+            self._used[index] = torch.cat([self._used[index], table.keys]).unique()
 
     def average(self) -> int:
         """Average the rows used since the last call; returns the bytes of rows sent. Collective.
@@ -88,8 +88,7 @@ class ReplicaAverage:
         """
         sent = 0
         for index, group in enumerate(self.tables.groups):
-            mine = torch.cat([torch.empty(0, dtype=torch.int64), *self._used[index]]).unique()
-            self._used[index] = []
+            mine, self._used[index] = self._used[index], self._used[index][:0]
             keys = torch.cat(self.communicator.gather(mine)).unique()
             if not len(keys):
                 continue

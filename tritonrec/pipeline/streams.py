@@ -19,6 +19,9 @@ import torch
 class Streams(Protocol):
     """What the executor asks of the place where work runs."""
 
+    def begin(self) -> None:
+        """Before the first work of an empty pipeline: what the caller has queued comes before it."""
+
     def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> Any:
         """Run or queue `work` on the lane behind the events `after` of other lanes.
 
@@ -31,6 +34,9 @@ class Streams(Protocol):
 
 class HostStreams:
     """Work runs at once, on the lane's own thread."""
+
+    def begin(self) -> None:
+        """See `Streams`."""
 
     def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> None:
         """See `Streams`."""
@@ -50,7 +56,10 @@ class DeviceStreams:
     def __init__(self, device: torch.device):
         self.device = device
         self._streams: dict[str, torch.Stream] = {}
-        torch.accelerator.synchronize(device)  # parameters made on the caller's stream are there
+
+    def begin(self) -> None:
+        """See `Streams`; the host waits, which costs nothing where nothing is under way."""
+        torch.accelerator.synchronize(self.device)
 
     def run(self, lane: str, after: Sequence[torch.Event], work: Callable[[], None]) -> torch.Event:
         """See `Streams`."""

@@ -55,6 +55,10 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
     """
     schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
     if config.skip_fetch:
+        if mode not in ("dbp", "nestpipe"):
+            raise ValueError(
+                f"mode {mode!r} keeps no rows between batches: skip_fetch is for dbp and nestpipe"
+            )
         schedule = keep_rows(schedule)
     if config.depth and mode != "sequential":
         schedule = replace(schedule, batches_in_flight=config.depth)
@@ -134,7 +138,18 @@ class Trainer:
                 model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
             )
             return
-        two = any(stage.name == "synchronise" for stage in self._schedule.stages)
+        stages = {stage.name for stage in self._schedule.stages}
+        two = "synchronise" in stages
+        exact_copies = communicators.replicas > 1 and not self.config.average_every
+        if (
+            self._schedule.keeps_rows != self.config.skip_fetch
+            or ("replica_reduce" in stages) != exact_copies
+        ):
+            raise ValueError(
+                f"schedule {self._schedule.name!r} keeps rows: {self._schedule.keeps_rows}, adds up "
+                f"replicas: {'replica_reduce' in stages}; with skip_fetch={self.config.skip_fetch} and "
+                f"{communicators.replicas} replicas it must be made by schedule_of or its parts"
+            )
         device = torch.device(device)
         _demand_on(model, device)
         self._program = WindowProgram(model, tables, dense, communicators, self.config, device, two)
@@ -159,6 +174,8 @@ class Trainer:
             raise ValueError("mode 'sync' is the reference of 'batch' consistency")
         if config.skip_fetch:
             raise ValueError("mode 'sync' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
+        if config.depth or config.average_every:
+            raise ValueError("mode 'sync' has one batch in flight and one copy: no depth, no average_every")
 
     @property
     def program(self) -> WindowProgram:
@@ -219,10 +236,11 @@ class Trainer:
             self._pending.append(window)
         if not self._pending:
             raise StopIteration
-        window = self._pending.popleft()
+        window = self._pending[0]
         executor.wait(window.number)
-        if not self._pending:
+        if len(self._pending) == 1:
             self.program.finish(window)
+        self._pending.popleft()  # only now: an interrupt before leaves everything to be done
         self._finish(window)
 
     def sync(self) -> None:

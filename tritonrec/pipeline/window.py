@@ -51,7 +51,8 @@ class TableWindow:
     # the window
     embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
     gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
-    row_gradient: torch.Tensor | None = None  # (K, dim), fp32 or on the grid, at the owner; sums, then means
+    row_gradient: torch.Tensor | None = None  # (keys asked here, dim), fp32 or on the grid, at the owner
+    mean_gradient: torch.Tensor | None = None  # (K, dim) of all replicas, fp32
 
 
 @dataclass
@@ -97,6 +98,7 @@ class Window:
     terms: int = 0  # of the loss, every rank's samples together
     row_terms: int = 0  # what rows' gradients are divided by: the same, unless replicas train on their own
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: LookupCounts = field(default_factory=LookupCounts)
     sent_bytes: int = 0
@@ -158,6 +160,8 @@ class WindowConfig:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
         if self.dedup not in ("none", "exchange", "lookup", "both"):
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if self.skip_fetch and self.depth == 1:
+            raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
         if self.depth < 0:
             raise ValueError(f"depth counts the batches in flight, got {self.depth}")
         if self.average_every < 0:
