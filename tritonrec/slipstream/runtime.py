@@ -128,9 +128,8 @@ class Slipstream:
         self._taken = 0
 
     def _hot_rows(self, loader: ClickLoader) -> HotRows:
+        inputs = loader.epoch_order(0)[: self.config.warmup * loader.batch_size]
         started = time.process_time()
-        steps = min(self.config.warmup, loader.steps_per_epoch)
-        inputs = loader.epoch_order(0)[: steps * loader.batch_size]
         features = [self.tables.features[name] for name in loader.features]
         dim = max(feature.dim for feature in features)
         row = 2 * 4 * dim + 4 * (self.config.snapshots - 1) + 2 * 8 + 2  # bytes of `_Followed` for one row
