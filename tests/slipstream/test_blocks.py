@@ -80,6 +80,11 @@ def test_policies_of_the_tables_do_not_make_it_depend_on_the_mode(policy):
     assert one[0].judge().judged <= follow()[0].judge().judged
 
 
+def test_rows_that_were_not_admitted_were_not_trained():
+    watch, _ = follow(policy=TablePolicy(admission=11))  # one step more than there are
+    assert watch.judge().judged == 0 < follow(policy=TablePolicy(admission=10))[0].history()[0].numel()
+
+
 def naive_drops(judgement, categories, alpha, threshold):
     """Which inputs are dropped, one by one."""
     change = {}
