@@ -19,7 +19,7 @@ verify: .venv/installed
 	$(BIN)/tritonrec verify --data ml-100k --mutations --trace $(TRACES) --json out/verify.json
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -q -m slow

@@ -19,5 +19,5 @@ def job():
 
 @pytest.fixture(scope="session")
 def verifier(job):
-    with Verifier(job, (1, 2, 4)) as verifier:
+    with Verifier(job, (1, 2, 4, (2, 2))) as verifier:
         yield verifier

@@ -304,6 +304,18 @@ def _replicas_in_different_orders(program: WindowProgram) -> None:
     program._distinct = own_order  # type: ignore[method-assign]
 
 
+def _means_begin_at_zero(program: WindowProgram) -> None:
+    """So that an update which comes too early has something to take."""
+    retrieve = program.actions["retrieve"]
+
+    def zeroed(window: Window, _: int | None = None) -> None:
+        retrieve(window)
+        for group, table in zip(program.tables.groups, window.tables, strict=True):
+            table.mean_gradient = torch.zeros(len(table.keys), group.table.dim)
+
+    program.actions["retrieve"] = zeroed
+
+
 def _slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
     """Hold `stage` back long enough for whoever fails to wait for it to overtake."""
 
@@ -493,6 +505,7 @@ MUTATIONS = [
         "rows are updated without waiting for the gradients of other replicas",
         replace(_case(), replicas=2),
         Plant(
+            _means_begin_at_zero,
             schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce")),
             delay=_slow("replica_reduce"),
         ),
