@@ -74,6 +74,12 @@ def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeli
     assert not any(case.replicas > 1 for case in contract_table("quick", world_sizes=[1]))
 
 
+def test_a_case_that_accumulates_ends_with_a_whole_update():
+    for steps, expected in ((1, 3), (6, 6), (8, 9)):
+        assert Case("dbp", "batch", 2, 3, False, "adam", steps, variant="accumulate").steps == expected
+    assert Case("dbp", "batch", 2, 3, False, "adam", 8, variant="lru").steps == 8
+
+
 def test_equal_references_have_one_file_and_different_ones_have_their_own():
     job = Job()
     case = Case("dbp", "batch", 2, 3, False, "adam", 6)

@@ -46,10 +46,11 @@ class Case:
 
     That is `Synchronous` for ``"batch"``, the same cut run in turn for ``"window"``.
 
-    `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log than
-    the job's, `variant` an entry of `VARIANTS`. With `restart` the run is saved half way, and goes on at that
-    world size in fresh tables and with fresh optimizers. `replicas` ranks hold the same part of the tables
-    (2D sparse parallelism), before a restart; after it there is one copy.
+    `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log
+    than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to
+    whole updates. With `restart` the run is saved half way, and goes on at that world size in fresh
+    tables and with fresh optimizers. `replicas` ranks hold the same part of the tables (2D sparse
+    parallelism), before a restart; after it there is one copy.
     """
 
     mode: Mode
@@ -64,6 +65,11 @@ class Case:
     variant: str = ""
     restart: int = 0
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        # A last update of fewer batches would have to be the reference's last one too, and others share that.
+        accumulate = self._variant.window.get("accumulate", 1)
+        object.__setattr__(self, "steps", -(-self.steps // accumulate) * accumulate)
 
     def job(self, job: Job) -> Job:
         """What the case trains, where the harness was asked for `job`."""
