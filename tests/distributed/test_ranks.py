@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, from_environment
 from tritonrec.ops import ExactSumError
 
 pytestmark = pytest.mark.multi_rank
@@ -94,6 +94,12 @@ def test_one_rank_needs_no_process_group():
     got = alone.all_to_all(values, [3], [3])
     assert torch.equal(got, values) and got.data_ptr() != values.data_ptr()
     assert Communicators.local().world_size == 1
+
+
+def test_replicas_that_do_not_divide_the_environments_ranks_are_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="2 replicas do not divide 1 ranks"), from_environment(replicas=2):
+        pass
 
 
 def test_torchrun_starts_ranks(tmp_path):

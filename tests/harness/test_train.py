@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multi_rank
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool((2, 3)) as pool:
+    with RankPool((2, 3, (2, 2))) as pool:
         yield pool
 
 
@@ -59,6 +59,19 @@ def train_with_a_slow_caller(communicators, run):
         return train(communicators, run, quiet=True)
     finally:
         train_module.mean_loss = mean_loss
+
+
+def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_sync_and_save_one(
+    pool, job, reference, tmp_path
+):
+    switches = WindowConfig(3, first_use=True, taper=0.5, skip_fetch=True, depth=3)
+    run = Run(job, "nestpipe", switches, steps=4, checkpoint=str(tmp_path), save_every=2, full_every=2)
+    pool.run(train, 2, run, True, replicas=2)
+    resumed = pool.run(train, 2, replace(run, steps=7, resume=True), True, replicas=2)
+    assert all(same(summary, reference) for summary in resumed)
+    alone = Run(job, "dbp", WindowConfig(2), steps=9, checkpoint=str(tmp_path), resume=True)
+    longer = train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=9), quiet=True)
+    assert same(train(Communicators.local(), alone, quiet=True), longer)
 
 
 def test_the_callers_collectives_do_not_meet_those_of_the_lanes(pool, job, reference):

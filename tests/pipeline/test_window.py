@@ -195,6 +195,9 @@ def test_sync_is_one_rank_one_micro_batch_batch_level():
         Trainer(*parts(), Communicators.local(), "sync", WindowConfig(2))
     with pytest.raises(ValueError, match="reference of 'batch'"):
         Trainer(*parts(), Communicators.local(), "sync", WindowConfig(1, "window"))
+    for options in ({"depth": 2}, {"average_every": 2}):
+        with pytest.raises(ValueError, match="no depth, no average_every"):
+            Trainer(*parts(), Communicators.local(), "sync", WindowConfig(1, **options))
     with pytest.raises(ValueError, match="mode must be one of"):
         trainer("fast")
 

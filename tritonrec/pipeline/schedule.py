@@ -95,9 +95,7 @@ class Schedule:
     stages: tuple[Stage, ...]
     batches_in_flight: int
     early: bool = True
-    keeps_rows: bool = (
-        False  # a batch's rows stay in a buffer while the next batch uses them; see `keep_rows`
-    )
+    keeps_rows: bool = False  # rows stay in a buffer while the next batch uses them; see `keep_rows`
 
     def __getitem__(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)

@@ -326,7 +326,7 @@ class Trainer:
         """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
         with self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch) as args:
             yield
-            if task.stage in ("exchange", "gradient_exchange"):
+            if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
                 args["bytes"] = window.sent_bytes
             elif task.stage == "retrieve":
                 args["keys"] = window.keys
