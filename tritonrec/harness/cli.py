@@ -13,6 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .cli_cluster import lab, plan, serve_bench, simulate
+from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers, shares
+
 EVICT_HELP = "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps."
 HEAT_HELP = (
     "THRESHOLD:EVERY: rows used in fewer steps are kept in half precision; counts halve every EVERY steps."
@@ -27,16 +30,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-
-DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
-    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
-    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
-)
-DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
-TimeoutOption = Annotated[
-    int, typer.Option(min=1, help="Seconds a rank waits for another before it gives up.")
-]
 
 
 class ModeName(StrEnum):
@@ -122,17 +115,17 @@ def verify(
 
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
-    job = _checked(lambda: _load(Job(data=data, chunk_rows=512)))
+    job = checked(lambda: load_job(Job(data=data, chunk_rows=512)))
     size = "quick" if quick else "full" if full else "default"
-    chosen = _names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
-    ranks, counts = _numbers(world_size, "--world-size"), _numbers(micro_batches, "--micro-batches")
+    chosen = names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
+    ranks, counts = numbers(world_size, "--world-size"), numbers(micro_batches, "--micro-batches")
     if quick and world_size == "1,2,4":
         ranks = [1, 2]
     cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     console = Console()
     if json_file:
-        _checked(lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
-    report = _checked(lambda: verify_contract(job, cases, mutations, console, timedelta(seconds=timeout)))
+        checked(lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
+    report = checked(lambda: verify_contract(job, cases, mutations, console, timedelta(seconds=timeout)))
     if json_file:
         report.save(json_file)
         console.print(f"report written to {json_file}")
@@ -304,7 +297,7 @@ def train(
             max_seq_len=max_seq_len, dropout=dropout, relative_bias=relative_bias,
             recompute=tuple(name.strip() for name in recompute.split(",") if name.strip()),
         )  # fmt: skip
-        return _load(
+        return load_job(
             Job(
                 data,
                 model.value,
@@ -313,8 +306,8 @@ def train(
                 num_negatives=negatives,
                 max_exposed=max_exposed,
                 sizes=sizes,
-                bottom=tuple(_numbers(bottom, "--bottom")),
-                top=tuple(_numbers(top, "--top")),
+                bottom=tuple(numbers(bottom, "--bottom")),
+                top=tuple(numbers(top, "--top")),
                 lr=lr,
                 seed=seed,
                 merge=merge,
@@ -324,8 +317,8 @@ def train(
             )
         )
 
-    job = _checked(make_job)
-    window = _checked(
+    job = checked(make_job)
+    window = checked(
         lambda: WindowConfig(
             1 if mode is ModeName.sync else micro_batches,
             consistency.value,
@@ -356,13 +349,13 @@ def train(
     job_of_a_rank: Callable[..., dict[str, Any]] = train_rank
     args: tuple[Any, ...] = (run,)
     if slipstream:
-        plan = _checked(
+        plan = checked(
             lambda: SlipstreamRun(
                 SlipstreamConfig(
                     warmup, snapshots, snapshot_every, hot_share, threshold=threshold, alpha=alpha,
                     sample=sample, snapshot_mb=snapshot_mb, seed=seed,
                 ),
-                _shares(drop, "--drop"),
+                shares(drop, "--drop"),
                 control,
                 online,
             )
@@ -372,23 +365,23 @@ def train(
         raise typer.BadParameter("--png goes with --slipstream")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with from_environment(timedelta(seconds=timeout), replicas) as communicators:
-            summary = _checked(lambda: job_of_a_rank(communicators, *args))
+            summary = checked(lambda: job_of_a_rank(communicators, *args))
             first = communicators.rank == 0
     elif world_size % replicas:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
     elif world_size == 1:
         with from_environment() as communicators:
-            summary = _checked(lambda: job_of_a_rank(communicators, *args))
+            summary = checked(lambda: job_of_a_rank(communicators, *args))
         first = True
     else:
         with RankPool([(world_size, replicas)], timedelta(seconds=timeout)) as pool:
-            summary = _checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
+            summary = checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
         first = True
     if json_file and first:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
     if png and first:
-        _checked(lambda: draw_slipstream(summary, png))
+        checked(lambda: draw_slipstream(summary, png))
         Console().print(f"picture: {png}")
 
 
@@ -402,7 +395,7 @@ def trace(
     """Time per lane, exposed communication, hidden lookup; checks that every dependency was honoured."""
     from .trace_report import trace_report
 
-    raise typer.Exit(_checked(lambda: trace_report(file, png=png, json_out=json_file, kineto=kineto)))
+    raise typer.Exit(checked(lambda: trace_report(file, png=png, json_out=json_file, kineto=kineto)))
 
 
 @app.command()
@@ -420,212 +413,13 @@ def bench(
     """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
     from .bench import bench as run_bench
 
-    raise typer.Exit(
-        _checked(lambda: run_bench(only, repeat, json_file, compare, record, chart, timer.value))
-    )
+    raise typer.Exit(checked(lambda: run_bench(only, repeat, json_file, compare, record, chart, timer.value)))
 
 
-@app.command()
-def lab(
-    data: DataOption = "zipf:users=8000,items=40000,median_length=40,seed=1",
-    world_size: Annotated[int, typer.Option(min=2, help="Ranks, each in a network namespace.")] = 4,
-    rate: Annotated[float, typer.Option(help="Mbit/s of each rank's link, each way.")] = 100.0,
-    modes: Annotated[
-        str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
-    ] = "dbp,fwp,nestpipe",
-    micro_batches: Annotated[str, typer.Option(help="Values of N; dbp runs whole batches.")] = "4,8",
-    switch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Field of WindowConfig, NAME or NAME=VALUE: nestpipe runs once more with them all."
-        ),
-    ] = None,
-    emulate: Annotated[
-        str,
-        typer.Option(help="STAGE=MS,...: least milliseconds per step; lookup stands for its four stages."),
-    ] = "",
-    proportions: Annotated[
-        str,
-        typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
-    ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run; two of them warm up.")] = 8,
-    repeat: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved runs of each setting.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 256,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
-    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 2,
-    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 32,
-    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw what makes up a step.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Keep a trace and a timeline of each setting here.")
-    ] = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Also run the best of tritonrec plan's; expected beside measured."),
-    ] = None,
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Only remove namespaces whose lab is gone, and end.")
-    ] = False,
-    timeout: TimeoutOption = 60,
-) -> None:
-    """Run every mode over rate-limited links; print what is exposed, hidden and sent. Needs root.
-
-    Ranks live in network namespaces of this machine, joined by links of the given rate, and everything is
-    removed at the end. Losses are compared before any figure is printed.
-    """
-    from ..nn import HSTUConfig
-    from .lab import network, report, rounds, settings
-    from .setup import Job
-
-    console = Console()
-    if clean:
-        _checked(lambda: rounds.clean_up(console))
-        return
-    sizes = HSTUConfig(
-        dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
-        max_seq_len=max_seq_len, dropout=0.0,
-    )  # fmt: skip
-
-    def run():
-        network.demand_tools()
-        plan = rounds.Plan(
-            Job(data, "hstu", batch_size, max_seq_len, negatives, sizes=sizes, seed=seed),
-            world_size,
-            rate,
-            _names(modes, ("sequential", "dbp", "fwp", "nestpipe"), "--modes"),  # type: ignore[arg-type]
-            _numbers(micro_batches, "--micro-batches"),
-            settings.parse_switches(switch or []),
-            settings.parse_emulation(emulate),
-            settings.parse_proportions(proportions) if proportions else {},
-            steps,
-            repeat,
-            settings.read_plan(plan_file) if plan_file else None,
-        )
-        _load(plan.job)
-        return rounds.run_lab(plan, console, trace, timedelta(seconds=timeout))
-
-    result = _checked(run)
-    report.print_report(result, console)
-    if json_file:
-        _checked(lambda: report.save_json(report.as_json(result), json_file))
-        console.print(f"figures written to {json_file}")
-    if png:
-        _checked(lambda: report.draw_report(result, png))
-        console.print(f"picture: {png}")
-
-
-@app.command()
-def simulate(
-    table: Annotated[str, typer.Option(help="Only tables of the paper whose name contains this.")] = "",
-    measured: Annotated[
-        list[Path] | None,
-        typer.Option(help="Predict a lab's report, or traces, the first of which gives the costs; repeat."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Also simulate so many workers, each by itself.")
-    ] = None,
-    jitter: Annotated[
-        float, typer.Option(min=0, max=1, help="Scatter of tasks: of --workers, and of the curves.")
-    ] = 0.0,
-    exponent: Annotated[float, typer.Option(min=0, max=5, help="Zipf's, of the assumed keys.")] = 1.05,
-    affinity: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of keys that a user's community has to itself.")
-    ] = 0.8,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write cells and curves here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw scaling curves and the sweep of Fig. 9.")] = None,
-) -> None:
-    """Model the cluster of the NestPipe paper; print paper, model and error side by side.
-
-    Four constants are fitted on TorchRec's rows of Tables II and III; every other figure is predicted by
-    executing the schedule tables.
-    """
-    from .simulator import Workload
-    from .simulator import run as simulator
-
-    if measured:
-        if table or workers or jitter or png:
-            raise typer.BadParameter("--measured goes with --json only")
-        _checked(lambda: simulator.simulate_measured(measured, json_file))
-        return
-    keys = Workload(exponent=exponent, affinity=affinity)
-    _checked(lambda: simulator.simulate(keys, table or None, workers, jitter, json_file, png))
-
-
-@app.command()
-def plan(
-    costs: Annotated[
-        Path | None, typer.Option(help="Stage costs (docs/simulator.md), or a report of lab --json.")
-    ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Measure the costs from this trace instead.")] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to plan for; default: those measured.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plans to this file.")] = None,
-    save_costs: Annotated[Path | None, typer.Option(help="Write the stage costs to this file.")] = None,
-) -> None:
-    """Choose micro-batches, taper, batches in flight and 2D grouping from measured stage costs."""
-    from .simulator import run as simulator
-
-    _checked(lambda: simulator.plan(costs, trace, world_size, json_file, save_costs))
-
-
-@app.command("serve-bench")
-def serve_bench(
-    world_size: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
-    bounds: Annotated[
-        str, typer.Option(help="Bounds k, separated by commas; 0 is always run.")
-    ] = "0,1,2,4,8",
-    scenarios: Annotated[
-        str, typer.Option(help="Some of delays, balanced, straggler, sizes; none for all-to-alls only.")
-    ] = "delays,balanced,straggler,sizes",
-    delay: Annotated[float, typer.Option(min=0, help="Longest random delay of a step, in ms.")] = 10.0,
-    steps: Annotated[int, typer.Option(min=1, help="Batches of a run.")] = 60,
-    repeat: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved runs of each setting.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=2, help="Samples of all ranks together.")] = 64,
-    largest: Annotated[
-        int, typer.Option(min=0, help="Bytes to each rank of the largest plain all-to-all; 0 for none.")
-    ] = 16 * 2**20,
-    mpi: Annotated[
-        bool, typer.Option(help="Put MPI beside the all-to-alls where mpi4py is installed.")
-    ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw latency over k.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Keep traces of the first round here.")] = None,
-    timeout: TimeoutOption = 60,
-) -> None:
-    """Serve a DLRM whose lookups travel with a bounded lag; print latency and throughput for each bound.
-
-    Random delays, balanced ranks, one straggler, messages of drawn sizes; plain all-to-alls of growing size.
-    Predictions of all settings are compared bit by bit before any figure is printed.
-    """
-    from . import serve_bench as bench
-    from . import serve_bench_report as report
-    from .lab.report import save_json
-
-    def run():
-        if not all(part.strip().isdigit() for part in bounds.split(",")):
-            raise ValueError(f"--bounds takes whole numbers from 0, separated by commas, got {bounds!r}")
-        numbers = tuple(int(part) for part in bounds.split(","))
-        chosen = () if scenarios == "none" else _names(scenarios, bench.SCENARIOS, "--scenarios")
-        sizes = tuple(4**power for power in range(32) if 4**power <= largest)
-        plan = bench.Plan(
-            world_size, numbers, tuple(chosen), delay / 1e3, steps, repeat, batch_size, sizes, seed
-        )
-        return bench.run_bench(plan, console, trace, mpi, timedelta(seconds=timeout))
-
-    console = Console()
-    result = _checked(run)
-    report.print_report(result, console)
-    if json_file:
-        _checked(lambda: save_json(report.as_json(result), json_file))
-        console.print(f"figures written to {json_file}")
-    if png:
-        _checked(lambda: report.draw_report(result, png))
-        console.print(f"picture: {png}")
+app.command()(lab)
+app.command()(simulate)
+app.command()(plan)
+app.command("serve-bench")(serve_bench)
 
 
 @app.command()
@@ -634,57 +428,6 @@ def doctor() -> None:
     from .doctor import doctor as run_doctor
 
     raise typer.Exit(run_doctor())
-
-
-def _load(job):
-    """`job`, after its data has been found and read once."""
-    job.loader()
-    return job
-
-
-def _checked(function):
-    """Call `function`; an error a user can mend becomes one line and exit status 2."""
-    from ..distributed import RankDiedError
-    from ..pipeline import StageFailedError
-
-    try:
-        return function()
-    except (ValueError, OSError, RankDiedError, StageFailedError, RuntimeError) as error:
-        if os.environ.get("TRITONREC_DEBUG"):
-            raise
-        # Messages quote file names and compilers' output, which may look like markup.
-        console = Console(stderr=True)
-        console.print("[red]error:[/] ", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-def _names(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise typer.BadParameter(f"{option} takes some of {', '.join(known)}, got {text!r}")
-    return names
-
-
-def _shares(text: str, option: str) -> tuple[float, ...]:
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        shares = ()
-    if not shares or not all(0 <= share <= 1 for share in shares):
-        raise typer.BadParameter(f"{option} takes shares from 0 to 1, separated by commas, got {text!r}")
-    return shares
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise typer.BadParameter(f"{option} takes whole numbers from 1, separated by commas, got {text!r}")
-    return numbers
 
 
 def main() -> None:
