@@ -20,9 +20,14 @@ import torch
 import torch.distributed as dist
 
 
+def mpiexec() -> str | None:
+    """The launcher beside this interpreter, where the package mpich puts it, or on the path."""
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+
+
 def available() -> bool:
     """Whether mpi4py and mpiexec are here."""
-    return find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
+    return find_spec("mpi4py") is not None and mpiexec() is not None
 
 
 def run_with_mpi(
@@ -34,7 +39,7 @@ def run_with_mpi(
         words = [out, rounds, seed, ",".join(map(str, sizes))]
         process = subprocess.Popen(
             [
-                "mpiexec",
+                mpiexec() or "mpiexec",
                 "-n",
                 str(world_size),
                 sys.executable,

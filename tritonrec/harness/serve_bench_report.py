@@ -86,10 +86,9 @@ def print_report(result: Result, console: Console) -> None:
             "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
         )
     for scenario in plan.scenarios:
-        table = Table(title=TITLES[scenario], title_justify="left")
-        for name in ("backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response"):
+        table = Table(title=TITLES[scenario], title_justify="left", padding=0)
+        for name in ("backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response", "lag"):
             table.add_column(name, justify="left" if name == "backend" else "right", no_wrap=True)
-        table.add_column("lag", justify="right")
         for setting in (each for each in result.settings if each.scenario == scenario):
             table.add_row(
                 setting.backend,
@@ -111,8 +110,8 @@ def print_report(result: Result, console: Console) -> None:
 
 def _print_collectives(result: Result, console: Console) -> None:
     names = _backends(result)
-    table = Table(title="Synchronous all-to-all, k = 0", title_justify="left")
-    for name in ("bytes to each rank", *(f"{name} us" for name in names), "bls / gloo", "processor"):
+    table = Table(title="Synchronous all-to-all, k = 0, us", title_justify="left", padding=0)
+    for name in ("bytes", *names, "bls / gloo", "processor"):
         table.add_column(name, justify="right", no_wrap=True)
     for size, cells in result.collectives.items():
         ratios = [
@@ -124,7 +123,10 @@ def _print_collectives(result: Result, console: Console) -> None:
         times = ["{:.0f} ± {:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
         table.add_row(f"{size:,}", *times, *ratios)
     console.print(table)
-    console.print("bls / gloo: of time, and of the processor's time in the slowest rank", highlight=False)
+    console.print(
+        "bytes: to each rank; bls / gloo: of time, and of the processor's time in the slowest rank",
+        highlight=False,
+    )
     console.print(PAPER_COLLECTIVES, highlight=False)
     if "MPI" not in names:
         console.print("MPI is left out: it needs mpi4py and mpiexec", highlight=False)
