@@ -21,7 +21,7 @@ from naive_table import NaiveTable, Ranks, rounded
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, Heat, KeyLayout, TablePolicy
-from tritonrec.embedding.table import Counters
+from tritonrec.embedding.rows import Counters
 
 DIM, WIDTH, SEED = 3, 5, 7
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
@@ -267,7 +267,7 @@ class TableAgainstRules(RuleBasedStateMachine):
                         for group, columns in state.items()
                     }
                 )
-            table.counters = Counters()
+            vars(table.counters).update(vars(Counters()))
         self.naive.restart()
         self._save_all()
 
