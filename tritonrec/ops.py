@@ -23,6 +23,7 @@ from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_linear_silu import norm_linear_silu
 from .kernels.norm_mul_dropout import norm_mul_dropout
+from .kernels.packed_rows import add_packed_rows, pack_rows, packed_bytes
 from .kernels.philox import derive_seed, initial_rows, random_indices
 from .kernels.relative_aggregate import relative_aggregate
 from .kernels.sampled_softmax import sampled_softmax
@@ -36,6 +37,7 @@ __all__ = [
     "ExactSumError",
     "HashTableFullError",
     "Impl",
+    "add_packed_rows",
     "bucketize",
     "check_inserted",
     "check_summed",
@@ -56,6 +58,8 @@ __all__ = [
     "norm_linear_silu",
     "norm_mul_dropout",
     "owner_of",
+    "pack_rows",
+    "packed_bytes",
     "random_indices",
     "relative_aggregate",
     "sampled_softmax",

@@ -138,10 +138,16 @@ def accumulate(
         record(status, bad + 1)
     elif bad >= 0:
         row, column = divmod(bad, values.shape[1])
-        into = f"segment {int(segments[row])}, column {column},"
-        value = values[row, column].item()
-        fits = isinstance(value, int) or abs(value) < 2.0 ** (62 - bits)
-        raise ExactSumError(name, (row, column), value, bits, into if fits else "")
+        raise sum_error(name, (row, column), values[row, column].item(), int(segments[row]), bits)
+
+
+def sum_error(
+    name: str, index: tuple[int, int], value: float | int, segment: int, bits: int
+) -> ExactSumError:
+    """The error for ``name[index]`` = `value`, which cannot be added to its segment."""
+    fits = isinstance(value, int) or abs(value) < 2.0 ** (62 - bits)
+    into = f"segment {segment}, column {index[1]},"
+    return ExactSumError(name, index, value, bits, into if fits else "")
 
 
 def _accumulate_cpu(

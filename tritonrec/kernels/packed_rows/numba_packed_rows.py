@@ -1,0 +1,117 @@
+# mypy: ignore-errors
+"""Packed rows on the CPU: tests of bits and moves of byte planes, in loops over columns that vectorise.
+
+A row goes through a buffer of two halves of 32 bits, so that a plane takes its bytes from lanes of 32 bits
+and not of 64, and integers and floats share their planes.
+"""
+
+import numpy as np
+from numba import njit
+
+from tritonrec.kernels.grid.numba_grid import add_terms
+from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.segment_sum.numba_segment_sum import AHEAD
+
+FLOAT = np.uint8(0x84)
+
+
+@njit(cache=True, nogil=True)
+def widths_of(values, stride, rows, dim, widths):
+    """Fill `widths`; the bytes of all rows."""
+    total = np.int64(0)
+    count = rows.shape[0]
+    for i in range(count):
+        if i + AHEAD < count:
+            ahead = np.uintp(rows[i + AHEAD]) * stride
+            for d in range(np.uintp(0), dim, np.uintp(8)):
+                prefetch(values, ahead + d)
+        first = np.uintp(rows[i]) * stride
+        some, span, wide = np.int64(0), np.int64(0), np.uint64(0)
+        for d in range(dim):
+            x = values[first + d]
+            sign = x >> 63
+            some |= x
+            span |= x ^ sign
+            # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
+            size = np.uint64((x ^ sign) - sign)
+            wide |= (size >> np.uint64(24)) & (size | (~size + np.uint64(1)))
+        width = np.uint8(0)
+        if some != 0:
+            width += np.uint8(1)
+            for plane in range(1, 8):
+                width += np.uint8(span >> (8 * plane - 1) != 0)
+        if width > 4 and wide == 0:
+            width = FLOAT
+        widths[i] = width
+        total += (width & 0x7F) * np.int64(dim)
+    return total
+
+
+@njit(cache=True, nogil=True)
+def pack(values, stride, rows, dim, widths, packed):
+    low, high = np.empty(dim, np.int32), np.empty(dim, np.int32)
+    floats = low.view(np.float32)
+    place = np.uintp(0)
+    for i in range(rows.shape[0]):
+        first = np.uintp(rows[i]) * stride
+        width = widths[i]
+        if width == FLOAT:
+            for d in range(dim):
+                floats[d] = np.float32(values[first + d])
+        else:
+            for d in range(dim):
+                low[d] = np.int32(values[first + d])
+        planes = np.int64(width & 0x7F)
+        for plane in range(min(planes, 4)):
+            for d in range(dim):
+                packed[place + d] = np.uint8(low[d] >> (8 * plane))
+            place += dim
+        if planes > 4:
+            for d in range(dim):
+                high[d] = np.int32(values[first + d] >> 32)
+            for plane in range(planes - 4):
+                for d in range(dim):
+                    packed[place + d] = np.uint8(high[d] >> (8 * plane))
+                place += dim
+
+
+@njit(cache=True, nogil=True)
+def add(out, out_stride, segments, widths, packed, dim):
+    """Position (row * dim + column) of the first element whose sum leaves int64, or -1."""
+    count = segments.shape[0]
+    terms = np.empty(dim, np.int64)
+    bits = np.empty(dim, np.int32)
+    floats = bits.view(np.float32)
+    place = np.uintp(0)
+    for i in range(count):
+        if i + AHEAD < count:
+            ahead = np.uintp(segments[i + AHEAD]) * out_stride
+            for d in range(np.uintp(0), dim, np.uintp(8)):
+                prefetch(out, ahead + d)
+        width = widths[i]
+        planes = np.int64(width & 0x7F)
+        if planes == 0:
+            continue
+        if width == FLOAT:
+            for d in range(dim):
+                bits[d] = 0
+            for plane in range(4):
+                for d in range(dim):
+                    bits[d] |= np.int32(packed[place + d]) << np.int32(8 * plane)
+                place += dim
+            for d in range(dim):
+                terms[d] = np.int64(floats[d])
+        else:
+            for d in range(dim):
+                terms[d] = 0
+            for plane in range(planes):
+                for d in range(dim):
+                    terms[d] |= np.int64(packed[place + d]) << np.int64(8 * plane)
+                place += dim
+            unused = np.int64(64 - 8 * planes)
+            for d in range(dim):
+                terms[d] = (terms[d] << unused) >> unused
+        column = add_terms(out, np.uintp(segments[i]) * out_stride, terms, np.uintp(0), dim)
+        if column >= 0:
+            return np.int64(i) * np.int64(dim) + column
+    return np.int64(-1)

@@ -1,0 +1,64 @@
+"""Packed rows, one element at a time, in Python's unbounded integers."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from tritonrec.kernels.segment_sum.reference import add_batch
+
+FLOAT = 0x84
+
+
+def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    widths, packed = [], bytearray()
+    for row in rows.tolist():
+        elements = values[row].tolist()
+        width = width_of(elements)
+        encoded = [encode(element, width) for element in elements]
+        widths.append(width)
+        packed += bytes(element[plane] for plane in range(width & 0x7F) for element in encoded)
+    on = values.device
+    return torch.tensor(widths, dtype=torch.uint8, device=on), torch.tensor(
+        list(packed), dtype=torch.uint8, device=on
+    )
+
+
+def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """(K, D) int64, as `pack_rows` found them."""
+    rows, planes, start = [], bytes(packed.tolist()), 0
+    for width in widths.tolist():
+        stop = start + (width & 0x7F) * dim
+        rows.append([decode(planes[start + d : stop : dim], width) for d in range(dim)])
+        start = stop
+    return torch.tensor(rows, dtype=torch.int64, device=packed.device).view(len(rows), dim)
+
+
+def add_packed_rows(
+    out: torch.Tensor, segments: torch.Tensor, widths: torch.Tensor, packed: torch.Tensor
+) -> int:
+    """Position (row * D + column) of the first element whose sum leaves int64, or -1."""
+    return add_batch(out, unpack_rows(widths, packed, out.shape[1]), segments, bits=0)
+
+
+def width_of(elements: list[int]) -> int:
+    """0, 1 to 8 or FLOAT: see `kernels.packed_rows`."""
+    if not any(elements):
+        return 0
+    width = next(w for w in range(1, 9) if all(-(1 << 8 * w - 1) <= x < 1 << 8 * w - 1 for x in elements))
+    return FLOAT if width > 4 and all(is_float32(x) for x in elements) else width
+
+
+def is_float32(integer: int) -> bool:
+    return decode(encode(integer, FLOAT), FLOAT) == integer
+
+
+def encode(integer: int, width: int) -> bytes:
+    return struct.pack("<f", integer) if width == FLOAT else integer.to_bytes(width, "little", signed=True)
+
+
+def decode(element: bytes, width: int) -> int:
+    if width == FLOAT:
+        return int(struct.unpack("<f", element)[0])
+    return int.from_bytes(element, "little", signed=True)
