@@ -350,6 +350,7 @@ def _silu():
 def _rows(dim):
     source, rows = ones(size, dim), keys(size // 2)
     run(ops.scatter_rows, source, rows, run(ops.gather_rows, source, rows))
+    run(ops.scatter_rows, source, rows, ones(size, dim), source=rows)
 
 
 @case("segment_sum", dim=(50, 128))

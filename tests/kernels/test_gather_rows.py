@@ -15,6 +15,7 @@ HOST_TRITON = pytest.param(
     "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
 )
 IMPLS = ["reference", "cpu", TRITON]
+TWO = torch.arange(2)
 SHAPES = [(1, 1, 1), (5, 0, 3), (5, 4, 0), (7, 15, 127), (7, 16, 128), (7, 17, 129), (40, 33, 13)]
 
 
@@ -60,11 +61,34 @@ def test_scatter_moves_the_bits_and_nothing_else(impl, height, dim):
     assert torch.equal(bits(buffer), expected)
 
 
+@pytest.mark.parametrize(
+    ("height", "number", "dim"),
+    [(1, 1, 1), (5, 3, 0), (17, 40, 127), (16, 7, 128), (33, 1, 129), (70, 90, 16)],
+)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_scatter_of_no_rows_changes_nothing(impl):
-    destination = on(impl, any_bits(4, 3))
+def test_scatter_from_rows_moves_the_bits_and_nothing_else(impl, height, number, dim):
+    """Both matrices inside wider buffers, of other row strides; rows of values repeat or are left out."""
+    rng = np.random.default_rng(6)
+    rows = torch.from_numpy(rng.permutation(height)[: height // 2 + 1])
+    source = torch.from_numpy(rng.integers(0, number, len(rows)))
+    buffer, values = any_bits(height + 2, dim + 5, seed=2), any_bits(number + 1, dim + 3, seed=4)
+    expected = bits(buffer).clone()
+    expected[1 + rows, 2 : dim + 2] = bits(values)[1 + source, 3:]
+    buffer, before = on(impl, buffer), bits(values).clone()
+    values = on(impl, values)
+    scatter_rows(
+        buffer[1:-1, 2 : dim + 2], on(impl, rows), values[1:, 3:], impl=impl, source=on(impl, source)
+    )
+    assert torch.equal(bits(buffer), expected) and torch.equal(bits(values), before)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scatter_of_no_rows_changes_nothing(impl, number):
+    destination, none = on(impl, any_bits(4, 3)), on(impl, torch.zeros(0, dtype=torch.int64))
     before = bits(destination).clone()
-    scatter_rows(destination, on(impl, torch.zeros(0, dtype=torch.int64)), destination[:0], impl=impl)
+    scatter_rows(destination, none, destination[:0], impl=impl)
+    scatter_rows(destination, none, destination[:number].clone(), impl=impl, source=none)
     assert torch.equal(bits(destination), before)
 
 
@@ -81,6 +105,9 @@ def test_any_strides(impl):
         view(expected)[rows[:3].cpu()] = bits(values)
         scatter_rows(view(destination), rows[:3], values, impl=impl)
         assert torch.equal(bits(destination), expected)
+        view(expected)[rows[:3].cpu()] = bits(values)[[2, 2, 0]]
+        scatter_rows(view(destination), rows[:3], values, impl=impl, source=on(impl, torch.tensor([2, 2, 0])))
+        assert torch.equal(bits(destination), expected)
 
 
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
@@ -92,6 +119,11 @@ def test_rows_lie_further_apart_than_32_bits_count(impl):
     scatter_rows(far, rows, values, impl=impl)
     assert far.tolist() == [[4, 5, 6], [1, 2, 3]]
     assert gather_rows(far, rows, impl=impl).tolist() == [[1, 2, 3], [4, 5, 6]]
+    near = on(impl, torch.zeros(2, 3, dtype=torch.int8))
+    scatter_rows(near, rows, far, impl=impl, source=rows)
+    assert near.tolist() == [[4, 5, 6], [1, 2, 3]]
+    scatter_rows(far, rows, near, impl=impl, source=1 - rows)
+    assert far.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool])
@@ -104,6 +136,8 @@ def test_any_dtype(impl, dtype):
     destination = torch.zeros_like(source)
     scatter_rows(destination, rows, got, impl=impl)
     assert torch.equal(destination.cpu()[[11, 0, 7]], got.cpu()) and int((destination != 0).any(1).sum()) == 3
+    scatter_rows(destination.zero_(), rows, source, impl=impl, source=rows.flip(0))
+    assert torch.equal(destination.cpu()[[7, 0, 11]], got.cpu()) and int((destination != 0).any(1).sum()) == 3
 
 
 @pytest.mark.parametrize("row", [-1, 6, -(2**63), 2**63 - 1, 2**32, -(2**32)])
@@ -115,7 +149,21 @@ def test_a_row_outside_is_an_error_and_nothing_is_written(impl, row):
         gather_rows(matrix, rows, impl=impl)
     with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):
         scatter_rows(matrix, rows, torch.ones(3, 2), impl=impl)
+    with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):
+        scatter_rows(matrix, rows, torch.ones(9, 2), impl=impl, source=torch.arange(3))
+    with pytest.raises(IndexError, match=rf"source\[2\] = {row} is outside \[0, 6\)"):
+        scatter_rows(matrix, torch.arange(3), torch.ones(6, 2), impl=impl, source=rows)
     assert not matrix.any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
+def test_rows_do_not_move_inside_one_storage(impl):
+    buffer = any_bits(8, 4)
+    before, rows = bits(buffer).clone(), torch.arange(2)
+    for values in (buffer, buffer[2:], buffer[:, 0:]):
+        with pytest.raises(ValueError, match=r"share one storage: give values.clone\(\)"):
+            scatter_rows(buffer, rows, values, impl=impl, source=rows + 1)
+    assert torch.equal(bits(buffer), before)
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
@@ -149,6 +197,9 @@ def test_gather_takes_back_what_scatter_put(data):
     for destination, impl in zip(destinations, impls, strict=True):
         scatter_rows(destination, rows, values, impl=impl)
         assert torch.equal(bits(gather_rows(destination, rows, impl=impl)), bits(values))
+        back = torch.zeros_like(values)
+        scatter_rows(back, torch.arange(len(rows)), destination, impl=impl, source=rows)
+        assert torch.equal(bits(back), bits(values))
     assert all(torch.equal(bits(one), bits(destinations[0])) for one in destinations)
 
 
@@ -171,6 +222,26 @@ def test_gather_takes_back_what_scatter_put(data):
             lambda: scatter_rows(torch.zeros(3, 2), torch.arange(2), torch.zeros(2, 2, device="meta")),
             "destination is on cpu, values on meta",
         ),
+        (
+            lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5), source=TWO),
+            r"values must be \(R, D\), got shape \(5,\)",
+        ),
+        (
+            lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5, 3), source=TWO),
+            r"values must be \(5, 2\) torch.float32, got \(5, 3\)",
+        ),
+        (
+            lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5, 2), source=torch.arange(3)),
+            "rows and source must be equally many, got 2 and 3",
+        ),
+        (
+            lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5, 2), source=TWO.int()),
+            r"source must be \(K,\) int64, got shape \(2,\) torch.int32",
+        ),
+        (
+            lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5, 2), source=TWO.to("meta")),
+            "values is on cpu, source on meta",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -183,12 +254,13 @@ def test_compiles_without_a_graph_break():
 
     def move(source, destination):
         scatter_rows(destination, rows, gather_rows(source, rows))
+        scatter_rows(destination, rows[:2], source, source=rows[1:])
         return destination + 1
 
     source, destination = torch.randn(6, 4), torch.zeros(6, 4)
     compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(source, destination), move(source, torch.zeros(6, 4)))
-    assert torch.equal(destination[rows], source[rows])
+    assert torch.equal(destination[rows], source[[0, 5, 5]])
 
 
 def test_compiled_backward_is_the_eager_one():
@@ -206,3 +278,4 @@ def test_registration():
     torch.library.opcheck(torch.ops.tritonrec.gather_rows.default, (source, rows, "cpu"))
     scatter = torch.ops.tritonrec.scatter_rows.default
     torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(3, 4), "cpu"))
+    torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(9, 4), "cpu", None, rows + 3))

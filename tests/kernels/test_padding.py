@@ -233,6 +233,11 @@ def test_rows_move_where_they_hold(impl, count):
     expected = source.clone()
     expected[rows[:length]] = weights[:length]
     assert torch.equal(moved.cpu(), expected)
+    taken = torch.tensor([1, 1, 0, 4, 3, 3, 2, 1])
+    taken[length:] = -POISON
+    ops.scatter_rows(moved, on(impl, rows), on(impl, source[:5]), impl, source=on(impl, taken), count=number)
+    expected[rows[:length]] = source[taken[:length]]
+    assert torch.equal(moved.cpu(), expected)
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, 7, 12, 99])

@@ -3,7 +3,7 @@
 
 A kernel that visits a large table at random waits for memory and for mispredicted branches. Asking for a
 block of cache lines first (`prefetch`) hides the one, comparing a whole line at once (`equal_mask4`,
-`equal_mask8`, `negative_mask8`) avoids the other.
+`equal_mask8`, `negative_mask8`) avoids the other. `copy` moves a row as memcpy does.
 """
 
 from llvmlite import ir
@@ -32,6 +32,20 @@ def prefetch(typingctx, array, index):
         return context.get_dummy_value()
 
     return types.void(array, types.uint64), codegen
+
+
+@intrinsic
+def copy(typingctx, out, to, values, first, count):
+    """``out[to : to + count] = values[first : first + count]``, as one memcpy; the two must not overlap."""
+
+    def codegen(context, builder, signature, arguments):
+        out, to, values, first, count = arguments
+        target = _element_pointer(context, builder, signature.args[0], out, to)
+        source = _element_pointer(context, builder, signature.args[2], values, first)
+        cgutils.raw_memcpy(builder, target, source, count, context.get_abi_sizeof(target.type.pointee))
+        return context.get_dummy_value()
+
+    return types.void(out, types.uint64, values, types.uint64, types.uint64), codegen
 
 
 def _compare(context, builder, signature, arguments, lanes, predicate):

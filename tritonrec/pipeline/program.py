@@ -203,7 +203,7 @@ class WindowProgram:
         for before, table in zip(active.tables, window.tables, strict=True):
             assert table.kept is not None
             here, there = (to_device(rows, self.device) for rows in table.kept)
-            ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here))
+            ops.scatter_rows(table.buffer, there, before.buffer, source=here)
 
     # The window: rows are frozen until `sparse_update`.
 

@@ -1,17 +1,18 @@
 """Exact moves of embedding rows: `gather_rows` and `scatter_rows`.
 
 No arithmetic happens forward, so every implementation returns the same bits, NaN payloads included.
-On the CPU torch's own row copies are the kernel.
+On the CPU torch's own row copies are the kernel where one side is in order, a loop of memcpy where none is.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
-from tritonrec.kernels.row_layout import check_rows
+from tritonrec.kernels.row_layout import check_rows, flat_rows
 
 
 def gather_rows(
@@ -45,40 +46,49 @@ def scatter_rows(
     values: torch.Tensor,
     impl: Impl = "auto",
     *,
+    source: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> None:
-    """``destination[rows[k]] = values[k]``, in place.
+    """``destination[rows[k]] = values[k]``, in place; with `source` ``values[source[k]]``, in one pass.
 
     Args:
         destination: (R, D), any dtype, row stride arbitrary; mutated.
         rows: (K,) int64 in [0, R), distinct (not checked: with a repeated row the winner is unspecified).
-        values: (K, D), dtype of `destination`.
+        values: (K, D), with `source` (N, D) of any N; dtype of `destination`, in memory of its own.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        source: (K,) int64 in [0, N); a row of `values` may be taken many times, or never.
         count: () int64, the rows that hold (`kernels.padding`); the others are not written.
 
     Raises:
-        IndexError: a row is outside the destination, which is then unchanged (on an accelerator: an
-            asynchronous device assertion).
+        IndexError: a row is outside the destination or the values; the destination is unchanged (on an
+            accelerator: an asynchronous device assertion).
+        ValueError: shapes, dtypes or devices that do not fit; or, with `source`, values and destination in
+            one storage.
     """
     _validate("destination", destination, rows)
-    if values.shape != (rows.shape[0], destination.shape[1]) or values.dtype != destination.dtype:
+    if source is not None:
+        _validate("values", values, source, "source")
+        if source.shape != rows.shape:
+            raise ValueError(f"rows and source must be equally many, got {len(rows)} and {len(source)}")
+    length = rows.shape[0] if source is None else values.shape[0]
+    if values.shape != (length, destination.shape[1]) or values.dtype != destination.dtype:
         raise ValueError(
-            f"values must be {(rows.shape[0], destination.shape[1])} {destination.dtype}, "
+            f"values must be {(length, destination.shape[1])} {destination.dtype}, "
             f"got {tuple(values.shape)} {values.dtype}"
         )
     if values.device != destination.device:
         raise ValueError(f"destination is on {destination.device}, values on {values.device}")
     check_scalar("count", count, rows)
-    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count)
+    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
 
 
-def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor) -> None:
+def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor, name_of_rows: str = "rows") -> None:
     if matrix.dim() != 2:
         raise ValueError(f"{name} must be (R, D), got shape {tuple(matrix.shape)}")
     if rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ValueError(f"rows must be (K,) int64, got shape {tuple(rows.shape)} {rows.dtype}")
+        raise ValueError(f"{name_of_rows} must be (K,) int64, got shape {tuple(rows.shape)} {rows.dtype}")
     if rows.device != matrix.device:
-        raise ValueError(f"{name} is on {matrix.device}, rows on {rows.device}")
+        raise ValueError(f"{name} is on {matrix.device}, {name_of_rows} on {rows.device}")
 
 
 def launch_gather(
@@ -104,22 +114,50 @@ def launch_scatter(
     values: torch.Tensor,
     impl: str,
     count: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
 ) -> None:
     """`scatter_rows` without validation of shapes and dispatcher, for callers inside the package."""
     chosen = implementation(impl, destination)  # type: ignore[arg-type]
     check_rows("rows", rows, destination.shape[0], count)
+    if source is not None:
+        check_rows("source", source, values.shape[0], count)
+        if destination.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() != 0:
+            raise ValueError("values and destination share one storage: give values.clone()")
     if chosen == "triton":
         from tritonrec.kernels.gather_rows import triton_rows
 
-        triton_rows.scatter_rows(destination, rows, values, count)
+        triton_rows.scatter_rows(destination, rows, values, count, source)
         return
     if count is not None:
-        first = held(count, rows.numel())
-        rows, values = rows[:first], values[:first]
-    if chosen == "cpu":
+        rows = rows[: held(count, rows.numel())]
+        if source is not None:
+            source = source[: rows.numel()]
+        else:
+            values = values[: rows.numel()]
+    if chosen == "reference":
+        reference.scatter_rows(destination, rows, values, source)
+    elif source is None:
         destination.index_copy_(0, rows, values)
+    elif destination.stride(1) == values.stride(1) == 1:
+        _scatter_from_rows(destination, rows, values, source)
     else:
-        reference.scatter_rows(destination, rows, values)
+        destination.index_copy_(0, rows, values.index_select(0, source))
+
+
+def _scatter_from_rows(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, source: torch.Tensor
+) -> None:
+    """On the CPU, for matrices of contiguous rows."""
+    from tritonrec.kernels.gather_rows import numba_rows
+
+    out, values = destination.view(torch.uint8), values.view(torch.uint8)
+    numba_rows.scatter_rows(
+        *flat_rows(out),
+        rows.contiguous().numpy(),
+        *flat_rows(values),
+        source.contiguous().numpy(),
+        np.uintp(out.shape[1]),
+    )
 
 
 @torch.library.custom_op("tritonrec::gather_rows", mutates_args=())
@@ -159,10 +197,11 @@ def _scatter_op(
     values: torch.Tensor,
     impl: str,
     count: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
 ) -> None:
-    launch_scatter(destination, rows, values, impl, count)
+    launch_scatter(destination, rows, values, impl, count, source)
 
 
 @_scatter_op.register_fake
-def _scatter_fake(destination, rows, values, impl, count=None):
+def _scatter_fake(destination, rows, values, impl, count=None, source=None):
     return None

@@ -11,7 +11,9 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def scatter_rows(destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+def scatter_rows(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None = None
+) -> None:
     """See `tritonrec.kernels.gather_rows.scatter_rows`."""
     for position, row in enumerate(rows.tolist()):
-        destination[row] = values[position]
+        destination[row] = values[position if source is None else source[position]]

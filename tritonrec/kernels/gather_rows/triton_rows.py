@@ -23,11 +23,13 @@ def _move_kernel(
     destination_row_stride,
     destination_column_stride,
     GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """``destination[k] = source[rows[k]]`` where GATHER, else ``destination[rows[k]] = source[k]``.
+    """``destination[destination_rows[k]] = source[source_rows[k]]``.
 
+    The rows of the source are 0, 1, 2, ... without GATHER, those of the destination without SCATTER.
     Behind the count a gathered row is zero, and nothing is scattered.
     """
     num_held = held(num_moves, count_ptr)
@@ -35,23 +37,26 @@ def _move_kernel(
     columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     if GATHER:
         source_row = tl.load(source_rows_ptr + moves, mask=moves < num_held, other=0)
-        destination_row = moves
     else:
         source_row = moves
+    if SCATTER:
         destination_row = tl.load(destination_rows_ptr + moves, mask=moves < num_held, other=0)
+    else:
+        destination_row = moves
     inside = (moves < num_held)[:, None] & (columns < dim)[None, :]
     source = source_row[:, None] * source_row_stride + columns[None, :] * source_column_stride
     destination = (
         destination_row[:, None] * destination_row_stride + columns[None, :] * destination_column_stride
     )
     values = tl.load(source_ptr + source, mask=inside, other=0)
-    if GATHER:
+    if not SCATTER:
         inside = (moves < num_moves)[:, None] & (columns < dim)[None, :]
     tl.store(destination_ptr + destination, values, mask=inside)
 
 
-def _move(source, destination, rows, count, gather: bool) -> None:
-    dim = destination.shape[1]
+def _move(source, source_rows, destination, destination_rows, count) -> None:
+    """Rows that are None are 0, 1, 2, ..."""
+    dim, rows = destination.shape[1], source_rows if destination_rows is None else destination_rows
     if rows.numel() == 0 or dim == 0:
         return
     block_dim = min(triton.next_power_of_2(dim), 128)
@@ -59,15 +64,16 @@ def _move(source, destination, rows, count, gather: bool) -> None:
     grid = (triton.cdiv(rows.numel(), config["BLOCK_ROWS"]), triton.cdiv(dim, block_dim))
     _move_kernel[grid](
         source,
-        rows,
+        None if source_rows is None else source_rows.contiguous(),
         destination,
-        rows,
+        None if destination_rows is None else destination_rows.contiguous(),
         rows.numel(),
         count,
         dim,
         *source.stride(),
         *destination.stride(),
-        GATHER=gather,
+        GATHER=source_rows is not None,
+        SCATTER=destination_rows is not None,
         BLOCK_DIM=block_dim,
         **config,
     )
@@ -76,12 +82,16 @@ def _move(source, destination, rows, count, gather: bool) -> None:
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
     """See `tritonrec.kernels.gather_rows.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
-    _move(source, out, rows.contiguous(), count, gather=True)
+    _move(source, rows, out, None, count)
     return out
 
 
 def scatter_rows(
-    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    count: torch.Tensor | None,
+    source: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.gather_rows.scatter_rows`."""
-    _move(values, destination, rows.contiguous(), count, gather=False)
+    _move(values, source, destination, rows, count)
