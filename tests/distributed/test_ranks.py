@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import time
+import types
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,15 +74,114 @@ def test_a_rank_that_dies_is_named_within_the_timeout():
     began = time.monotonic()
     with RankPool((WORLD,), timedelta(seconds=10)) as own, pytest.raises(RankDiedError) as caught:
         own.run(die, WORLD, 1)
-    assert str(caught.value).startswith("rank 1 died (exit code 17)")
+    assert str(caught.value).startswith("rank 1 died (exit code 17): it was at work")
     assert time.monotonic() - began < 40
 
 
 def test_a_rank_that_stalls_is_an_error_within_the_timeout():
     began = time.monotonic()
-    with RankPool((2,), timedelta(seconds=3)) as own, pytest.raises(RankDiedError):
+    with RankPool((2,), timedelta(seconds=3)) as own, pytest.raises(RankDiedError) as caught:
         own.run(stall, 2, 1)
+    assert str(caught.value).splitlines()[-1].startswith("rank 1 did not answer within ")
     assert time.monotonic() - began < 40
+
+
+class Arrive:
+    """What a pool calls on entering: every rank leaves a file behind, and the last one does something else."""
+
+    def __init__(self, folder, ranks, last):
+        self.folder, self.ranks, self.last = folder, ranks, last
+
+    def __call__(self, rank):
+        Path(self.folder, str(rank)).touch()
+        if rank == self.ranks - 1:
+            self.last()
+
+
+def sleep_for_long():
+    time.sleep(600)
+
+
+def leave():
+    os._exit(9)
+
+
+def fail():
+    raise OSError("cannot enter namespace 7")
+
+
+def wait_for(files):
+    deadline = time.monotonic() + 120
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_before_it_meets_the_others_is_named(tmp_path):
+    with RankPool((1, WORLD), enter=Arrive(tmp_path, WORLD, sleep_for_long)) as own:
+        wait_for([tmp_path / str(rank) for rank in range(WORLD)])
+        own.start_timeout = timedelta(seconds=time.monotonic() - own._started + 1)
+        with pytest.raises(RankDiedError) as caught:
+            own.run(exchange, WORLD, 0)
+    (line,) = str(caught.value).splitlines()  # the others only wait for it
+    assert line.startswith("rank 2 did not answer within ")
+    assert line.endswith(" s: it was in `enter`, before it met the others")
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (leave, "rank 0 died (exit code 9): it was in `enter`, before it met the others"),
+        (fail, "rank 0: OSError: cannot enter namespace 7"),
+    ],
+)
+def test_a_rank_that_does_not_get_in_says_why(tmp_path, does, message):
+    with RankPool((1,), enter=Arrive(tmp_path, 1, does)) as own, pytest.raises(RankDiedError) as caught:
+        own.run(exchange, 1, 0)
+    assert str(caught.value) == message
+
+
+def test_a_rank_that_dies_while_it_imports_is_named(monkeypatch):
+    module = types.ModuleType("only_here")  # the rank has no such module to load it from
+    module.enter = types.FunctionType(leave.__code__, {}, "enter")
+    module.enter.__module__, module.enter.__qualname__ = "only_here", "enter"
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with RankPool((1,), enter=module.enter) as own, pytest.raises(RankDiedError) as caught:
+        own.run(exchange, 1, 0)
+    assert str(caught.value) == "rank 0 died (exit code 1): it was importing what it needs"
+
+
+class SlowToRead:
+    """An argument that takes for ever to unpickle, as one does whose module hangs while it is imported."""
+
+    def __reduce__(self):
+        return time.sleep, (600,)
+
+
+def test_a_task_that_is_never_read_is_an_error_and_a_long_one_is_not():
+    with RankPool((1,), timedelta(seconds=1)) as own:
+        assert own.run(exchange, 1, 5) == [5]
+        own.start_timeout = timedelta(seconds=1)
+        assert own.run(nap, 1, 1.3) == [1.3]  # work has no deadline
+        with pytest.raises(
+            RankDiedError, match=r"^rank 0 did not answer within .* s: it was reading its task$"
+        ):
+            own.run(exchange, 1, SlowToRead())
+
+
+def nap(communicators, seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def test_ranks_that_torchrun_never_started_are_missed_in_time(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    message = r"rank 0: the 2 ranks did not all meet within 1 s"
+    with pytest.raises(RankDiedError, match=message), from_environment(timedelta(seconds=1)):
+        pass
 
 
 def test_a_world_size_the_pool_was_not_started_for(pool):

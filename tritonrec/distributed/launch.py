@@ -23,6 +23,15 @@ from .communicator import TIMEOUT, Communicators
 GRACE = 3.0
 """Seconds that the other ranks get to tell their story after one has failed."""
 
+START_TIMEOUT = timedelta(minutes=5)
+"""How long the processes of a pool may take to import what they need and to meet."""
+
+IMPORTING = "importing what it needs"
+ENTERING = "in `enter`, before it met the others"
+MEETING = "waiting to meet the others"
+READING = "reading its task"
+WORKING = "at work"
+
 
 class RankDiedError(RuntimeError):
     """A rank ended, failed, or stayed silent beyond its timeout.
@@ -42,7 +51,8 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
     `replicas` ranks hold the same part of the tables; they divide the world size.
 
     Without those variables, or with a world of one, the communicators are local. The process groups are
-    destroyed on the way out, also after an error.
+    destroyed on the way out, also after an error. Raises `RankDiedError` where the ranks do not all meet
+    within the timeout.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % replicas:
@@ -50,7 +60,14 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
     if world_size == 1:
         yield Communicators.local()
         return
-    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except dist.DistError as error:
+        rank, seconds = os.environ.get("RANK", "?"), timeout.total_seconds()
+        raise RankDiedError(
+            f"rank {rank}: the {world_size} ranks did not all meet within {seconds:g} s; one that has printed "
+            f"nothing never came: {error}"
+        ) from error
     try:
         yield Communicators.over(range(world_size), timeout, replicas)
     finally:
@@ -62,18 +79,24 @@ def _serve(
     meshes: tuple[tuple[int, int], ...],
     store: str,
     timeout: timedelta,
+    start_timeout: timedelta,
     connection: Connection,
     enter: Callable[[int], None] | None,
 ) -> None:
-    """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text)."""
+    """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text).
+
+    On the way it tells ("at", place), so that a rank that gets stuck can be told from those that wait for it.
+    """
     torch.set_num_threads(1)
     try:
         if enter is not None:
+            connection.send(("at", ENTERING))
             enter(rank)
+        connection.send(("at", MEETING))
         world = max(meshes)[0]
         if world > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=start_timeout
             )
         groups = {
             mesh: Communicators.local()
@@ -86,6 +109,7 @@ def _serve(
             request = connection.recv()
             if request is None:
                 return
+            connection.send(("at", WORKING))
             function, mesh, args = request
             try:
                 connection.send(("ok", function(groups[mesh], *args)))
@@ -110,9 +134,20 @@ class RankPool:
             are started as the largest has ranks.
         timeout: a rank that waits longer for another in a collective raises.
         enter: called in each process with its rank, before it meets the others; picklable.
+        start_timeout: how long all ranks together may take to start, run `enter` and meet, and later to read
+            the task that `run` gives them.
 
     Use as a context manager. Each process runs torch on one thread. After a `RankDiedError` the pool has to
     be closed: ranks may still wait for one that will not come.
+
+    What bounds a wait::
+
+        until all ranks have met         start_timeout, from the pool's making
+        until all have read their task   start_timeout, from the call of `run`
+        in a collective                  timeout: the rank that waits raises, and the call ends
+        for work outside collectives     nothing: an hour's training must not look like a rank that hangs
+        after the first rank's answer    twice the timeout
+        after the first rank's failure   `GRACE`
     """
 
     def __init__(
@@ -120,23 +155,25 @@ class RankPool:
         world_sizes: Iterable[int | tuple[int, int]],
         timeout: timedelta = TIMEOUT,
         enter: Callable[[int], None] | None = None,
+        start_timeout: timedelta = START_TIMEOUT,
     ):
         meshes = {(size, 1) if isinstance(size, int) else size for size in world_sizes}
         if not meshes or min(min(mesh) for mesh in meshes) < 1:
             raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
         self.meshes = tuple(sorted(meshes))
-        self.timeout = timeout
+        self.timeout, self.start_timeout = timeout, start_timeout
         self._directory = tempfile.TemporaryDirectory(prefix="tritonrec-")
         store = os.path.join(self._directory.name, "store")
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self.processes = []
+        self._started = time.monotonic()
         with _one_thread_each():
             for rank in range(self.meshes[-1][0]):
                 here, there = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.meshes, store, timeout, there, enter),
+                    args=(rank, self.meshes, store, timeout, start_timeout, there, enter),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -150,73 +187,86 @@ class RankPool:
         """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
 
         `replicas` ranks hold the same part of the tables. `function` must be importable (it is pickled by
-        name). Raises `RankDiedError` naming the rank when one raises, dies, or stalls beyond twice the pool's
-        timeout after the first rank has answered.
+        name). Raises `RankDiedError` naming the ranks that raised, died, or did not answer in time, and where
+        they were; the class says what is in time.
         """
         mesh = (world_size, replicas)
         if mesh not in self.meshes:
             raise ValueError(f"this pool was started for (world size, replicas) {self.meshes}, not {mesh}")
         if not self._ready:
-            self._collect(range(len(self.processes)), starting=True)
+            self._collect(range(len(self.processes)), IMPORTING, self._started)
             self._ready = True
-        request = pickle.dumps((function, mesh, args))
+        request, since = pickle.dumps((function, mesh, args)), time.monotonic()
         for rank in range(world_size):
             try:
                 self._connections[rank].send_bytes(request)
             except OSError as error:
-                raise RankDiedError(self._obituary(rank)) from error
-        return self._collect(range(world_size))
+                raise RankDiedError(self._obituary(rank, READING)) from error
+        return self._collect(range(world_size), READING, since)
 
-    def _collect(self, ranks: range, starting: bool = False) -> list[Any]:
+    def _collect(self, ranks: range, at: str, since: float) -> list[Any]:
+        """Answers of `ranks`, which were all `at` one place at the time `since`."""
         waiting = {self._connections[rank]: rank for rank in ranks}
+        places = dict.fromkeys(ranks, at)
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         details: dict[int, str] = {}
-        deadline = None
+        follow = float("inf")  # when the others must have followed the first that answered or failed
         while waiting:
-            # The first rank may work as long as it likes; the others must then follow within the timeout.
-            # Once one has failed, the others can only wait for it in vain.
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            begun = all(places[rank] == WORKING for rank in waiting.values())
+            until = follow if begun else min(follow, since + self.start_timeout.total_seconds())
+            patience = None if until == float("inf") else max(0.0, until - time.monotonic())
             ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], patience)
             if not ready:
-                if not errors:
-                    allowed = 2 * self.timeout
-                    silent = sorted(waiting.values())
-                    raise RankDiedError(f"ranks {silent} did not answer within {allowed} after the others")
                 break
             for connection in [c for c in waiting if c in ready or c.poll()]:
-                rank = waiting.pop(connection)
+                rank = waiting[connection]
                 try:
                     status, value = connection.recv()
                 except (EOFError, OSError):
-                    errors[rank] = self._obituary(rank)
+                    status, value = "died", self._obituary(rank, places[rank])
+                if status == "at":
+                    places[rank] = value
                     continue
+                del waiting[connection]
                 if status == "ok":
                     results[rank] = value
+                elif status == "died":
+                    errors[rank] = value
                 else:
                     line, details[rank] = value
                     errors[rank] = f"rank {rank}: {line}"
             for connection, rank in list(waiting.items()):
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]
-                    errors[rank] = self._obituary(rank)
+                    errors[rank] = self._obituary(rank, places[rank])
             if errors:
-                deadline = min(deadline or float("inf"), time.monotonic() + GRACE)
-            elif deadline is None and not starting:
-                deadline = time.monotonic() + 2 * self.timeout.total_seconds()
-        if errors:
+                follow = min(follow, time.monotonic() + GRACE)
+            elif results and at == READING:
+                follow = min(follow, time.monotonic() + 2 * self.timeout.total_seconds())
+        if errors or waiting:
             # A rank that died explains the others' broken connections, so it is named first.
             first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
+            silent = self._silent({rank: places[rank] for rank in waiting.values()}, since)
             raise RankDiedError(
-                "\n".join(errors[rank] for rank in first),
+                "\n".join([*(errors[rank] for rank in first), *silent]),
                 "\n".join(f"rank {rank}:\n{details[rank]}" for rank in first if rank in details),
             )
         return [results[rank] for rank in ranks]
 
-    def _obituary(self, rank: int) -> str:
+    def _silent(self, places: dict[int, str], since: float) -> list[str]:
+        """A line for each rank that did not answer, without those that only waited for one of them."""
+        behind = [rank for rank, place in places.items() if place not in (MEETING, WORKING)]
+        waited = time.monotonic() - since
+        return [
+            f"rank {rank} did not answer within {waited:.1f} s: it was {places[rank]}"
+            for rank in sorted(behind or places)
+        ]
+
+    def _obituary(self, rank: int, place: str) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
-        return f"rank {rank} died (exit code {process.exitcode})"
+        return f"rank {rank} died (exit code {process.exitcode}): it was {place}"
 
     def close(self) -> None:
         """End the processes; those that do not end within two seconds are killed."""
