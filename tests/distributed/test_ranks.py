@@ -87,7 +87,7 @@ def test_a_rank_that_stalls_is_an_error_within_the_timeout():
 
 
 class Arrive:
-    """What a pool calls on entering: every rank leaves a file behind, and the last one does something else."""
+    """What a pool calls on entering: ranks leave a file behind, and the last one does something else."""
 
     def __init__(self, folder, ranks, last):
         self.folder, self.ranks, self.last = folder, ranks, last

@@ -65,8 +65,8 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
     except dist.DistError as error:
         rank, seconds = os.environ.get("RANK", "?"), timeout.total_seconds()
         raise RankDiedError(
-            f"rank {rank}: the {world_size} ranks did not all meet within {seconds:g} s; one that has printed "
-            f"nothing never came: {error}"
+            f"rank {rank}: the {world_size} ranks did not all meet within {seconds:g} s; one that "
+            f"has printed nothing never came: {error}"
         ) from error
     try:
         yield Communicators.over(range(world_size), timeout, replicas)
