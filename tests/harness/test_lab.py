@@ -248,8 +248,8 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
     for row in result.rows:
         assert report.payload(row, result.rows[0]) == row.figures.rows / whole.rows
     assert cut.exposed_lookup < cut.lookup
-    # A row is twelve float32 there, and twelve float32 or int64 back.
-    assert cut.rows == pytest.approx(cut.row_bytes / (12 * (4 + 8)), rel=1e-12)
+    # A row is twelve float32 there; back, twelve float32 or as many bytes as its sums need.
+    assert 12 * 4 < cut.row_bytes / cut.rows < 12 * (4 + 8)
     assert result.rows[2].figures.rows == pytest.approx(
         result.rows[2].figures.row_bytes / (12 * (4 + 4)), rel=1e-12
     )

@@ -6,12 +6,13 @@ import torch
 
 from .. import ops
 from ..data import Batch, split
-from ..distributed import Communicator, Communicators
+from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
 from .replicas import Shares
 from .routes import answer, ask, column_sums
 from .streams import to_device, to_host
+from .sums import Sums, travel
 from .window import TableWindow, Window, WindowConfig
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
@@ -45,8 +46,8 @@ class WindowProgram:
         self.dual_buffer = dual_buffer
         self.replicated = communicators.replicas > 1 and not config.average_every
         _demand_replicable(communicators, config)
-        self.exact = config.consistency == "batch"
-        if self.exact:
+        self.sums = Sums(config, self.device)
+        if self.sums.exact:
             attach_grids(model, config.grid_bits)
         else:
             detach_grids(model)
@@ -143,7 +144,7 @@ class WindowProgram:
                 mine = table.places[self.communicators.replica.rank]
                 legs = answer(mine[inverse], table.receive, None)[0], legs[1]
             table.wanted, table.returned = (leg.to(self.device) for leg in legs)
-            table.row_gradient = self._no_gradients(own, group.table.dim)
+            table.row_gradient = self.sums.zeros(own, group.table.dim)
         self._buffers[window.number % 2] = window
 
     def _bring_keys(self, table: TableWindow) -> None:
@@ -216,7 +217,9 @@ class WindowProgram:
                 table.embeddings = table.buffer.new_empty(table.asked.rows, group.table.dim)
             rows = ops.gather_rows(table.buffer[:, : group.table.dim], table.wanted.rows[i])
             slots = table.embeddings[table.asked.slots(i)]
-            self._travel(window, rows, table.wanted.counts[i], table.asked.arriving[i], out=slots)
+            send, over = table.wanted.counts[i], self.communicators.communication
+            travel(window, over, rows, send, table.asked.arriving[i], out=slots)
+            self._count_rows(window, send)
 
     def compute(self, window: Window, micro_batch: int | None) -> None:
         """Forward and backward of one micro-batch."""
@@ -233,9 +236,9 @@ class WindowProgram:
             losses.sum().backward()
         for leaf, table in zip(rows, window.tables, strict=True):
             if table.gradients is None:
-                table.gradients = self._no_gradients(table.asked.rows, leaf.shape[1])
+                table.gradients = self.sums.zeros(table.asked.rows, leaf.shape[1])
             if leaf.grad is not None:
-                self._add_rows(leaf.grad, table.asked.inverse[i], table.gradients)
+                self.sums.add(leaf.grad, table.asked.inverse[i], table.gradients)
 
     def gradient_exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send gradient rows to their owners and add them up there."""
@@ -244,9 +247,12 @@ class WindowProgram:
         for table in window.tables:
             assert table.gradients is not None and table.row_gradient is not None
             leaving, returned = table.asked.leaving, table.returned
-            gradients = ops.gather_rows(table.gradients, leaving.rows[i])
-            came = self._travel(window, gradients, leaving.counts[i], returned.counts[i])
-            self._add_rows(came, returned.rows[i], table.row_gradient)
+            self.sums.exchange(
+                window, self.communicators.communication,
+                table.gradients, leaving.rows[i], leaving.counts[i],
+                table.row_gradient, returned.rows[i], returned.counts[i],
+            )  # fmt: skip
+            self._count_rows(window, leaving.counts[i])
 
     # The end of the window: one update from complete sums.
 
@@ -257,13 +263,14 @@ class WindowProgram:
         for table in window.tables:
             assert table.row_gradient is not None
             shares = Shares.of(table.places, len(table.keys), replica.rank)
-            rows = ops.gather_rows(table.row_gradient, to_device(shares.order, self.device))
-            came = self._travel(window, rows, shares.send, shares.receive, over=replica)
             size = shares.sizes[replica.rank]
-            sums = self._no_gradients(size, rows.shape[1])
-            self._add_rows(came, to_device(shares.rows, self.device), sums)
-            mean = self._mean(sums, window.row_terms, "embedding gradient").repeat(copies, 1)
-            table.mean_gradient = self._travel(window, mean, [size] * copies, shares.sizes, over=replica)
+            sums = self.sums.zeros(size, table.row_gradient.shape[1])
+            order, rows = (to_device(each, self.device) for each in (shares.order, shares.rows))
+            self.sums.exchange(
+                window, replica, table.row_gradient, order, shares.send, sums, rows, shares.receive
+            )
+            mean = self.sums.mean(sums, window.row_terms).repeat(copies, 1)
+            table.mean_gradient = travel(window, replica, mean, [size] * copies, shares.sizes)
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """The mean dense gradients of all ranks, as one flat message.
@@ -271,14 +278,14 @@ class WindowProgram:
         Each rank adds up a share and hands its means on, which are half as long as sums on the grid.
         """
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        parts = [self._take_gradient(name, p) for name, p in zip(names, parameters, strict=True)]
+        parts = [self.sums.take(name, p) for name, p in zip(names, parameters, strict=True)]
         window.dense_sums = parts
         flat = torch.cat([part.reshape(-1) for part in parts])
         share = self.communicators.reduce.reduce_scatter(flat, "dense gradients")
-        means = self.communicators.reduce.all_gather(self._over(share, window.terms))
+        means = self.communicators.reduce.all_gather(self.sums.over(share, window.terms))
         pieces = torch.split(means[: len(flat)], [part.numel() for part in parts])
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
-            window.dense[name] = self._finite(piece, name).view_as(parameter)
+            window.dense[name] = self.sums.finite(piece, name).view_as(parameter)
 
     def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window.
@@ -290,7 +297,7 @@ class WindowProgram:
             gradient = table.mean_gradient
             if not self.replicated:
                 assert table.row_gradient is not None
-                gradient = self._mean(table.row_gradient, window.row_terms, "embedding gradient")
+                gradient = self.sums.mean(table.row_gradient, window.row_terms)
             assert gradient is not None
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
@@ -339,18 +346,6 @@ class WindowProgram:
             group.table.write(keys, to_host(rows))
             counted.counts.written += len(keys)
 
-    # Sums. The grid makes them independent of order; the window level fixes the order instead.
-
-    def _no_gradients(self, rows: int, dim: int) -> torch.Tensor:
-        dtype = torch.int64 if self.exact else torch.float32
-        return torch.zeros(rows, dim, dtype=dtype, device=self.device)
-
-    def _add_rows(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        ops.segment_sum(
-            values, rows, len(out), level=self.config.consistency, out=out, bits=self.config.grid_bits,
-            name="embedding gradient",
-        )  # fmt: skip
-
     def _sum_over_replicas(self, terms: int) -> int:
         total = self.communicators.replica_routing.all_reduce(torch.tensor([terms]), "terms of the loss")
         return int(total)
@@ -358,45 +353,8 @@ class WindowProgram:
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")
 
-    def _take_gradient(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter's summed gradient of this rank; leaves none behind."""
-        if not self.exact:
-            gradient, parameter.grad = parameter.grad, None
-            return torch.zeros_like(parameter) if gradient is None else gradient
-        return take_grid(name, parameter)
-
-    def _mean(self, sums: torch.Tensor, terms: int, name: str) -> torch.Tensor:
-        """Sums over samples to the gradient of the mean loss per term."""
-        return self._finite(self._over(sums, terms), name)
-
-    def _over(self, sums: torch.Tensor, terms: int) -> torch.Tensor:
-        """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
-        divisor = float(max(terms, 1))
-        return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
-
-    def _finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
-        """`means`, or FloatingPointError; sums on the grid are finite already."""
-        if not self.exact:
-            finite = torch.isfinite(means)
-            if not bool(finite.all()):
-                index = tuple((~finite).nonzero()[0].tolist())
-                raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
-        return means
-
-    def _travel(
-        self,
-        window: Window,
-        values: torch.Tensor,
-        send: list[int],
-        receive: list[int],
-        out: torch.Tensor | None = None,
-        over: Communicator | None = None,
-    ) -> torch.Tensor:
-        over = over or self.communicators.communication
-        sent = (sum(send) - send[over.rank]) * values.shape[1] * values.element_size()
-        window.sent_bytes += sent
-        window.counts.row_bytes += sent
-        return over.all_to_all(values, send, receive, out)
+    def _count_rows(self, window: Window, send: list[int]) -> None:
+        window.counts.rows += sum(send) - send[self.communicators.shard]
 
     def losses_of(self, window: Window) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
         """For each batch itself, and in its micro-batches' order sample ids (B,) and losses (B,) float32."""
@@ -414,19 +372,6 @@ def _demand_replicable(communicators: Communicators, config: WindowConfig) -> No
         raise ValueError("average_every averages replicas of the tables, and there is one copy only")
     if communicators.replicas > 1 and config.dedup not in ("lookup", "both"):
         raise ValueError(f"replicas of the tables need dedup before the lookup, got {config.dedup!r}")
-
-
-def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's gradient sum on the grid; its grid is zero afterwards."""
-    if parameter.grad is not None:
-        raise TypeError(
-            f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
-            "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
-        )
-    grid: torch.Tensor = parameter.grid  # type: ignore[attr-defined]
-    sums = grid.clone()
-    grid.zero_()
-    return sums
 
 
 def _first_occurrences(inverse: torch.Tensor, count: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..nn import attach_grids
-from .program import DROPOUT_STREAM, WindowProgram, take_grid
+from .program import DROPOUT_STREAM, WindowProgram
 from .schedule import Schedule
+from .sums import take_grid
 from .window import Window
 
 

@@ -67,6 +67,7 @@ class LookupCounts:
         kept: rows that the last window's buffer handed on.
         written: rows written back to the table.
         lookups: table lookups made, one for each table that is not merged into another.
+        rows: embeddings that left this rank, and gradients.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
     """
 
@@ -77,6 +78,7 @@ class LookupCounts:
     kept: int = 0
     written: int = 0
     lookups: int = 0
+    rows: int = 0
     key_bytes: int = 0
     row_bytes: int = 0
 

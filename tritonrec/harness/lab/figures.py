@@ -59,8 +59,8 @@ class Figures:
         return self.overlapped / self.transfers if self.transfers else 0.0
 
 
-def figures(run: Run, dim: int) -> Figures:
-    """Measure a run. `dim` is the width of an embedding row.
+def figures(run: Run) -> Figures:
+    """Measure a run.
 
     Raises `LabError` if a dependency of the schedule was not honoured.
     """
@@ -76,7 +76,6 @@ def figures(run: Run, dim: int) -> Figures:
         return mean(value / rank.steps for value, rank in zip(values, ranks, strict=True)) / 1e9
 
     done = run.steps * len(ranks)
-    gradient_bytes = 8 if trace.metadata["consistency"] == "batch" else 4
     return Figures(
         step=median(rank.step_ns for rank in ranks) / 1e9,
         lookup=per_step([rank.lookup_ns for rank in ranks]),
@@ -89,7 +88,7 @@ def figures(run: Run, dim: int) -> Figures:
         overlapped=mean(rank.transfers_overlapped / rank.steps for rank in ranks),
         row_bytes=run.counts["row_bytes"] / done,
         key_bytes=run.counts["key_bytes"] / done,
-        rows=run.counts["row_bytes"] / done / (dim * (4 + gradient_bytes)),
+        rows=run.counts["rows"] / done / 2,
     )
 
 

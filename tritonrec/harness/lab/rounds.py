@@ -191,7 +191,7 @@ def measure(run: Run, plan: Plan, reference: Run | None = None) -> Measured:
     exact = run.setting.window(plan.job.seed).consistency == "batch"
     losses = compare_losses(run, reference or run, exact)
     costs = stage_costs(read(run.trace).spans)
-    return Measured(figures(run, plan.job.sizes.dim), costs, losses, run.tasks, run.overruns)
+    return Measured(figures(run), costs, losses, run.tasks, run.overruns)
 
 
 def rows(plan: Plan, rounds: Sequence[Sequence[Measured]]) -> list[Row]:

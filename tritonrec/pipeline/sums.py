@@ -1,0 +1,147 @@
+"""Sums of gradients: on the exact grid, or in float32 in a fixed order; how they travel between ranks.
+
+A row of int64 sums takes twice the bytes of a float32 row, and most of these are the sign's. So sums on the
+grid travel packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from ..distributed import Communicator
+from .window import Window, WindowConfig
+
+NAME = "embedding gradient"
+
+
+@dataclass
+class Sums:
+    """Gradient sums of one run. The grid makes them independent of order; the window level fixes the order.
+
+    Args:
+        config: consistency and grid of the run. device: of the sums.
+    """
+
+    config: WindowConfig
+    device: torch.device
+
+    @property
+    def exact(self) -> bool:
+        return self.config.consistency == "batch"
+
+    def zeros(self, rows: int, dim: int) -> torch.Tensor:
+        """(rows, dim), of the type that sums have."""
+        dtype = torch.int64 if self.exact else torch.float32
+        return torch.zeros(rows, dim, dtype=dtype, device=self.device)
+
+    def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
+        ops.segment_sum(
+            values,
+            rows,
+            len(out),
+            level=self.config.consistency,
+            out=out,
+            bits=self.config.grid_bits,
+            name=NAME,
+        )
+
+    def exchange(
+        self,
+        window: Window,
+        over: Communicator,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        send: list[int],
+        out: torch.Tensor,
+        targets: torch.Tensor,
+        receive: list[int],
+    ) -> None:
+        """Add sums of every rank to those of their owners.
+
+        Args:
+            over: the ranks.
+            values: (N, dim) sums here. rows: (K,) int64, which of them go, grouped by rank; `send` says how
+                many to each.
+            out: (S, dim) sums to add to. targets: (k,) int64, where each that comes belongs, grouped by rank;
+                `receive` says how many from each.
+        """
+        if not self.exact:
+            came = travel(window, over, ops.gather_rows(values, rows), send, receive)
+            self.add(came, targets, out)
+            return
+        own, leaving, send = _apart(rows, send, over.rank)
+        to_own, arriving, receive = _apart(targets, receive, over.rank)
+        self.add(ops.gather_rows(values, own), to_own, out)
+        if over.world_size == 1:
+            return
+        dim = values.shape[1]
+        widths, packed = ops.pack_rows(values, leaving)
+        their_widths = travel(window, over, widths, send, receive)
+        lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
+        theirs = travel(window, over, packed, *lengths)
+        ops.add_packed_rows(out, arriving, their_widths, theirs, name=NAME)
+
+    def mean(self, sums: torch.Tensor, terms: int, name: str = NAME) -> torch.Tensor:
+        """Sums over samples to the gradient of the mean loss per term, or FloatingPointError."""
+        return self.finite(self.over(sums, terms), name)
+
+    def over(self, sums: torch.Tensor, terms: int) -> torch.Tensor:
+        """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
+        divisor = float(max(terms, 1))
+        return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
+
+    def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
+        """`means`, or FloatingPointError; sums on the grid are finite already."""
+        if not self.exact:
+            finite = torch.isfinite(means)
+            if not bool(finite.all()):
+                index = tuple((~finite).nonzero()[0].tolist())
+                raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
+        return means
+
+    def take(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The parameter's summed gradient of this rank; leaves none behind."""
+        if not self.exact:
+            gradient, parameter.grad = parameter.grad, None
+            return torch.zeros_like(parameter) if gradient is None else gradient
+        return take_grid(name, parameter)
+
+
+def travel(
+    window: Window,
+    over: Communicator,
+    values: torch.Tensor,
+    send: list[int],
+    receive: list[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`Communicator.all_to_all`, its bytes counted in the window."""
+    leaving = sum(send) - send[over.rank]
+    sent = leaving * values[:1].numel() * values.element_size()
+    window.sent_bytes += sent
+    window.counts.row_bytes += sent
+    return over.all_to_all(values, send, receive, out)
+
+
+def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's gradient sum on the grid; its grid is zero afterwards."""
+    if parameter.grad is not None:
+        raise TypeError(
+            f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
+            "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
+        )
+    grid: torch.Tensor = parameter.grid  # type: ignore[attr-defined]
+    sums = grid.clone()
+    grid.zero_()
+    return sums
+
+
+def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """This rank's part of `rows`, grouped by rank; the others' parts; their counts, here none."""
+    before, own = sum(counts[:rank]), counts[rank]
+    others = torch.cat([rows[:before], rows[before + own :]])
+    return rows[before : before + own], others, [*counts[:rank], 0, *counts[rank + 1 :]]
