@@ -43,6 +43,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "hash_table": {"BLOCK": (64, 128, 256), "num_warps": (1, 2, 4, 8)},
     "unique": {"BLOCK": (128, 256, 512), "num_warps": (1, 2, 4, 8)},
     "gather_rows": {"BLOCK_ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)},
+    "packed_rows": {"BLOCK_ROWS": (4, 8, 16), "num_warps": (2, 4, 8)},
     "segment_sum": {"num_warps": (1, 2, 4)},
     "sparse_optimizers": {"ELEMENTS": (512, 1024, 2048), "num_warps": (2, 4, 8)},
     "philox": {"COUNTERS": (128, 256, 512), "num_warps": (2, 4, 8)},

@@ -119,7 +119,7 @@ def _check_list(name: str, tensor: torch.Tensor, dtype: torch.dtype, like: torch
     if tensor.dim() != 1 or tensor.dtype != dtype:
         raise ValueError(f"{name} must be 1-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
     if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, the rows on {like.device}")
+        raise ValueError(f"{name} must be on {like.device}, got {tensor.device}")
 
 
 def _check_packed(widths: torch.Tensor, dim: int, packed: torch.Tensor | None = None) -> None:

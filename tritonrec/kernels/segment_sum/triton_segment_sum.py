@@ -71,8 +71,7 @@ def segment_sum(
     num_segments, dim = out.shape
     if count is not None:
         segments = torch.where(padding(segments.numel(), count), num_segments, segments)
-    grouped, order = torch.sort(segments, stable=True)
-    starts = torch.searchsorted(grouped, torch.arange(num_segments + 1, device=out.device))
+    order, starts = by_segment(segments, num_segments)
     block = min(128, triton.next_power_of_2(dim))
     grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     exact = out.dtype == torch.int64
@@ -101,3 +100,9 @@ def segment_sum(
         enable_fp_fusion=False,
     )
     return first_bad(bad) if exact else None
+
+
+def by_segment(segments: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Occurrences in order of their segment, and (S + 1,) where the occurrences of each segment begin."""
+    grouped, order = torch.sort(segments, stable=True)
+    return order, torch.searchsorted(grouped, torch.arange(num_segments + 1, device=segments.device))

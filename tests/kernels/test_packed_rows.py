@@ -1,0 +1,339 @@
+"""Packed rows lose nothing: adding them is adding the rows, in the same bytes from every implementation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from poison import poisoned_memory
+
+from tritonrec.kernels.gather_rows import gather_rows
+from tritonrec.kernels.grid import ExactSumError, to_grid
+from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes
+from tritonrec.kernels.segment_sum import segment_sum
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
+HOST_TRITON = pytest.param(
+    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
+)
+IMPLS = ["reference", "cpu", TRITON]
+LEAST, MOST = -(2**63), 2**63 - 1
+EDGES = [
+    0,
+    1,
+    -1,
+    LEAST,
+    MOST,
+    *(sign * 2**b + d for b in range(7, 63, 8) for sign in (1, -1) for d in (0, -1)),
+]
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def mixed(count, dim, seed=0):
+    """Rows of every width, and rows of floats of every magnitude, in a drawn order."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(LEAST, MOST, (count, dim), endpoint=True) >> rng.integers(0, 64, (count, 1))
+    for row, kind in zip(values, rng.integers(0, 5, count), strict=True):
+        if kind == 0:
+            row[:] = rng.integers(-(2**24), 2**24, dim) << rng.integers(0, 40, dim)
+        elif kind == 1:
+            row[:] = rng.choice(EDGES, dim)
+        elif kind == 2:
+            row[:] = 0
+    return torch.from_numpy(values)
+
+
+# One row each: what it holds beside zeros, and the width that says.
+WIDTHS = [
+    ([0], 0),
+    ([1], 1),
+    ([-1], 1),
+    ([127, -128], 1),
+    ([128], 2),
+    ([-129], 2),
+    ([2**15 - 1, -(2**15)], 2),
+    ([2**15], 3),
+    ([-(2**23) - 1], 4),
+    ([2**31 - 1, -(2**31)], 4),
+    ([2**24 - 1], 4),  # a float32 too, but it needs no more as an integer
+    ([2**31], FLOAT),
+    ([2**31 + 1], 5),
+    ([-(2**31) - 1], 5),
+    ([-(2**31) - 2**8], FLOAT),
+    ([2**39 - 1, -(2**39)], 5),
+    ([2**39, 3], FLOAT),
+    ([2**39 + 1], 6),
+    ([-(2**47) - 1], 7),
+    ([2**55 - 1], 7),
+    ([2**55 + 1], 8),
+    ([(2**24 - 1) << 38, 1], FLOAT),
+    ([(2**24 - 1) << 38, 2**25 - 1], 8),
+    ([(2**25 - 1) << 37], 8),
+    ([-((2**24 - 1) << 8)], FLOAT),
+    ([-((2**25 - 1) << 7)], 5),
+    ([2**62], FLOAT),
+    ([LEAST], FLOAT),
+    ([LEAST + 1], 8),
+    ([LEAST + 2**39], FLOAT),
+    ([LEAST + 2**38], 8),
+    ([MOST], 8),
+    ([MOST - 2**39 + 1], FLOAT),
+    ([MOST - 2**38 + 1], 8),
+]
+
+
+@pytest.mark.parametrize("dim", [2, 65, 130])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_width_is_the_smallest_that_holds_a_row(impl, dim):
+    values = torch.zeros(len(WIDTHS), dim, dtype=torch.int64)
+    for row, (elements, _) in enumerate(WIDTHS):
+        place = (
+            row * 7 + torch.arange(len(elements)) * (dim - 1)
+        ) % dim  # the last block of columns counts too
+        values[row, place] = torch.tensor(elements)
+    widths, packed = pack_rows(on(impl, values), on(impl, torch.arange(len(WIDTHS))), impl=impl)
+    assert widths.tolist() == [width for _, width in WIDTHS]
+    assert len(packed) == dim * sum(width & 0x7F for _, width in WIDTHS)
+    out = torch.zeros_like(on(impl, values))
+    add_packed_rows(out, on(impl, torch.arange(len(WIDTHS))), widths, packed, impl=impl)
+    assert torch.equal(out.cpu(), values)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_bytes_are_those_of_the_page(impl):
+    values = on(impl, torch.tensor([[3, -300], [0, 0], [2**40, -(2**62)]]))
+    widths, packed = pack_rows(values, on(impl, torch.arange(3)), impl=impl)
+    assert widths.tolist() == [2, 0, FLOAT] and widths.dtype == packed.dtype == torch.uint8
+    assert bytes(packed.tolist()).hex() == "03d400fe" + "00000000808053de"
+
+
+@pytest.mark.parametrize(
+    ("count", "dim"), [(0, 3), (1, 1), (5, 0), (7, 3), (8, 64), (9, 65), (33, 130), (40, 1)]
+)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_equals_the_reference(impl, count, dim):
+    """In memory that nobody cleared, so that a byte nobody wrote shows."""
+    values = mixed(12, dim, seed=count)
+    rows = torch.from_numpy(np.random.default_rng(1).integers(0, 12, count))
+    expected = pack_rows(values, rows, impl="reference")
+    with poisoned_memory():
+        got = pack_rows(on(impl, values), on(impl, rows), impl=impl)
+    assert torch.equal(got[0].cpu(), expected[0]) and torch.equal(got[1].cpu(), expected[1])
+    assert got[1].is_contiguous() and got[1].device == on(impl, values).device
+    segments = torch.randperm(count + 3, generator=torch.Generator().manual_seed(2))[:count]
+    out = torch.full((count + 3, dim), -5)
+    out[segments] = 0
+    with poisoned_memory():
+        added = add_packed_rows(on(impl, out), on(impl, segments), *got, impl=impl).cpu()
+    out[segments] = values[rows]
+    assert torch.equal(added, out)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_one_occurrence_take_four_bytes(impl):
+    gradients = torch.randn(6, 65, generator=torch.Generator().manual_seed(3)) * 30
+    widths, packed = pack_rows(on(impl, to_grid(gradients)), on(impl, torch.arange(6)), impl=impl)
+    assert widths.tolist() == [FLOAT] * 6 and len(packed) == 4 * gradients.numel()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_views_of_wider_buffers_and_nothing_else(impl):
+    values, rows = mixed(9, 13, seed=4) >> 4, torch.tensor([8, 0, 3, 3, 7])
+    segments = torch.tensor([2, 0, 2, 1, 2])
+    expected = torch.full((4, 13), 1000)
+    for row, segment in zip(rows, segments, strict=True):
+        expected[segment] += values[row]
+    wide = torch.cat([~values, values, ~values], 1)
+    for strided in (wide[:, 13:26], values.t().contiguous().t()):
+        widths, packed = pack_rows(on(impl, strided), on(impl, rows), impl=impl)
+        buffer = on(impl, torch.full((6, 20), -77))
+        out = buffer[1:-1, 3:16]
+        out[:] = 1000
+        every_other = [torch.stack([one, one], 1)[:, 0] for one in (on(impl, segments), widths, packed)]
+        assert add_packed_rows(out, *every_other, impl=impl) is out
+        assert torch.equal(out.cpu(), expected)
+        out[:] = -77
+        assert (buffer == -77).all()
+    alike = values[4:5, 2:3].expand(9, 13)
+    exact = pack_rows(alike.contiguous(), rows, impl="reference")
+    got = pack_rows(on(impl, alike), on(impl, rows), impl=impl)
+    assert torch.equal(got[0].cpu(), exact[0]) and torch.equal(got[1].cpu(), exact[1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_groups_travel_apart_and_arrive_joined(impl):
+    """Two senders, three destinations: `packed_bytes` cuts, and parts are joined where they arrive."""
+    counts = [[4, 0, 3], [1, 5, 2]]
+    values = [mixed(10, 6, seed=seed) >> 2 for seed in (5, 6)]
+    arrived = [([], []) for _ in range(3)]
+    rows = [torch.randperm(10, generator=torch.Generator().manual_seed(7))[: sum(c)] for c in counts]
+    for sender in range(2):
+        widths, packed = pack_rows(on(impl, values[sender]), on(impl, rows[sender]), impl=impl)
+        sizes = packed_bytes(widths, counts[sender], 6)
+        assert len(sizes) == 3 and sum(sizes) == len(packed)
+        for to, (some, parts) in enumerate(
+            zip(widths.split(counts[sender]), packed.split(sizes), strict=True)
+        ):
+            arrived[to][0].append(some)
+            arrived[to][1].append(parts)
+    for to, (some, parts) in enumerate(arrived):
+        sent = torch.cat([values[s][rows[s].split(counts[s])[to]] for s in range(2)])
+        segments = torch.arange(len(sent)) % 3
+        out = on(impl, torch.zeros(3, 6, dtype=torch.int64))
+        add_packed_rows(out, on(impl, segments), torch.cat(some), torch.cat(parts), impl=impl)
+        assert torch.equal(out.cpu(), segment_sum(sent, segments, 3, level="batch"))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_that_leaves_int64_is_an_error(impl, sign):
+    """The same error as `segment_sum`'s; +2**63 is one past the end, -2**63 is the end itself."""
+    values = torch.zeros(6, 3, dtype=torch.int64)
+    values[1:, 2] = sign * 2**61
+    segments = torch.tensor([0, 1, 1, 1, 1, 1])
+    widths, packed = pack_rows(on(impl, values), on(impl, torch.arange(6)), impl=impl)
+    assert widths.tolist() == [0, *[FLOAT] * 5]
+    out = on(impl, torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ExactSumError) as expected:
+        segment_sum(values, segments, 2, level="batch", name="uvqk", bits=20)
+    with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
+        add_packed_rows(out, on(impl, segments), widths, packed, name="uvqk", bits=20, impl=impl)
+    assert str(caught.value) == str(expected.value)
+    assert caught.value.index == ((4, 2) if sign > 0 else (5, 2)) and caught.value.value == sign * 2**61
+
+
+@pytest.mark.parametrize("row", [-1, 3, LEAST, MOST])
+@pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
+def test_a_row_or_segment_outside_is_an_error_before_anything_is_added(impl, row):
+    numbers = torch.tensor([0, row])
+    values = torch.ones(3, 2, dtype=torch.int64)
+    with pytest.raises(IndexError, match=rf"rows\[1\] = {row} is outside \[0, 3\)"):
+        pack_rows(values, numbers, impl=impl)
+    widths, packed = pack_rows(values, torch.arange(2), impl=impl)
+    out = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(IndexError, match=rf"segments\[1\] = {row} is outside \[0, 3\)"):
+        add_packed_rows(out, numbers, widths, packed, impl=impl)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("width", [9, 127, 128, 131, 133, 255])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_corrupt_widths_and_bytes_are_named_before_anything_is_added(impl, width):
+    values = torch.ones(4, 2, dtype=torch.int64)
+    segments = on(impl, torch.arange(4))
+    widths, packed = pack_rows(on(impl, values), segments, impl=impl)
+    out = on(impl, torch.zeros(4, 2, dtype=torch.int64))
+    for wrong in (packed[:-1], torch.cat([packed, packed[:1]]), packed[:0]):
+        message = f"packed must have the 8 bytes that widths say for dim 2, got {len(wrong)}"
+        with pytest.raises(ValueError, match=message):
+            add_packed_rows(out, segments, widths, wrong, impl=impl)
+    widths[2:] = width
+    message = rf"widths\[2\] = {width} is none of 0 to 8 and 132"
+    with pytest.raises(ValueError, match=message):
+        add_packed_rows(out, segments, widths, packed, impl=impl)
+    with pytest.raises(ValueError, match=message):
+        packed_bytes(widths, [4], 2)
+    assert not out.any()
+
+
+OUT, TWO = torch.zeros(3, 4, dtype=torch.int64), torch.arange(2)
+NONE = torch.zeros(2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pack_rows(OUT[0], TWO), "values must be 2-D torch.int64, got"),
+        (lambda: pack_rows(OUT.float(), TWO), r"values must be 2-D torch.int64, got \(3, 4\) torch.float32"),
+        (lambda: pack_rows(OUT, TWO.int()), r"rows must be 1-D torch.int64, got \(2,\) torch.int32"),
+        (lambda: pack_rows(OUT, TWO[None]), "rows must be 1-D"),
+        (lambda: pack_rows(OUT, TWO.to("meta")), "rows must be on cpu, got meta"),
+        (lambda: add_packed_rows(OUT.float(), TWO, NONE, NONE[:0]), "out must be 2-D torch.int64"),
+        (lambda: add_packed_rows(OUT.t(), TWO, NONE, NONE[:0]), "out is written in place"),
+        (lambda: add_packed_rows(OUT, TWO.int(), NONE, NONE[:0]), "segments must be 1-D torch.int64"),
+        (lambda: add_packed_rows(OUT, TWO, NONE.char(), NONE[:0]), "widths must be 1-D torch.uint8"),
+        (lambda: add_packed_rows(OUT, TWO, NONE[:1], NONE[:0]), "widths must be one for each of 2 segments"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, TWO), "packed must be 1-D torch.uint8"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[None]), "packed must be 1-D torch.uint8"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE.to("meta")), "packed must be on cpu, got meta"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[:0], bits=63), "bits"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE), "packed must have the 0 bytes"),
+        (lambda: packed_bytes(NONE.long(), [2], 4), "widths must be 1-D torch.uint8"),
+        (lambda: packed_bytes(NONE, [1], 4), r"counts must cut the 2 rows .* got \[1\]"),
+        (lambda: packed_bytes(NONE, [3, -1], 4), "counts must cut the 2 rows"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_bytes_of_no_groups_and_of_empty_ones():
+    widths = torch.tensor([0, 3, FLOAT, 8], dtype=torch.uint8)
+    assert packed_bytes(widths, [0, 2, 0, 2], 5) == [0, 15, 0, 60]
+    assert packed_bytes(widths[:0], [], 5) == [] and packed_bytes(widths[:0], [0, 0], 5) == [0, 0]
+    assert packed_bytes(widths, [4], 0) == [0]
+
+
+@st.composite
+def rows_of_any_kind(draw):
+    dim = draw(st.integers(1, 4))
+    anything = st.integers(LEAST, MOST)
+    short = st.builds(lambda m, s: m << s, st.integers(-(2**24), 2**24), st.integers(0, 38))
+    slightly = st.builds(lambda m, s: m << s, st.integers(-(2**25), 2**25), st.integers(0, 37))
+    element = draw(
+        st.sampled_from([anything, short, slightly, st.sampled_from(EDGES), st.integers(-300, 300)])
+    )
+    rows = draw(st.lists(st.lists(element, min_size=dim, max_size=dim), min_size=1, max_size=5))
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), dim)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_adding_packed_rows_is_adding_the_rows(data):
+    values = data.draw(rows_of_any_kind())
+    count, dim = values.shape
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=10)), dtype=torch.int64)
+    places = st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows))
+    segments = torch.tensor(data.draw(places), dtype=torch.int64)
+    out = torch.full((4, dim), data.draw(st.sampled_from([0, -1, 2**62])))
+    expected, error = out.clone(), ""
+    try:
+        segment_sum(gather_rows(values, rows), segments, 4, level="batch", out=expected, impl="reference")
+    except ExactSumError as refused:
+        error = str(refused)
+    for impl in ["reference", "cpu"] if GPU else ["reference", "cpu", "triton"]:
+        widths, packed = pack_rows(values, rows, impl=impl)
+        sums = out.clone()
+        if error:
+            with pytest.raises(ExactSumError) as caught:
+                add_packed_rows(sums, segments, widths, packed, impl=impl)
+            assert str(caught.value) == error
+        else:
+            assert torch.equal(add_packed_rows(sums, segments, widths, packed, impl=impl), expected)
+
+
+def test_compiles_without_a_graph_break():
+    values, rows, segments = mixed(9, 5) >> 3, torch.tensor([8, 0, 0, 5]), torch.tensor([1, 1, 0, 2])
+
+    def both(values, out):
+        widths, packed = pack_rows(values, rows)
+        add_packed_rows(out, segments, widths, packed)
+        return out + 1, packed
+
+    zeros = torch.zeros(3, 5, dtype=torch.int64)
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(values, zeros.clone()), both(values, zeros.clone()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_registration():
+    values, rows = mixed(9, 5) >> 3, torch.tensor([8, 0, 0, 5])
+    torch.library.opcheck(torch.ops.tritonrec.pack_rows.default, (values, rows, "cpu"))
+    out, into = torch.zeros(4, 5, dtype=torch.int64), torch.ops.tritonrec.add_packed_rows.default
+    torch.library.opcheck(into, (out, torch.arange(4), *pack_rows(values, rows), "rows", 36, "cpu"))

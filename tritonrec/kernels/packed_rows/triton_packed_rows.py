@@ -1,0 +1,173 @@
+# mypy: ignore-errors
+"""Packed rows in Triton: widths, then their running sum for the places of rows, then byte planes.
+
+Adding walks segments as `segment_sum` does, and for its reasons: no atomics, and an overflow is met at the
+same occurrence in every schedule. Bytes are handled as int8, of which FLOAT is the only negative width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels import tuned
+from tritonrec.kernels.grid.triton_grid import NONE, first_bad
+from tritonrec.kernels.segment_sum.triton_segment_sum import MOST_PROGRAMS, by_segment
+
+FLOAT = tl.constexpr(0x84)
+
+
+@triton.jit
+def _widths_kernel(
+    values_ptr,
+    rows_ptr,
+    widths_ptr,
+    num_rows,
+    dim,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.load(rows_ptr + sent, mask=sent < num_rows, other=0)
+    some = tl.full((BLOCK_ROWS, BLOCK_DIM), 0, tl.int64)
+    span = some
+    wide = some
+    for first in range(0, dim, BLOCK_DIM):
+        column = first + tl.arange(0, BLOCK_DIM)
+        inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
+        x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
+        sign = x >> 63
+        size = (x ^ sign) - sign
+        some |= x
+        span |= x ^ sign
+        # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
+        wide |= ((size >> 24) & 0xFFFFFFFFFF) & (size | -size)
+    width = (some != 0).to(tl.int32)
+    for plane in tl.static_range(1, 8):
+        width += ((span >> (8 * plane - 1)) != 0).to(tl.int32)
+    width = tl.max(width, axis=1)
+    exact = tl.max((wide != 0).to(tl.int32), axis=1) == 0
+    width = tl.where((width > 4) & exact, FLOAT, width)
+    tl.store(widths_ptr + sent, width.to(tl.int8), mask=sent < num_rows)
+
+
+@triton.jit
+def _pack_kernel(
+    values_ptr,
+    rows_ptr,
+    widths_ptr,
+    starts_ptr,
+    packed_ptr,
+    num_rows,
+    dim,
+    stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    row = tl.load(rows_ptr + sent, mask=sent < num_rows, other=0)
+    width = tl.load(widths_ptr + sent, mask=sent < num_rows, other=0)
+    start = tl.load(starts_ptr + sent, mask=sent < num_rows, other=0)
+    inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
+    x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    x = tl.where((width < 0)[:, None], bits, x)
+    planes = tl.where(inside, (width & 0x7F)[:, None], 0)
+    place = packed_ptr + start[:, None] + column[None, :]
+    for plane in tl.static_range(8):
+        tl.store(place, (x >> (8 * plane)).to(tl.int8), mask=planes > plane)
+        place += dim
+
+
+@triton.jit
+def _add_kernel(
+    out_ptr,
+    widths_ptr,
+    places_ptr,
+    packed_ptr,
+    order_ptr,
+    starts_ptr,
+    bad_ptr,
+    out_stride,
+    num_segments,
+    dim,
+    BLOCK_DIM: tl.constexpr,
+):
+    column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    inside = column < dim
+    bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
+    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for segment in range(first, num_segments, tl.num_programs(0)):
+        to = out_ptr + segment * out_stride + column
+        total = tl.load(to, mask=inside, other=0)
+        for i in range(tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)):
+            row = tl.load(order_ptr + i)
+            width = tl.where(inside, tl.load(widths_ptr + row).to(tl.int64), 0)
+            planes = width & 0x7F
+            place = packed_ptr + tl.load(places_ptr + row) + column
+            bits = tl.full((BLOCK_DIM,), 0, tl.int64)
+            for plane in tl.static_range(8):
+                byte = tl.load(place, mask=planes > plane, other=0)
+                bits |= (byte.to(tl.int64) & 0xFF) << (8 * plane)
+                place += dim
+            unused = 64 - 8 * tl.maximum(planes, 1)
+            floats = tl.where(width < 0, bits, 0).to(tl.int32).to(tl.float32, bitcast=True)
+            term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
+            after = total + term
+            fits = ((total ^ after) & (term ^ after)) >= 0
+            bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
+            total = after
+        tl.store(to, total, mask=inside)
+    tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
+
+
+def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of (N, D) `values` with contiguous rows, neither side of length 0."""
+    dim, rows = values.shape[1], rows.contiguous()
+    block = min(128, triton.next_power_of_2(dim))
+    config = tuned.config("packed_rows", tuned.row_class(dim, most=128), values.device)
+    grid = (triton.cdiv(rows.numel(), config["BLOCK_ROWS"]),)
+    widths = torch.empty(rows.numel(), dtype=torch.int8, device=values.device)
+    sizes = rows.numel(), dim, values.stride(0)
+    _widths_kernel[grid](values, rows, widths, *sizes, BLOCK_DIM=block, **config)
+    places, size = _places(widths, dim)
+    packed = torch.empty(int(size), dtype=torch.int8, device=values.device)
+    grid = (*grid, triton.cdiv(dim, block))
+    _pack_kernel[grid](values, rows, widths, places, packed, *sizes, BLOCK_DIM=block, **config)
+    return widths.view(torch.uint8), packed.view(torch.uint8)
+
+
+def add_packed_rows(
+    out: torch.Tensor, segments: torch.Tensor, widths: torch.Tensor, packed: torch.Tensor
+) -> torch.Tensor:
+    """Add into `out`; () int64, 1 + row * D + column of the first element whose sum leaves int64, or 0."""
+    num_segments, dim = out.shape
+    widths = widths.contiguous().view(torch.int8)
+    places, _ = _places(widths, dim)
+    order, starts = by_segment(segments, num_segments)
+    block = min(128, triton.next_power_of_2(dim))
+    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    bad = torch.empty(grid[0] * grid[1], dtype=torch.int64, device=out.device)
+    _add_kernel[grid](
+        out,
+        widths,
+        places,
+        packed.view(torch.int8),
+        order,
+        starts,
+        bad,
+        out.stride(0),
+        num_segments,
+        dim,
+        BLOCK_DIM=block,
+        **tuned.config("segment_sum", tuned.row_class(dim, most=128), out.device),
+    )
+    return first_bad(bad)
+
+
+def _places(widths: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K,) int64, where each row of `widths` begins, and () int64, the bytes of all."""
+    sizes = (widths & 0x7F).long() * dim
+    ends = torch.cumsum(sizes, 0)
+    return ends - sizes, ends[-1]
