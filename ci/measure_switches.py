@@ -87,10 +87,25 @@ def payload(run: Measured, console: Console) -> list[dict]:
         ratios = []
         for count in MICRO_BATCHES:
             counts = run(count, **switches)[0]
-            ratios.append(counts["row_bytes"] / run.whole["row_bytes"])
+            ratios.append(counts["rows"] / run.whole["rows"])
             keys = counts["key_bytes"] / run.whole["key_bytes"]
             found.append({"payload": name, "N": count, "rows": ratios[-1], "keys": keys})
         table.add_row(name, *(f"{ratio:.3f}" for ratio in ratios))
+    console.print(table)
+    return found
+
+
+def packed(run: Measured, console: Console) -> list[dict]:
+    table = Table(title="bytes that a value of a gradient takes on its way, 8 as an int64, 4 as a float32")
+    for name in ("", *(f"N = {count}" for count in MICRO_BATCHES)):
+        table.add_column(name, justify="right" if name else "left")
+    found = []
+    for name, switches in PAYLOADS.items():
+        for count in MICRO_BATCHES:
+            counts = run(count, **switches)[0]
+            values = counts["rows"] / 2 * MODEL.dim  # as many rows come as gradients go
+            found.append({"packed": name, "N": count, "bytes": counts["row_bytes"] / values - 4})
+        table.add_row(name, *(f"{row['bytes']:.2f}" for row in found[-len(MICRO_BATCHES) :]))
     console.print(table)
     return found
 
@@ -161,7 +176,9 @@ def main() -> None:
     meshes = [(args.ranks, copies) for copies in range(1, args.ranks + 1) if args.ranks % copies == 0]
     with RankPool(meshes) as pool:
         run = Measured(pool, job, args.ranks, args.steps)
-        parts = {each.__name__: each(run, Console()) for each in (payload, taper, skip_fetch, replicas)}
+        parts = {
+            each.__name__: each(run, Console()) for each in (payload, packed, taper, skip_fetch, replicas)
+        }
     if args.json:
         args.json.write_text(json.dumps({"data": args.data, "steps": args.steps, **parts}, indent=2) + "\n")
 

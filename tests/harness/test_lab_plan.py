@@ -78,3 +78,5 @@ def test_depth_is_that_of_the_table_unless_given():
     assert schedule_of("sequential", WindowConfig(depth=2)).batches_in_flight == 1
     with pytest.raises(ValueError, match="got -1"):
         WindowConfig(depth=-1)
+    with pytest.raises(ValueError, match="several in flight are for dbp and nestpipe"):
+        schedule_of("fwp", WindowConfig(depth=2))

@@ -163,12 +163,18 @@ def train(
     skip_fetch: Annotated[
         bool, typer.Option("--skip-fetch", help="Rows of consecutive batches stay in the buffers.")
     ] = False,
-    depth: Annotated[int, typer.Option(min=0, help="Batches in flight; 0: the mode's own number.")] = 0,
+    depth: Annotated[
+        int, typer.Option(min=0, help="Batches in flight, for dbp and nestpipe; 0: the mode's own number.")
+    ] = 0,
     replicas: Annotated[
         int, typer.Option(min=1, help="Copies of the tables; they divide the ranks (2D sparse parallelism).")
     ] = 1,
     average_every: Annotated[
-        int, typer.Option(min=0, help="APPROXIMATE: average replicas every n updates; 0: exact gradients.")
+        int,
+        typer.Option(
+            min=0,
+            help="APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.",
+        ),
     ] = 0,
     merge: Annotated[bool, typer.Option(help="Keep tables of one dimension in one.")] = True,
     balance: Annotated[

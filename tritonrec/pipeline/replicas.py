@@ -1,7 +1,7 @@
 """Copies of the tables' parts, on ranks that train on different samples (2D sparse parallelism).
 
 Exact: the copies add up their gradients before every update. Each takes a share of the rows, gets the others'
-sums for them, and hands the means on: 8 bytes a value one way for what a copy was asked for, 4 bytes back.
+sums for them, packed, and hands the means on as float32.
 
 Approximate, the source's scheme: within a sharding group the tables train on the group's samples alone, and
 every so many updates the weights and optimizer states of each row are averaged over its copies. A row used by

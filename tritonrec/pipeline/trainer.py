@@ -51,7 +51,8 @@ class StepResult:
 def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
     """The table that a mode runs, in turn where it is ``sequential``; ``sync`` has none.
 
-    Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows.
+    Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows, and where
+    it cannot have several batches in flight.
     """
     schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
     if config.skip_fetch:
@@ -60,6 +61,8 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
                 f"mode {mode!r} keeps no rows between batches: skip_fetch is for dbp and nestpipe"
             )
         schedule = keep_rows(schedule)
+    if config.depth > 1 and mode == "fwp":
+        raise ValueError("mode 'fwp' overlaps inside one batch: several in flight are for dbp and nestpipe")
     if config.depth and mode != "sequential":
         schedule = replace(schedule, batches_in_flight=config.depth)
     return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
@@ -117,6 +120,7 @@ class Trainer:
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
+        self._finished = 0  # the last step whose results are there
         self._number = 0
         self._pending: deque[Window] = deque()
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
@@ -254,7 +258,9 @@ class Trainer:
             )
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
-        self.counts.row_bytes += self._average.average()
+        with self.recorder.span("replica", "average", batch=self._finished) as args:
+            sent = args["bytes"] = self._average.average()
+        self.counts.row_bytes += sent
 
     def _average_is_next(self) -> bool:
         """Whether the last window submitted is the last one before the replicas are averaged."""
@@ -313,6 +319,7 @@ class Trainer:
             self._results.append(StepResult(batch.step, batch.sample_ids, each, terms))
 
     def _finish(self, window: Window) -> None:
+        self._finished = window.step
         self.counts.add(window.counts)
         if self._average is not None:
             self._average.note(window)
