@@ -361,6 +361,14 @@ def _segment_sum(dim):
     run(ops.segment_sum, values.long(), segments, size, level="batch")
 
 
+@case("packed_rows", dim=(50, 128))
+def _packed_rows(dim):
+    run(ops.pack_rows, ones(size, dim, dtype=torch.int64), keys(size // 2))
+    widths = torch.full((size,), 5, dtype=torch.uint8)
+    out, packed = ones(size, dim, dtype=torch.int64), torch.zeros(size * 5 * dim, dtype=torch.uint8)
+    run(ops.add_packed_rows, out, keys() // 4, widths, packed)
+
+
 @case("sparse_optimizers", dim=(50, 128))
 def _optimizers(dim):
     weight, indices, grad = ones(size, dim), keys(size // 2), ones(size // 2, dim)
