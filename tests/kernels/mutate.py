@@ -1,4 +1,4 @@
-"""A planted bug: one edit of a Triton module's source, loaded in place of the module."""
+"""A planted bug: one edit of a Triton module's source, loaded in place of the module, and who finds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
+from poison import poisoned_memory
+
 import tritonrec.kernels
+from tritonrec import ops
 
 PACKAGE = "tritonrec.kernels."
 # a module that is imported inside `mutated` would keep the mutant's kernels
@@ -50,3 +54,25 @@ def mutated(name: str, edits: list[tuple[str, str]], folder: Path):
                 mock.patch.multiple(module, **changed) if changed else contextlib.nullcontext()
             )
         yield
+
+
+def each(test, *choices, **fixed):
+    """Calls of a test in Triton, one for each choice of its other argument."""
+    return [lambda choice=choice: test("triton", choice, **fixed) for choice in choices]
+
+
+def red(checks):
+    """Whether a check fails: by an assertion or an op's own error, not by an accident of the edit."""
+    with poisoned_memory():
+        for check in checks:
+            try:
+                check()
+            except (
+                AssertionError,
+                pytest.fail.Exception,
+                ops.HashTableFullError,
+                ops.ExactSumError,
+                ValueError,
+            ):
+                return True
+    return False

@@ -1,36 +1,27 @@
-"""Bugs planted in the source of the Triton kernels: the ordinary checks of each op find every one of them.
+"""Bugs planted in the Triton kernels of keys and rows: the ordinary checks of each op find every one of them.
 
 A mutant is one edit, (old text, new text). Edits stay inside the buffers, so that what fails is a check.
 """
 
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 
-from functools import lru_cache
-
 import pytest
 import test_bucketize
 import test_gather_rows
 import test_grid
 import test_hash_table
-import test_hstu_attention_options
 import test_intersect
-import test_linear
 import test_no_sync
-import test_norm_mul_dropout
 import test_padding
 import test_philox
-import test_relative_aggregate
-import test_sampled_softmax
 import test_schedules
 import test_segment_sum
-import test_silu
 import test_sparse_optimizers
 import test_unique
 import torch
-from mutate import mutated
+from mutate import each, mutated, red
 from poison import poisoned_memory
 
-from tritonrec import ops
 from tritonrec.kernels import sparse_optimizers, tuned
 
 pytestmark = [
@@ -39,11 +30,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes edited sources"),
 ]
 IMPL = "triton"
-
-
-def each(test, *choices, **fixed):
-    """Calls of a test in Triton, one for each choice of its other argument."""
-    return [lambda choice=choice: test(IMPL, choice, **fixed) for choice in choices]
 
 
 def hidden_step():
@@ -69,31 +55,6 @@ def interleaved(test, **arguments):
 
 REPEATED = [5, *test_schedules.CLASHING[:4], 5, -1, 5, *test_schedules.CLASHING[:4], -1]
 MANY = test_schedules.CLASHING[:12]
-
-
-# Every mask and bias on two sequences of a few blocks; and one long enough that two programs walk the same rows.
-OPTIONS = [35, 0, 18], [4, 0, 5], [3, 0, 2], (3, 9, 6, 5), None, "two", ""
-LONG = [85], None, None, (1, 0, 0, 0), None, "", ""
-
-
-@lru_cache
-def attention_case(long):
-    """Tensors and call, with plain and exact results."""
-    tensors, call = test_hstu_attention_options.make(*(LONG if long else OPTIONS), dims=(1, 8, 6))
-    doubled = test_hstu_attention_options.doubled
-    run = test_hstu_attention_options.run
-    exact = run("reference", doubled(tensors), type(call)(*doubled(call)))
-    return tensors, call, run("reference", tensors, call), exact
-
-
-def attention(long=False, **changes):
-    tensors, call, plain, exact = attention_case(long)
-    got = test_hstu_attention_options.run(IMPL, tensors, call._replace(**changes))
-    test_hstu_attention_options.judge(tensors, call, got, plain, exact)
-
-
-def long_attention():
-    attention(long=True, deterministic=False)
 
 
 HASH = [
@@ -167,21 +128,6 @@ SPARSE = [
     ),
     lambda: test_padding.test_updates_touch_the_rows_that_hold(IMPL, "adam", 5),
 ]
-SILU = [lambda: test_silu.test_error_is_that_of_plain_float32(IMPL, (7, 13))]
-LINEAR = [
-    *each(test_linear.test_error_is_that_of_plain_float32, "odd_dim"),
-    lambda: test_linear.test_weight_gradient_error_is_that_of_plain_float32(IMPL),
-    lambda: test_linear.test_a_sum_never_wraps(IMPL, 1),
-]
-NORM = [
-    lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
-    lambda: test_norm_mul_dropout.test_the_mask_depends_on_seed_sample_and_position_alone(IMPL),
-]
-SOFTMAX = [
-    *each(test_sampled_softmax.test_error_is_that_of_plain_float32, "odd_dim"),
-    lambda: test_sampled_softmax.test_a_negative_that_is_not_valid_counts_for_nothing(IMPL),
-    lambda: test_sampled_softmax.test_large_scores_neither_overflow_nor_vanish(IMPL),
-]
 PHILOX = [
     *each(test_philox.test_initial_rows_equal_the_reference, 5),
     lambda: test_philox.test_random_indices_equal_the_reference(IMPL, 100003, 5),
@@ -192,10 +138,6 @@ GRID = [
     lambda: test_grid.test_the_first_of_several_is_named(IMPL),
     *each(test_grid.test_from_grid_equals_the_reference, -7.5),
 ]
-RELATIVE = [
-    lambda: test_relative_aggregate.test_buckets_are_written_out(IMPL),
-    *each(test_relative_aggregate.test_error_is_that_of_plain_float32, "odd_dim", "table_too_short"),
-]
 CHECKS = {
     "hash_table.triton_hash_table": HASH,
     "triton_scratch": [*UNIQUE, *INTERSECT],
@@ -205,16 +147,8 @@ CHECKS = {
     "segment_sum.triton_segment_sum": SEGMENT_SUM,
     "gather_rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
-    "silu.triton_silu": SILU,
-    "linear.triton_linear": LINEAR,
-    "norm_mul_dropout.triton_norm": NORM,
-    "sampled_softmax.triton_softmax": SOFTMAX,
     "philox.triton_philox": PHILOX,
     "grid.triton_grid": GRID,
-    "relative_aggregate.triton_relative": RELATIVE,
-    "hstu_attention.triton_forward": [attention],
-    "hstu_attention.triton_backward": [attention],
-    "hstu_attention.triton_mask": [attention],
 }
 CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
 PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
@@ -228,7 +162,6 @@ PLAIN_COUNT = """times = tl.load(counts_ptr + rank, mask=inside, other=0)
 LEAST = 'tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")'
 PLAIN_LEAST = "tl.store(first_ptr + slot, position, mask=inside & (position < current))"
 MOST = 'tl.atomic_max(first_ptr + slot, position, mask=inside & (position > current), sem="relaxed")'
-SLOPE = "return s * (1.0 + x * (1.0 - s))"
 STABLE = "place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1"
 UNSTABLE = "place = start + tl.sum(mine.to(tl.int64), axis=0) - tl.cumsum(mine.to(tl.int64), axis=0)"
 
@@ -320,35 +253,6 @@ MUTANTS = {
         "second_tile_dropped": [("triton.cdiv(num_rows, rows)", "max(1, num_rows // rows)")],
         "padding_updated": [("held(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
     },
-    "silu.triton_silu": {
-        "half_of_x": [("tl.div_rn(x, 1.0 + exp(-x))", "x * 0.5")],
-        "silu_of_half": [("tl.div_rn(x, 1.0 + exp(-x))", "tl.div_rn(x * 0.5, 1.0 + exp(-x * 0.5))")],
-        "slope_without_its_second_term": [("s * (1.0 + x * (1.0 - s))", "s")],
-        "last_element_dropped": [("mask=place < length)", "mask=place < length - 1)")],
-    },
-    "linear.triton_linear": {
-        "dropped_tile": [("for start in range(0, inner, BLOCK):", "for start in range(BLOCK, inner, BLOCK):")],
-        "lost_sample": [("tl.full((), 0, tl.int64), samples)", "tl.full((), 1, tl.int64), samples)")],
-        "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
-        "no_bias": [("if HAS_BIAS:", "if False:")],
-        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
-    },
-    "norm_mul_dropout.triton_norm": {
-        "missing_rstd": [("y = centred * rstd * weight + bias", "y = centred * weight + bias")],
-        "mask_by_row": [("tl.load(samples_ptr + row), tl.load(positions_ptr + row)", "row, row")],
-        "mask_by_sample": [("low_word(position + zero)", "low_word(zero)")],
-        "kept_without_factor": [(">= threshold, factor, 0.0)", ">= threshold, 1.0, 0.0)")],
-        "mean_of_slopes_lost": [("(slope - level)", "slope")],
-        "variance_of_padding": [("centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean")],
-    },
-    "sampled_softmax.triton_softmax": {
-        "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],
-        "invalid_counts": [("mask=item < count, other=0) != 0", "mask=item < count, other=0) >= 0")],
-        "sum_not_rescaled": [("total = total * exp(most - higher)", "total = total")],
-        "first_tile_dropped": [("for first in range(0, count, ITEMS):", "for first in range(ITEMS, count, ITEMS):")],
-        "label_without_slope": [("(tl.div_rn(exp(score_0 - most), total) - 1.0)", "tl.div_rn(exp(score_0 - most), total)")],
-        "no_temperature": [("axis=1) * scale", "axis=1)")],
-    },
     "philox.triton_philox": {
         "nine_rounds": [("tl.static_range(10)", "tl.static_range(9)")],
         "high_half_of_the_key": [("high_word(key + zero)", "high_word(zero)")],
@@ -363,38 +267,6 @@ MUTANTS = {
         "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
         "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
         "divided_in_float32": [("sums.to(tl.float64) * unit / divisor", "(sums.to(tl.float64) * unit).to(tl.float32) / divisor")],
-    },
-    "relative_aggregate.triton_relative": {
-        "bucket_off_by_one": [("bucket = query - key", "bucket = query - key + 1")],
-        "power_of_two_in_the_bucket_below": [("large = (rest >> shift) > 0", "large = (rest >> shift) > 1")],
-        "no_diagonal": [("column[None, :] <= row[:, None]", "column[None, :] < row[:, None]")],
-        "dropped_tile": [("for start in range(first, length, STEP):", "for start in range(first + STEP, length, STEP):")],
-        "last_bucket_alone": [("tl.where(first + ENTRIES >= buckets, 0, lowest)", "lowest")],
-    },
-    "hstu_attention.triton_forward": {
-        "no_normaliser": [("hidden) * scale)[:, None]", "hidden))[:, None]")],
-        "half_of_x": [("p = x * sigmoid(x)", "p = x * 0.5")],
-        "dropped_tile": [("for n in range(0, walk[0]):", "for n in range(1, walk[0]):")],
-        "no_bias": [("x = add_bias(", "ignored = add_bias(")],
-    },
-    "hstu_attention.triton_backward": {
-        "lost_dq_update": [("dq += product(", "dq = product(")],
-        "lost_dk_update": [("dk += product(", "dk = product(")],
-        "dropped_tile": [("for n in range(0, walk[0]):", "for n in range(1, walk[0]):")],
-        "slope_without_its_second_term": [(SLOPE, "return s")],
-        "no_normaliser": [("dv * scale,", "dv,")],
-    },
-    "hstu_attention.triton_mask": {
-        "next_key_seen": [("(column <= row)", "(column <= row + 1)")],
-        "no_diagonal": [("(column <= row)", "(column < row)")],
-        "history_longer": [("high = tl.minimum(row + 1, history)\n    if contextual is not None:\n        high = tl.where(row < contexts, history, high)\n    seen", "high = tl.minimum(row + 1, history + 1)\n    if contextual is not None:\n        high = tl.where(row < contexts, history, high)\n    seen")],
-        "window_longer": [("low = tl.where(hides, at - window, 0)\n        seen", "low = tl.where(hides, at - window - 1, 0)\n        seen")],
-        "window_shorter": [("low = tl.where(hides, at - window, 0)\n        seen", "low = tl.where(hides, at - window + 1, 0)\n        seen")],
-        "prefix_longer": [("(column < prefix)", "(column <= prefix)")],
-        "one_full_row_less": [("((full == 0) | (at < history - full))", "((full == 0) | (at <= history - full))")],
-        "one_context_more": [("high = tl.where(row < contexts, history, high)\n    seen", "high = tl.where(row <= contexts, history, high)\n    seen")],
-        "group_begins_late": [("// group * group)\n    return", "// group * group + 1)\n    return")],
-        "last_block_not_walked": [("cut_2 + stop_3 - start_3,", "cut_2,")],
     },
 }  # fmt: skip
 # An edit of the host code or of an atomic, with the check that is made for it.
@@ -440,35 +312,8 @@ SPECIAL = {
         [(CLAIM, PLAIN_CLAIM)],
         interleaved(test_schedules.test_hash_table, batches=[MANY], erased=MANY[3:6]),
     ),
-    "block_taken_for_whole": (
-        "hstu_attention.triton_mask",
-        [("(column_stop <= row + 1)", "(column_stop <= row + 16)")],
-        long_attention,
-    ),
-    "lost_atomic_dq_update": (
-        "hstu_attention.triton_backward",
-        [('tl.atomic_add(address, dq, mask=mask, sem="relaxed")', "tl.store(address, dq, mask=mask)")],
-        long_attention,
-    ),
 }  # fmt: skip
 PAIRS = [(module, name) for module, mutants in MUTANTS.items() for name in mutants]
-
-
-def red(checks):
-    """Whether a check fails: by an assertion or an op's own error, not by an accident of the edit."""
-    with poisoned_memory():
-        for check in checks:
-            try:
-                check()
-            except (
-                AssertionError,
-                pytest.fail.Exception,
-                ops.HashTableFullError,
-                ops.ExactSumError,
-                ValueError,
-            ):
-                return True
-    return False
 
 
 @pytest.mark.parametrize("module", CHECKS)
@@ -477,10 +322,6 @@ def test_the_kernel_itself_passes(module, tmp_path):
     with mutated(module, [], tmp_path), poisoned_memory():
         for check in CHECKS[module]:
             check()
-
-
-def test_long_attention_passes():
-    long_attention()
 
 
 @pytest.mark.parametrize(("module", "name"), PAIRS)
@@ -507,11 +348,3 @@ def test_a_step_off_by_one_is_found_out(monkeypatch):
     check()
     monkeypatch.setattr(sparse_optimizers, "_sparse_adam", later)
     assert red([check])
-
-
-def test_an_edit_that_no_longer_fits_is_named(tmp_path):
-    with (
-        pytest.raises(AssertionError, match="has no 'no such text' any more"),
-        mutated("silu.triton_silu", [("no such text", "")], tmp_path),
-    ):
-        pass
