@@ -12,6 +12,7 @@ import test_grid
 import test_hash_table
 import test_intersect
 import test_no_sync
+import test_packed_rows
 import test_padding
 import test_philox
 import test_schedules
@@ -138,6 +139,13 @@ GRID = [
     lambda: test_grid.test_the_first_of_several_is_named(IMPL),
     *each(test_grid.test_from_grid_equals_the_reference, -7.5),
 ]
+PACKED = [
+    *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
+    lambda: test_packed_rows.test_equals_the_reference(IMPL, 9, 65),
+    lambda: test_packed_rows.test_equals_the_reference(IMPL, 33, 130),
+    lambda: test_packed_rows.test_views_of_wider_buffers_and_nothing_else(IMPL),
+    *each(test_packed_rows.test_a_sum_that_leaves_int64_is_an_error, 1),
+]
 CHECKS = {
     "hash_table.triton_hash_table": HASH,
     "triton_scratch": [*UNIQUE, *INTERSECT],
@@ -145,6 +153,7 @@ CHECKS = {
     "intersect.triton_intersect": INTERSECT,
     "bucketize.triton_bucketize": BUCKETIZE,
     "segment_sum.triton_segment_sum": SEGMENT_SUM,
+    "packed_rows.triton_packed_rows": PACKED,
     "gather_rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
     "philox.triton_philox": PHILOX,
@@ -231,6 +240,27 @@ MUTANTS = {
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
         "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
         "padding_added": [("if count is not None:", "if False:")],
+    },
+    "packed_rows.triton_packed_rows": {
+        "no_room_for_the_sign": [("(8 * plane - 1)", "(8 * plane)")],
+        "a_byte_for_zeros": [("(some != 0)", "(some == some)")],
+        "last_columns_alone": [("span |= x ^ sign", "span = x ^ sign")],
+        "twenty_three_bits": [("(size >> 24) & 0xFFFFFFFFFF", "(size >> 23) & 0x1FFFFFFFFFF")],
+        "twenty_five_bits": [("(size >> 24)", "(size >> 25)")],
+        "magnitude_of_the_least": [("((size >> 24) & 0xFFFFFFFFFF)", "(size >> 24)")],
+        "float_where_an_integer_is_as_short": [("(width > 4) & exact", "(width > 3) & exact")],
+        "rounded": [("(width > 4) & exact", "(width > 4)")],
+        "integer_for_a_float": [("tl.where((width < 0)[:, None], bits, x)", "x")],
+        "high_byte_first": [("(x >> (8 * plane))", "(x >> (56 - 8 * plane))")],
+        "elements_side_by_side": [("place += dim", "place += 1")],
+        "last_plane_dropped": [("mask=planes > plane)", "mask=planes > plane + 1)")],
+        "rows_overlap": [("return ends - sizes,", "return (ends - sizes) // 2,")],
+        "sign_not_extended": [("(bits << unused) >> unused", "bits")],
+        "float_for_an_integer": [("floats.to(tl.int64), (bits", "bits, (bits")],
+        "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
+        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
+        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "wraps_around": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
     },
     "gather_rows.triton_rows": {
         "one_column_too_many": [("(columns < dim)", "(columns <= dim)")],
