@@ -19,7 +19,7 @@ from tritonrec.harness.lab import settings as lab_settings
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import Plan, Result, measure, rows
-from tritonrec.harness.lab.run import Run, compare_losses, run_once
+from tritonrec.harness.lab.run import TOLERANCE, Run, compare_losses, run_once
 from tritonrec.harness.lab.settings import (
     BASELINE,
     PAPER,
@@ -43,6 +43,15 @@ def test_the_baseline_comes_first_and_nothing_twice():
         "sequential N=1", "sequential N=4", "dbp N=1", "nestpipe N=1", "nestpipe N=4",
         "nestpipe N=1 clustering", "nestpipe N=4 clustering",
     ]  # fmt: skip
+
+
+def test_copies_that_are_averaged_have_the_exact_ones_beside_them():
+    chosen = settings(["nestpipe"], [4], {"replicas": 2, "average_every": 3, "first_use": True})
+    assert [setting.label for setting in chosen] == [
+        "sequential", "nestpipe", "nestpipe replicas=2 first_use",
+        "nestpipe replicas=2 average_every=3 first_use APPROXIMATE",
+    ]  # fmt: skip
+    assert [setting.approximate for setting in chosen] == [False, False, False, True]
 
 
 def test_switches_are_the_fields_of_the_window():
@@ -93,6 +102,14 @@ def test_a_wrong_window_is_an_error_before_anything_is_made(job):
     with pytest.raises(LabError, match="nestpipe N=2 replicas=3: 3 replicas do not divide 4 ranks"):
         Plan(job, 4, micro_batches=[2], switches={"replicas": 3})
     assert Plan(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
+    with pytest.raises(LabError, match="average_every=2: there is one copy of the tables"):
+        Plan(job, 4, switches={"average_every": 2})
+    with pytest.raises(LabError, match="replicas=2: replicas need dedup before the lookup"):
+        Plan(job, 4, switches={"dedup": "exchange", "replicas": 2})
+    # Measured are all steps but two: seven, which hold no whole number of threes.
+    with pytest.raises(LabError, match=r"hold no whole number of averages: --steps 11$"):
+        Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=9)
+    assert Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=11).settings[-1].approximate
     with pytest.raises(LabError, match="give one of them"):
         Plan(job, seconds={"compute": 1.0}, proportions=PAPER)
     with pytest.raises(LabError, match="at least 4 steps"):
@@ -162,30 +179,41 @@ def test_a_loss_that_differs_in_one_bit_is_found():
     ids = np.array([3, 7, 9])
     wanted = {0: (ids, np.float32([0.5, 1.5, 2.5])), 1: (ids, np.float32([0.25, -0.0, 4.0]))}
     reference, nest = run_with(wanted), Setting("nestpipe", 4)
-    assert compare_losses(run_with(wanted, nest), reference, exact=True) == "identical"
+    assert compare_losses(run_with(wanted, nest), reference, tolerance=0) == "identical"
     one_bit = np.nextafter(np.float32(1.5), np.float32(2))
     off = {**wanted, 0: (ids, np.float32([0.5, one_bit, 2.5]))}
     with pytest.raises(LabError, match=r"nestpipe N=4, step 0, sample 7: .*sequential N=1; no figure"):
-        compare_losses(run_with(off, nest), reference, exact=True)
-    assert compare_losses(run_with(off, nest), reference, exact=False).startswith("within")
+        compare_losses(run_with(off, nest), reference, tolerance=0)
+    assert compare_losses(run_with(off, nest), reference, tolerance=TOLERANCE).startswith("within")
     zero = {**wanted, 1: (ids, np.float32([0.25, 0.0, 4.0]))}
     with pytest.raises(LabError, match="sample 7"):
-        compare_losses(run_with(zero, nest), reference, exact=True)
+        compare_losses(run_with(zero, nest), reference, tolerance=0)
     for far in (1.51, np.nan, np.inf):
         other = {**wanted, 0: (ids, np.float32([0.5, far, 2.5]))}
         with pytest.raises(LabError, match="sample 7"):
-            compare_losses(run_with(other, nest), reference, exact=False)
+            compare_losses(run_with(other, nest), reference, tolerance=TOLERANCE)
+
+
+def test_losses_of_approximate_copies_are_told_and_must_be_finite():
+    ids, wanted = np.array([3, 7]), np.float32([0.5, 1.5])
+    reference, away = run_with({0: (ids, wanted), 1: (ids, wanted)}), np.float32([0.55, 1.5])
+    text = compare_losses(run_with({0: (ids, wanted), 1: (ids, away)}), reference, tolerance=np.inf)
+    assert text == "APPROXIMATE, within 10.0% a sample and +2.50% in the last mean"
+    for broken in (np.nan, np.inf):
+        lost = run_with({0: (ids, wanted), 1: (ids, np.float32([0.5, broken]))})
+        with pytest.raises(LabError, match="step 1, sample 7"):
+            compare_losses(lost, reference, tolerance=np.inf)
 
 
 def test_missing_steps_and_other_samples_are_errors():
     ids, values = np.array([3, 7]), np.float32([0.5, 1.5])
     reference = run_with({0: (ids, values), 1: (ids, values)})
     with pytest.raises(LabError, match=r"finished steps \[0\], not \[0, 1\]"):
-        compare_losses(run_with({0: (ids, values)}), reference, exact=True)
+        compare_losses(run_with({0: (ids, values)}), reference, tolerance=0)
     with pytest.raises(LabError, match="finished steps"):
-        compare_losses(run_with({}), run_with({}), exact=True)
+        compare_losses(run_with({}), run_with({}), tolerance=0)
     with pytest.raises(LabError, match="other samples"):
-        compare_losses(run_with({0: (ids, values), 1: (ids + 1, values)}), reference, exact=True)
+        compare_losses(run_with({0: (ids, values), 1: (ids + 1, values)}), reference, tolerance=0)
 
 
 # A run over the loopback interface: everything but the links.
@@ -198,15 +226,22 @@ def plan(job):
 
 
 @pytest.fixture(scope="module")
-def runs(plan, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lab")
+def pool():
+    with RankPool([(2, 1), (2, 2)]) as started:
+        yield started
 
+
+def all_runs(pool, plan, folder):
     def run(number, setting):
         path = folder / f"{number} {setting}.pftrace"
         return run_once(pool, 2, plan.job, setting, plan.seconds, plan.steps, path)
 
-    with RankPool((2,)) as pool:
-        return [[run(number, setting) for setting in plan.settings] for number in range(plan.rounds)]
+    return [[run(number, setting) for setting in plan.settings] for number in range(plan.rounds)]
+
+
+@pytest.fixture(scope="module")
+def runs(pool, plan, tmp_path_factory):
+    return all_runs(pool, plan, tmp_path_factory.mktemp("lab"))
 
 
 @pytest.fixture(scope="module")
@@ -294,13 +329,83 @@ def test_the_document_and_the_picture(result, tmp_path):
     assert (tmp_path / "new" / "lab.png").stat().st_size > 10_000
 
 
+# Copies of the tables: one part on two ranks, so that everything but the copies' meeting stays at home.
+
+
+@pytest.fixture(scope="module")
+def copies(job, pool, tmp_path_factory):
+    plan = Plan(job, 2, 100.0, ["nestpipe"], [2], {"replicas": 2, "average_every": 2}, steps=6, rounds=1)
+    runs = all_runs(pool, plan, tmp_path_factory.mktemp("copies"))
+    return runs[0], Result(plan, rows(plan, [[measure(run, plan, runs[0][0]) for run in runs[0]]]), {})
+
+
+@pytest.mark.multi_rank
+def test_exact_copies_are_exact_and_averaged_ones_are_called_approximate(copies):
+    assert [row.setting.replicas for row in copies[1].rows] == [1, 1, 2, 2]
+    assert [row.losses for row in copies[1].rows[:3]] == ["identical"] * 3
+    assert copies[1].rows[3].losses.startswith("APPROXIMATE, within ")
+    assert float(copies[1].rows[3].losses.split()[2].rstrip("%")) > 0  # or nothing was averaged
+
+
+@pytest.mark.multi_rank
+def test_the_copies_meeting_is_counted(copies):
+    for run, row in zip(copies[0], copies[1].rows, strict=True):
+        spans, seen = read(run.trace).spans, row.figures
+        met = [span for span in spans if span.lane == "replica"]
+        assert seen.meeting_bytes == sum(span.args["bytes"] for span in met) / 2 / 6
+        assert bool(seen.meeting_bytes) == bool(met) == (row.setting.replicas == 2)
+        if met:
+            assert seen.row_bytes == seen.meeting_bytes and seen.rows == 0  # lookups stay at home
+            assert 0 < seen.meeting <= seen.communication and seen.exposed_meeting <= seen.exposed
+    exact, averaged = copies[1].rows[2:]
+    assert 0 < report.meeting_share(exact) < 1  # copies tell each other keys, too
+    assert len([span for span in read(copies[0][2].trace).spans if span.name == "replica_reduce"]) == 12
+    batches = [s.batch for s in read(copies[0][3].trace).spans if s.name == "average" and s.rank == 1]
+    assert batches == [1, 3, 5]
+    assert exact.figures.step != exact.figures.mean_step
+    assert averaged.figures.step == averaged.figures.mean_step
+    ratio = copies[1].rows[0].figures.mean_step / averaged.figures.mean_step
+    assert averaged.ratios == [ratio]
+
+
+@pytest.mark.multi_rank
+def test_kept_rows_are_a_share_of_the_batchs(job, copies):
+    found = [row.figures.kept for row in copies[1].rows]
+    assert found[0] == 0  # one buffer
+    assert found[2] == pytest.approx(found[1], rel=1e-12)  # copies hold the keys of them all
+    assert 0 < found[3] < found[2]  # the pipeline runs empty before every average
+    kept = total = 0
+    before = None
+    for step in range(6):
+        batch = job.loader().batch(step)
+        keys = set(torch.cat([batch.ids, batch.labels, batch.negatives.flatten()]).tolist())
+        if before is not None:
+            kept, total = kept + len(keys & before), total + len(keys)
+        before = keys
+    assert found[1] == pytest.approx(kept / total, rel=1e-12) and 0 < found[1] < 1
+
+
+@pytest.mark.multi_rank
+def test_the_report_has_lines_of_the_copies(copies, tmp_path):
+    console = Console(record=True, width=80, file=io.StringIO())
+    report.print_report(copies[1], console)
+    text = console.export_text()
+    assert "Copies of the tables meet" in text and "APPROXIMATE: nestpipe N=2 replicas=2" in text
+    assert "…" not in text
+    document = report.as_json(copies[1])["rows"]
+    assert [row["approximate"] for row in document] == [False, False, False, True]
+    assert [row["replicas"] for row in document] == [1, 1, 2, 2] and document[3]["meeting_bytes"] > 0
+    report.draw_report(copies[1], tmp_path / "copies.png")
+    assert (tmp_path / "copies.png").stat().st_size > 10_000
+
+
 def test_ratios_are_of_one_round_and_figures_medians():
     plain = Figures(*([1.0] * len(fields(Figures))))
     assert medians([replace(plain, step=step) for step in (3.0, 1.0, 2.0)]).step == 2.0
 
 
 def test_proportions_follow_from_the_probe(job):
-    seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1)
+    seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1, 1.0, 0, 0, 0, 0)
     costs = {"compute": rounds.StageCost("compute", 1.0, 0.6, None)}
     probe = rounds.Measured(seen, costs, "identical", 0, 0)
     plan = Plan(job, proportions={"lookup": 0.5, "communication": 0.2})

@@ -23,7 +23,8 @@ def lab(
     switch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Field of WindowConfig, NAME or NAME=VALUE: nestpipe runs once more with them all."
+            help="Field of WindowConfig, or replicas=R for R copies of the tables (2D): NAME or NAME=VALUE. "
+            "Nestpipe runs once more with them all."
         ),
     ] = None,
     emulate: Annotated[
@@ -150,7 +151,10 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plans to this file.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the stage costs to this file.")] = None,
 ) -> None:
-    """Choose micro-batches, taper, batches in flight and 2D grouping from measured stage costs."""
+    """Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.
+
+    Every choice is simulated on measured stage costs. Says what each switch saves, and what was assumed.
+    """
     from .simulator import run as simulator
 
     checked(lambda: simulator.plan(costs, trace, world_size, json_file, save_costs))

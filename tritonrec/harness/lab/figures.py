@@ -21,13 +21,17 @@ class Figures:
     """Seconds per step, mean over the ranks; bytes that left a rank per step, mean over the ranks.
 
     Attributes:
-        step: from the end of one batch's computation to the end of the next one's, median.
+        step: from the end of one batch's computation to the end of the next one's, median; of approximate
+            runs the mean, as they average after some steps only. mean_step: the mean of any.
         lookup, exposed_lookup: time of the lookup lanes, and the part beside which nothing else was at work.
         communication, exposed: physical and exposed communication.
         compute: time of the compute lane. synchronisation: of the dual buffer.
         transfers, overlapped: exchanges of micro-batches per step, and those beside computation.
         row_bytes, key_bytes: embeddings and gradients; keys.
-        rows: rows of embeddings and of gradients that left a rank, counted each way.
+        rows: rows of embeddings and of gradients that left a rank, mean of the two; none of the meeting.
+        meeting, exposed_meeting, meeting_bytes: communication, its exposed part and bytes between copies of
+            the tables (2D sparse parallelism); they are part of the figures above.
+        kept: share of a batch's rows that the buffer of the batch before has, with two buffers; otherwise 0.
     """
 
     step: float
@@ -42,6 +46,11 @@ class Figures:
     row_bytes: float
     key_bytes: float
     rows: float
+    mean_step: float
+    meeting: float
+    exposed_meeting: float
+    meeting_bytes: float
+    kept: float
 
     @property
     def exposed_ratio(self) -> float:
@@ -71,13 +80,18 @@ def figures(run: Run) -> Figures:
             unseen = f"edges never exercised: {report.never_exercised}; run more steps"
             raise LabError(f"{run.setting}: {report.violations[0] if report.violations else unseen}")
     ranks = summarise(trace.spans, WARMUP)
+    meetings = summarise([span for span in trace.spans if span.lane in ("compute", "replica")], WARMUP)
 
     def per_step(values: Sequence[int]) -> float:
         return mean(value / rank.steps for value, rank in zip(values, ranks, strict=True)) / 1e9
 
     done = run.steps * len(ranks)
+    median_step = median(rank.step_ns for rank in ranks) / 1e9
+    mean_step = per_step([rank.elapsed_ns for rank in ranks])
+    first = min(span.batch for span in trace.spans)
+    later = sum(span.args["keys"] for span in trace.spans if span.name == "retrieve" and span.batch > first)
     return Figures(
-        step=median(rank.step_ns for rank in ranks) / 1e9,
+        step=mean_step if run.setting.approximate else median_step,
         lookup=per_step([rank.lookup_ns for rank in ranks]),
         exposed_lookup=per_step([rank.lookup_ns - rank.hidden_lookup_ns for rank in ranks]),
         communication=per_step([rank.communication_ns for rank in ranks]),
@@ -89,6 +103,11 @@ def figures(run: Run) -> Figures:
         row_bytes=run.counts["row_bytes"] / done,
         key_bytes=run.counts["key_bytes"] / done,
         rows=run.counts["rows"] / done / 2,
+        mean_step=mean_step,
+        meeting=per_step([rank.communication_ns for rank in meetings]),
+        exposed_meeting=per_step([rank.exposed_ns for rank in meetings]),
+        meeting_bytes=sum(s.args.get("bytes", 0) for s in trace.spans if s.lane == "replica") / done,
+        kept=run.counts["kept"] / later if later else 0.0,
     )
 
 

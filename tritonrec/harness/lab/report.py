@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,11 +27,14 @@ HOW_EMULATED = (
 
 
 def print_report(result: Result, console: Console) -> None:
-    """Two tables, what their columns mean, and what in them is emulated."""
+    """The tables, what their columns mean, and what in them is emulated."""
     plan, baseline = result.plan, result.rows[0]
     console.print(f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
-    console.print(_table("Latency, ms per step", result, LATENCY, baseline))
-    console.print(_table("What is hidden, and what is sent", result, HIDING, baseline))
+    console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
+    console.print(_table("What is hidden, and what is sent", result.rows, HIDING, baseline))
+    if copied := [row for row in result.rows if row.setting.replicas > 1]:
+        title = "Copies of the tables meet: part of comm., of physical and of MB"
+        console.print(_table(title, copied, COPIES, baseline))
     for line in notes(result):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -54,22 +57,34 @@ HIDING: Columns = {
     "payload": lambda row, baseline: f"{payload(row, baseline):.3f}",
     "MB": lambda row, _: f"{(row.figures.row_bytes + row.figures.key_bytes) / 1e6:.2f}",
 }
+COPIES: Columns = {
+    "copies": lambda row, _: str(row.setting.replicas),
+    "physical": lambda row, _: f"{row.figures.meeting * 1e3:.1f}",
+    "exposed": lambda row, _: f"{row.figures.exposed_meeting * 1e3:.1f}",
+    "MB": lambda row, _: f"{row.figures.meeting_bytes / 1e6:.2f}",
+    "of MB": lambda row, _: f"{meeting_share(row):.1%}",
+}
 
 
-def _table(title: str, result: Result, columns: Columns, baseline: Row) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     for name in ("mode", "N", *columns):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "mode")
-    for row in result.rows:
+    for row in rows:
         cells = (cell(row, baseline) for cell in columns.values())
-        mode = " ".join([row.setting.mode, *row.setting.switch_words])
-        table.add_row(mode, str(row.setting.micro_batches), *cells)
+        table.add_row(row.setting.label, str(row.setting.micro_batches), *cells)
     return table
 
 
 def payload(row: Row, baseline: Row) -> float:
     """Rows that travel, over those of the whole batch deduplicated, which is what the baseline sends."""
     return row.figures.rows / baseline.figures.rows if baseline.figures.rows else 1.0
+
+
+def meeting_share(row: Row) -> float:
+    """Share of what a rank sends that goes to copies of its part of the tables."""
+    sent = row.figures.row_bytes + row.figures.key_bytes
+    return row.figures.meeting_bytes / sent if sent else 0.0
 
 
 def notes(result: Result) -> list[str]:
@@ -89,13 +104,19 @@ def notes(result: Result) -> list[str]:
         f"losses of every step and sample: {'; '.join(losses(result))}",
         f"medians of {plan.rounds} interleaved rounds of {plan.steps} steps; speedups by round: {spread}",
     ]
+    if drifting := [str(row.setting) for row in result.rows if row.setting.approximate]:
+        lines.append(
+            f"APPROXIMATE: {', '.join(drifting)}. Copies of the tables are averaged now and then, and differ "
+            "in between; step and speedup are of mean times, since only some steps average"
+        )
     if checked := plan_checked(result):
-        gain, step, exposed = (checked[name] for name in ("gain", "step", "exposed"))
+        gain, step, exposed, sent = (checked[name] for name in ("gain", "step", "exposed", "sent"))
         lines.append(
             f"the plan, {checked['setting']}: expected {gain['expected']:.2f}x synchronous, measured "
             f"{gain['measured']:.2f}x ({gain['error']:+.1%}); step {step['expected'] * 1e3:.0f} ms, "
             f"{step['measured'] * 1e3:.0f} ms; exposed communication {exposed['expected'] * 1e3:.0f} ms, "
-            f"{exposed['measured'] * 1e3:.0f} ms"
+            f"{exposed['measured'] * 1e3:.0f} ms; rows sent {sent['expected'] / 1e6:.2f} MB, "
+            f"{sent['measured'] / 1e6:.2f} MB"
         )
     if result.seconds:
         named = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in result.seconds.items())
@@ -119,6 +140,7 @@ def plan_checked(result: Result) -> dict[str, Any] | None:
         "gain": {"expected": planned.gain, "measured": gain, "error": planned.gain / gain - 1},
         "step": {"expected": planned.step, "measured": row.figures.step},
         "exposed": {"expected": planned.exposed, "measured": row.figures.exposed},
+        "sent": {"expected": planned.sent, "measured": row.figures.row_bytes},
     }
 
 
@@ -150,6 +172,8 @@ def as_json(result: Result) -> dict[str, Any]:
                 "mode": row.setting.mode,
                 "micro_batches": row.setting.micro_batches,
                 "switches": dict(row.setting.switches),
+                "replicas": row.setting.replicas,
+                "approximate": row.setting.approximate,
                 **asdict(row.figures),
                 "speedup": median(row.ratios),
                 "speedups": row.ratios,
@@ -157,6 +181,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "hidden_lookup": row.figures.hidden_lookup,
                 "overlap": row.figures.overlap,
                 "payload": payload(row, result.rows[0]),
+                "meeting_share": meeting_share(row),
                 "losses": row.losses,
                 "emulated_tasks": row.tasks,
                 "overruns": row.overruns,
@@ -228,6 +253,7 @@ def draw_report(result: Result, path: Path) -> None:
     plan = result.plan
     figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.62 * len(result.rows)), layout="constrained")
     try:
+        note: str | None = "of it between copies"
         for place, row in enumerate(result.rows):
             seconds = parts(row)
             for names, height, at in ((PARTS, 0.42, place), (HIDDEN, 0.2, place + 0.33)):
@@ -237,10 +263,16 @@ def draw_report(result: Result, path: Path) -> None:
                     width = seconds[name] * 1e3
                     axes.barh(at, width, left=left, height=height, color=colour, label=label)
                     left += width
+            if row.setting.replicas > 1:
+                width = row.figures.exposed_meeting * 1e3
+                end = (seconds["compute"] + seconds["exposed communication"]) * 1e3
+                look = {"color": PARTS["exposed communication"], "hatch": "////", "edgecolor": "white"}
+                axes.barh(place, width, left=end - width, height=0.42, label=note, **look)
+                note = None
             end = max(row.figures.step, sum(seconds[name] for name in PARTS)) * 1e3
             axes.text(end, place, f" {median(row.ratios):.2f}x", va="center", fontsize=9)
         labels = [
-            "\n".join([f"{row.setting.mode}, N = {row.setting.micro_batches}", *row.setting.switch_words])
+            "\n".join([f"{row.setting.mode}, N = {row.setting.micro_batches}", *row.setting.words])
             for row in result.rows
         ]
         axes.set_yticks(range(len(labels)), labels, fontsize=9)

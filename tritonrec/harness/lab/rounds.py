@@ -20,7 +20,7 @@ from ...trace.timeline import draw
 from ..setup import Job
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
-from .run import Run, compare_losses, run_once
+from .run import TOLERANCE, Run, compare_losses, run_once
 from .settings import BASELINE, Planned, Setting, lookup_stages, settings
 
 PROBES = 2
@@ -58,9 +58,15 @@ class Plan:
         if self.seconds and self.proportions:
             raise LabError("--emulate gives the seconds that --proportions would find: give one of them")
         for setting in self.settings:  # a wrong switch is an error before anything is created
-            setting.window(self.job.seed)
+            window = setting.window(self.job.seed)
             if setting.replicas < 1 or self.ranks % setting.replicas:
                 raise LabError(f"{setting}: {setting.replicas} replicas do not divide {self.ranks} ranks")
+            every = window.average_every * window.accumulate
+            if every and (left := (self.steps - WARMUP * window.accumulate) % every):
+                raise LabError(
+                    f"{setting}: the steps measured, all but {WARMUP}, hold no whole number of averages: "
+                    f"--steps {self.steps + every - left}"
+                )
 
     @property
     def settings(self) -> list[Setting]:
@@ -189,7 +195,8 @@ def clean_up(console: Console) -> None:
 def measure(run: Run, plan: Plan, reference: Run | None = None) -> Measured:
     """Compare the losses of a run with the reference's, then measure it."""
     exact = run.setting.window(plan.job.seed).consistency == "batch"
-    losses = compare_losses(run, reference or run, exact)
+    tolerance = float("inf") if run.setting.approximate else 0.0 if exact else TOLERANCE
+    losses = compare_losses(run, reference or run, tolerance)
     costs = stage_costs(read(run.trace).spans)
     return Measured(figures(run), costs, losses, run.tasks, run.overruns)
 
@@ -199,7 +206,8 @@ def rows(plan: Plan, rounds: Sequence[Sequence[Measured]]) -> list[Row]:
     found = []
     for place, setting in enumerate(plan.settings):
         own = [one[place] for one in rounds]
-        ratios = [one[0].figures.step / one[place].figures.step for one in rounds]
+        pace = "mean_step" if setting.approximate else "step"
+        ratios = [getattr(one[0].figures, pace) / getattr(one[place].figures, pace) for one in rounds]
         found.append(
             Row(
                 setting,

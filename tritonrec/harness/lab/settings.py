@@ -20,7 +20,10 @@ PAPER = {"lookup": 0.496, "communication": 0.208}
 
 
 REPLICAS = "replicas"
-"""The switch that is no field of `WindowConfig`: ranks that hold the same part of the tables."""
+"""The switch that is no field of `WindowConfig`: ranks that hold the same part of the tables (2D)."""
+
+AVERAGE = "average_every"
+"""The switch that makes copies of the tables approximate."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,32 @@ class Setting:
         """How it cuts its batches; a ValueError of the configuration becomes a `LabError` naming the row."""
         chosen = {name: value for name, value in self.switches.items() if name != REPLICAS}
         try:
-            return WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **chosen})
+            window = WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **chosen})
         except ValueError as error:
             raise LabError(f"{self}: {error}") from error
+        if window.average_every and self.replicas == 1:
+            raise LabError(f"{self}: there is one copy of the tables: say replicas=2 as well")
+        if self.replicas > 1 and window.dedup not in ("lookup", "both"):
+            raise LabError(f"{self}: replicas need dedup before the lookup: lookup or both")
+        return window
 
     def __str__(self) -> str:
         return " ".join([f"{self.mode} N={self.micro_batches}", *self.switch_words])
+
+    @property
+    def label(self) -> str:
+        """Mode and `words`."""
+        return " ".join([self.mode, *self.words])
+
+    @property
+    def words(self) -> list[str]:
+        """The switches, and whether the result is approximate."""
+        return [*self.switch_words, *(["APPROXIMATE"] if self.approximate else [])]
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the copies of the tables drift apart between averages."""
+        return bool(self.switches.get(AVERAGE, 0))
 
     @property
     def replicas(self) -> int:
@@ -62,11 +85,15 @@ def settings(
 ) -> list[Setting]:
     """The baseline, then every mode. Without overlap inside a batch (``dbp``) whole batches are best: N = 1.
 
-    With `switches`, nestpipe runs at each N once more with all of them.
+    With `switches`, nestpipe runs at each N once more with all of them; with approximate ones, the exact
+    ones beside them.
     """
     chosen, counts = [BASELINE], list(micro_batches)
     for mode in modes:
         chosen += [Setting(mode, count) for count in ([1] if mode == "dbp" else counts)]
+    if switches.get(AVERAGE):
+        exact = {name: value for name, value in switches.items() if name != AVERAGE}
+        chosen += [Setting("nestpipe", count, exact) for count in counts]
     if switches:
         chosen += [Setting("nestpipe", count, switches) for count in counts]
     return [setting for place, setting in enumerate(chosen) if setting not in chosen[:place]]
@@ -78,13 +105,15 @@ class Planned:
 
     Args:
         setting: N and switches. step: expected seconds per step. gain: over synchronous training.
-        exposed: expected seconds of exposed communication per step.
+        exposed: expected seconds of exposed communication per step. sent: expected bytes of rows that leave
+            a rank per step.
     """
 
     setting: Setting
     step: float
     gain: float
     exposed: float
+    sent: float
 
 
 def read_plan(path: Path) -> Planned:
@@ -97,7 +126,7 @@ def read_plan(path: Path) -> Planned:
         plain = {**{each.name: each.default for each in fields(WindowConfig)}, REPLICAS: 1}
         chosen = {name: value for name, value in switches.items() if value != plain[name]}
         setting = Setting(best["pipeline"], best["micro_batches"], chosen)
-        return Planned(setting, best["step"], best["gain"], best["exposed"])
+        return Planned(setting, *(float(best[name]) for name in ("step", "gain", "exposed", "sent")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise LabError(
             f"{path} is no plan of tritonrec plan --json: {type(error).__name__}: {error}"

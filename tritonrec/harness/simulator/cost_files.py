@@ -40,6 +40,8 @@ def load(path: str | os.PathLike[str]) -> StageCosts:
             [_run(entry["micro_batches"], entry["stages"]) for entry in document["measured"]],
             _link(document.get("link", {})),
             float(document.get("jitter", 0.0)),
+            kept=document.get("kept"),
+            emulated=frozenset(document.get("emulated", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -59,6 +61,8 @@ def as_json(costs: StageCosts) -> dict[str, Any]:
         "world_size": costs.world_size,
         "jitter": costs.jitter,
         "link": asdict(costs.link),
+        "kept": costs.kept,
+        "emulated": sorted(costs.emulated),
         "measured": [
             {"micro_batches": run.micro_batches, "stages": {name: stage(run, name) for name in STAGES}}
             for run in costs.measured
@@ -67,7 +71,10 @@ def as_json(costs: StageCosts) -> dict[str, Any]:
 
 
 def from_lab(document: Mapping[str, Any]) -> StageCosts:
-    """Costs from a report of the lab: sequential rows are timed, all rows without switches tell bytes."""
+    """Costs from a report of the lab: sequential rows are timed, all rows without switches tell bytes.
+
+    A row of a mode with two buffers tells which share of the rows stays.
+    """
     about = document["environment"]
     plain = [row for row in document["rows"] if not row["switches"]]
     timed = [_run(row["micro_batches"], row["stages"]) for row in plain if row["mode"] == "sequential"]
@@ -75,7 +82,21 @@ def from_lab(document: Mapping[str, Any]) -> StageCosts:
         raise ValueError("this report of the lab has no sequential row, and other rows' stages overlap")
     others = {row["micro_batches"]: _run(row["micro_batches"], row["stages"]).sent for row in plain}
     rate = float(about["link_mbit_per_second"]) * 1e6 / 8
-    return StageCosts(int(about["world_size"]), timed, Link(bytes_per_second=rate), sent_at=others)
+    # Every row of a mode with two buffers has seen which rows stay; a plain one where there is one.
+    exact = [row for row in document["rows"] if not row.get("approximate")]  # others run empty now and then
+    staying = [row["kept"] for row in sorted(exact, key=_switched) if row.get("kept")]
+    return StageCosts(
+        int(about["world_size"]),
+        timed,
+        Link(bytes_per_second=rate),
+        sent_at=others,
+        kept=staying[0] if staying else None,
+        emulated=frozenset(document.get("emulated", {}).get("seconds_per_step", ())),
+    )
+
+
+def _switched(row: Mapping[str, Any]) -> int:
+    return len(row["switches"])
 
 
 def from_trace(path: str | os.PathLike[str], link: Link | None = None) -> StageCosts:

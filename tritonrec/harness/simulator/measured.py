@@ -27,8 +27,7 @@ PIPELINES: dict[str, Pipeline] = {
     "fwp": "fwp",
     "nestpipe": "nestpipe",
 }
-# Costs do not tell which rows `skip_fetch` spares: lookup is predicted as if all of them were fetched.
-KNOWN_SWITCHES = frozenset({"first_use", "taper", "clustering", "skip_fetch"})
+KNOWN_SWITCHES = frozenset({"first_use", "taper", "clustering", "skip_fetch", "replicas", "depth"})
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,10 @@ def replay_lab(path: str | os.PathLike[str]) -> tuple[list[MeasuredRow], list[st
                 count,
                 taper=float(switches.get("taper", 1.0)),
                 first_use=bool(switches.get("first_use", False)),
+                # Reports that lack the share of kept rows: as if all of them were fetched.
+                skip_fetch=bool(switches.get("skip_fetch", False)) and own.kept is not None,
+                replicas=int(switches.get("replicas", 1)),
+                depth=int(switches.get("depth", 0)) or None,
             )
             outcome = predict_costs(own, plan)
             measured = name, count, row["step"], row["exposed"]

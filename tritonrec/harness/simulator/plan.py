@@ -57,6 +57,8 @@ class Plan:
             raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
         if self.skip_fetch and self.pipeline not in ("dbp", "nestpipe"):
             raise ValueError(f"skip_fetch needs two buffers, which {self.pipeline} has not")
+        if self.skip_fetch and self.depth == 1:
+            raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
 
     @property
     def fractions(self) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
 """`tritonrec plan`: the schedule that simulates fastest on measured stage costs.
 
-Searched are N, the taper of the window's ends, the batches in flight, and the replicas of 2D sparse
-parallelism; all of them are NestPipe's table. Each candidate is simulated on mean costs, and the best few
-with the ranks' scatter. Among plans within `TIE` of the fastest, the one with the fewest replicas, batches in
-flight and micro-batches wins: each costs memory.
+Searched are N, the taper of the window's ends, the batches in flight, the replicas of 2D sparse parallelism,
+`first_use` and `skip_fetch`; all of them are NestPipe's table. Each candidate is simulated on mean costs, and
+the best few with the ranks' scatter. Among plans within `TIE` of the fastest, the one with the fewest
+replicas, batches in flight, micro-batches and switches wins: each costs memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """A switch of the best plan turned on and off: mean costs, no scatter."""
+
+    switch: str
+    chosen: bool
+    without: Outcome
+    having: Outcome
+
+    @property
+    def step(self) -> float:
+        """Share of the step that the switch saves."""
+        return 1 - self.having.step / self.without.step
+
+
+@dataclass(frozen=True)
 class Advice:
-    """The candidates, best first, and what they are compared with."""
+    """The candidates, best first, what they are compared with, and what switches do to the best one."""
 
     world_size: int
     synchronous: Outcome
     candidates: list[Candidate]
+    savings: list[Saving]
     notes: list[str]
 
 
@@ -48,7 +64,8 @@ def search(
 ) -> Advice:
     """Simulate every candidate at `world_size`, by default the one measured at.
 
-    Depth, taper and grouping hardly interact, so they are refined one after another, for every N.
+    Grouping, the window's bytes (taper and first use) and what goes on between batches (depth and kept rows)
+    hardly interact, so they are refined one after another, for every N.
 
     Args:
         costs: of the stages.
@@ -59,7 +76,11 @@ def search(
     mean_costs = replace(costs, jitter=0.0)
     groupings = [r for r in divisors(world) if r == 1 or world // r >= 2]
     known: dict[Plan, Outcome] = {}
-    total = len(MICRO_BATCHES) * (len(groupings) + len(TAPERS) - 1 + len(DEPTHS) - 1)
+    once = [False, True] if costs.counts[0] == 1 else [False]
+    keeping = [False] if costs.kept is None else [False, True]
+    total = len(MICRO_BATCHES) * (
+        len(groupings) + len(TAPERS) * len(once) - 1 + len(DEPTHS) * len(keeping) - 1
+    )
 
     def simulated(plan: Plan) -> Outcome:
         if plan not in known:
@@ -74,8 +95,10 @@ def search(
     for count in MICRO_BATCHES:
         start = Plan("nestpipe", count, depth=4)
         chosen = best([replace(start, replicas=replicas) for replicas in groupings])
-        chosen = best([replace(chosen, taper=taper) for taper in (TAPERS if count > 2 else TAPERS[:1])])
-        best([replace(chosen, depth=depth) for depth in DEPTHS])
+        tapers, uses = (TAPERS if count > 2 else TAPERS[:1]), (once if count > 1 else once[:1])
+        chosen = best([replace(chosen, taper=taper, first_use=use) for taper in tapers for use in uses])
+        depths = [(depth, keeps) for depth in DEPTHS for keeps in keeping if not (keeps and depth == 1)]
+        best([replace(chosen, depth=depth, skip_fetch=keeps) for depth, keeps in depths])
     if progress:
         progress(total, total)
     synchronous = predict_costs(costs, Plan("synchronous"), world)
@@ -84,7 +107,16 @@ def search(
         Candidate(plan, expected[plan], synchronous.step / expected[plan].step)
         for plan in _ranked(expected)[:SHOWN]
     ]
-    return Advice(world, synchronous, candidates, notes(costs, world))
+    possible = [name for name, choices in (("first_use", once), ("skip_fetch", keeping)) if choices[1:]]
+    savings = [_saving(simulated, candidates[0].plan, switch) for switch in possible]
+    return Advice(world, synchronous, candidates, savings, notes(costs, world))
+
+
+def _saving(simulated: Callable[[Plan], Outcome], plan: Plan, switch: str) -> Saving:
+    """What a switch does to `plan`; depth 1 becomes 2 on both sides where the switch needs it."""
+    depth = max(plan.depth or 2, 2) if switch == "skip_fetch" else plan.depth
+    without, having = (replace(plan, depth=depth, **{switch: on}) for on in (False, True))  # type: ignore[arg-type]
+    return Saving(switch, getattr(plan, switch), simulated(without), simulated(having))
 
 
 def divisors(number: int) -> list[int]:
@@ -95,11 +127,26 @@ def divisors(number: int) -> list[int]:
 def notes(costs: StageCosts, world_size: int) -> list[str]:
     """What the expectation rests on, beyond the measurement."""
     found = []
-    counts = sorted({run.micro_batches for run in costs.measured} | set(costs.sent_at))
-    if len(counts) == 1:
+    if len(costs.counts) == 1:
         found.append(
-            f"measured at N = {counts[0]} only: bytes per step are taken to be the same at every N, as if "
-            "micro-batches shared no keys, or rows travelled for their first use"
+            f"measured at N = {costs.counts[0]} only: bytes per step are taken to be the same at every N, as "
+            "if micro-batches shared no keys, so that first_use could save nothing"
+        )
+    if costs.counts[0] > 1:
+        found.append("first_use was not tried: the bytes of a whole batch, N = 1, were not measured")
+    if costs.kept is None:
+        found.append(
+            "skip_fetch was not tried: the costs lack kept, the share of rows that two batches in turn use"
+        )
+    elif not costs.emulated & {"retrieve", "write_back"}:
+        found.append(
+            f"{costs.kept:.1%} of a batch's rows stay for the next; fetching a row takes as long as writing "
+            "it back"
+        )
+    else:
+        found.append(
+            f"{costs.kept:.1%} of a batch's rows stay for the next, but an emulated lookup takes its time "
+            "all the same"
         )
     if len({run.micro_batches for run in costs.measured}) == 1:
         found.append("seconds measured at one N: a micro-batch is taken to cost nothing beyond its samples")
@@ -126,6 +173,16 @@ def as_json(advice: Advice) -> dict[str, Any]:
             {**asdict(found.plan), **outcome(found.outcome), "gain": found.gain}
             for found in advice.candidates
         ],
+        "switches": [
+            {
+                "switch": each.switch,
+                "chosen": each.chosen,
+                "saves": each.step,
+                "without": outcome(each.without),
+                "with": outcome(each.having),
+            }
+            for each in advice.savings
+        ],
         "notes": advice.notes,
     }
 
@@ -144,6 +201,7 @@ def _ranked(known: Mapping[Plan, Outcome]) -> list[Plan]:
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
-def _room(plan: Plan) -> tuple[int, int, int, float]:
+def _room(plan: Plan) -> tuple[int, int, int, int, float]:
     """What a plan takes; smaller is simpler."""
-    return plan.replicas, plan.depth or 0, plan.micro_batches, -plan.taper
+    switches = plan.first_use + plan.skip_fetch
+    return plan.replicas, plan.depth or 0, plan.micro_batches, switches, -plan.taper

@@ -152,7 +152,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         plan = found.plan
         depth = plan.schedule().batches_in_flight
         shape = (str(plan.micro_batches), f"{plan.taper:g}", str(depth), str(plan.replicas))
-        rows.append((f"nestpipe, {place}", shape, found.outcome, found.gain))
+        switches = [name for name in ("first_use", "skip_fetch") if getattr(plan, name)]
+        rows.append((" ".join([f"nestpipe, {place}", *switches]), shape, found.outcome, found.gain))
     for name, shape, seen, gain in rows:
         table.add_row(
             name,
@@ -171,5 +172,15 @@ def print_advice(advice: Advice, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for each in advice.savings:
+        before, after = each.without, each.having
+        console.print(
+            f"{each.switch}: {'chosen' if each.chosen else 'not chosen'}; with it the best plan's step is "
+            f"{after.step * 1e3:.2f} ms, without it {before.step * 1e3:.2f} ({each.step:+.1%} saved); sent "
+            f"{after.sent / 1e6:.2f} MB and {before.sent / 1e6:.2f}; lookup, hidden or not, "
+            f"{after.lookup * 1e3:.2f} ms and {before.lookup * 1e3:.2f}",
+            highlight=False,
+            soft_wrap=True,
+        )
     for note in advice.notes:
         console.print(f"assumed: {note}", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ They hold the world size, the links, and one or more runs, best of a mode withou
     {"world_size": 4, "jitter": 0.05,
      "link": {"bytes_per_second": 12.5e6, "seconds_per_message": 0, "contention": 0,
               "node_size": 1, "node_bytes_per_second": 12.5e6},
+     "kept": 0.9, "emulated": [],
      "measured": [{"micro_batches": 1, "stages": {
          "compute": {"tasks": 1, "seconds": 0.08, "bytes": null}, ...}}]}
 
@@ -15,6 +16,9 @@ A stage's seconds per step are a straight line over the N measured, its bytes pe
 them; with one N measured both are flat. A micro-batch's share of the work is its share of the samples. A
 share x of the batch needs what an equal micro-batch at N = 1 / x needs: that gives the bytes of uneven
 micro-batches, and of rows that travel for their first use only.
+
+`kept` is the share of a batch's rows that the batch before used too. With ``skip_fetch`` so many are not
+written back, and not fetched either; moving rows one way is taken to last as long as moving them the other.
 """
 
 from __future__ import annotations
@@ -70,17 +74,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs by stage at one world size. `sent_at` adds N -> stage -> bytes per step of runs not timed."""
+    """Costs by stage at one world size.
+
+    Args:
+        sent_at: N -> stage -> bytes per step, of runs not timed.
+        kept: share of a batch's rows that the batch before used too; None: not known.
+        emulated: stages that take their time however little they have to do, as in the lab.
+    """
 
     world_size: int
     measured: Sequence[Measured]
     link: Link = Link()
     jitter: float = 0.0
     sent_at: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    kept: float | None = None
+    emulated: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not self.measured:
             raise ValueError("stage costs need a world size of at least 1, and at least one measured run")
+        if self.kept is not None and not 0 <= self.kept <= 1:
+            raise ValueError(f"kept is the share of rows that two batches in turn use, got {self.kept}")
+        if unknown := sorted(set(self.emulated) - set(STAGES)):
+            raise ValueError(f"emulated: unknown stages {', '.join(unknown)}")
         for run in self.measured:
             missing = [name for name in STAGES if name not in run.seconds]
             if missing:
@@ -134,25 +150,27 @@ class StageCosts:
         """What each task of `plan` costs at `world_size` (the one measured at, by default).
 
         Raises ValueError where more than the measurement is needed: `first_use` needs bytes at N = 1, the
-        batch deduplicated; `skip_fetch` the share of kept rows; another world size needs more than one rank.
+        batch deduplicated; `skip_fetch` needs `kept`; another world size needs more than one rank.
         """
         world = self.world_size if world_size is None else world_size
         if world != self.world_size and self.world_size == 1:
             raise ValueError("costs of one rank say nothing about exchanges: measure at least two ranks")
-        if plan.skip_fetch:
-            raise ValueError("stage costs do not tell which rows the next batch keeps: skip_fetch is unknown")
+        if plan.skip_fetch and self.kept is None:
+            raise ValueError("skip_fetch: the costs lack kept, the share of a batch's rows that stay")
         if world % plan.replicas:
             raise ValueError(f"{world} workers do not divide into {plan.replicas} replicas")
         members, fractions = world // plan.replicas, plan.fractions
         away = (1 - 1 / members) / (1 - 1 / self.world_size) if self.world_size > 1 else 0.0
         own = {name: self.seconds(name) for name in STAGES}
-        if plan.first_use and 1 not in {*self.sent_at, *(run.micro_batches for run in self.measured)}:
+        if plan.first_use and 1 not in self.counts:
             raise ValueError("first_use sends what the whole batch needs: measure a run with N = 1")
         sent = {
             "exchange": self._payload("exchange", fractions, plan.first_use),
             "gradient_exchange": self._payload("gradient_exchange", fractions[::-1], plan.first_use)[::-1],
         }
         fixed = {name: Cost(own[name][0]) for name in STAGES if name not in PER_MICRO_BATCH}
+        if plan.skip_fetch:
+            fixed |= {name: Cost(seconds) for name, seconds in self._kept_rows(own).items()}
         reduced = _ring(world) / _ring(self.world_size) if self.world_size > 1 else 1.0
         reduced *= (world / self.world_size) ** self.link.contention
         fixed["dense_reduce"] = Cost(transfer=own["dense_reduce"][0] * reduced)
@@ -172,6 +190,21 @@ class StageCosts:
             return Cost(work, self._travel(moved, members) if members > 1 else 0.0, moved)
 
         return cost
+
+    @property
+    def counts(self) -> list[int]:
+        """The N at which bytes are known, ascending."""
+        return sorted({run.micro_batches for run in self.measured} | set(self.sent_at))
+
+    def _kept_rows(self, own: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """Seconds of the stages that have less to do where kept rows stay in the buffers."""
+        moved = 0.0 if "write_back" in self.emulated else own["write_back"][0]
+        spared = moved * (self.kept or 0.0)
+        return {
+            name: max(0.0, own[name][0] - spared)
+            for name in ("retrieve", "write_back")
+            if name not in self.emulated
+        }
 
     def _payload(self, stage: str, fractions: Sequence[float], first_use: bool) -> list[float]:
         """Bytes of each micro-batch; at its first use only, or for gradients, mirrored, after the last."""
