@@ -13,7 +13,7 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, li
 
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def implementation(impl: Impl, tensor: torch.Tensor) -> str:
@@ -23,7 +23,7 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     honoured or refused, it never falls back: Triton on a CPU tensor needs ``TRITON_INTERPRET=1``, and the
     CPU kernel needs a CPU tensor.
     """
-    on_cpu = tensor.device.type == "cpu"
+    on_cpu = tensor.is_cpu
     if impl == "auto":
         return "cpu" if on_cpu else "triton"
     if impl == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -56,3 +56,8 @@ def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and not tensor.is_meta
     )
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """Tell autograd that a call outside of the dispatcher writes into these, as the registered op would."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])

@@ -51,7 +51,10 @@ def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:
 
     numba vectorises over a flat array whatever the row stride, and over a strided 2-D array not at all.
     """
+    matrix = matrix.detach() if matrix.requires_grad else matrix
     rows, columns = matrix.shape
+    if matrix.is_contiguous():
+        return matrix.numpy().reshape(-1), np.uintp(columns)
     stride = matrix.stride(0)
     length = (rows - 1) * stride + columns if rows and columns else 0
-    return matrix.detach().as_strided((length,), (1,)).numpy(), np.uintp(stride)
+    return matrix.as_strided((length,), (1,)).numpy(), np.uintp(stride)

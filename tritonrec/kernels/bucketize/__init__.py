@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.bucketize import reference
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -24,6 +24,8 @@ def owner_of(keys: torch.Tensor, world_size: int, impl: Impl = "auto") -> torch.
         (Lemire 2019, "Fast random integer generation in an interval", section 3).
     """
     _validate(keys, world_size)
+    if in_plain_eager(keys, world_size):
+        return launch_owner_of(keys, world_size, impl)
     return torch.ops.tritonrec.owner_of(keys, world_size, impl)
 
 
@@ -45,6 +47,8 @@ def bucketize(
     """
     _validate(keys, world_size)
     check_scalar("count", count, keys)
+    if in_plain_eager(keys, world_size, count):
+        return launch(keys, world_size, impl, count)
     return torch.ops.tritonrec.bucketize(keys, world_size, impl, count)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.row_layout import check_rows, flat_rows
@@ -37,7 +37,11 @@ def gather_rows(
     """
     _validate("source", source, rows)
     check_scalar("count", count, rows)
-    return torch.ops.tritonrec.gather_rows(source, rows, impl, count)
+    if not in_plain_eager(source, rows, count):
+        return torch.ops.tritonrec.gather_rows(source, rows, impl, count)
+    if source.requires_grad and torch.is_grad_enabled():
+        return _Gather.apply(source, rows, impl, count)
+    return launch_gather(source, rows, impl, count)
 
 
 def scatter_rows(
@@ -79,7 +83,12 @@ def scatter_rows(
     if values.device != destination.device:
         raise ValueError(f"destination is on {destination.device}, values on {values.device}")
     check_scalar("count", count, rows)
-    torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
+    differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)
+    if differentiated or not in_plain_eager(destination, rows, values, count, source):
+        torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
+        return
+    written(destination)
+    launch_scatter(destination, rows, values, impl, count, source)
 
 
 def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor, name_of_rows: str = "rows") -> None:
@@ -188,6 +197,18 @@ def _gather_backward(ctx, grad: torch.Tensor):
 
 
 _gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+class _Gather(torch.autograd.Function):
+    """What `register_autograd` generates, for `in_plain_eager`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        out = launch_gather(*inputs)
+        _gather_setup(ctx, inputs, out)
+        return out
+
+    backward = staticmethod(_gather_backward)
 
 
 @torch.library.custom_op("tritonrec::scatter_rows", mutates_args=("destination",))

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
+from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
 from tritonrec.kernels.padding import check_scalar
 
@@ -78,13 +79,19 @@ def hash_insert(
     check_scalar("status", status, slot_keys)
     if free_rows is not None:
         _validate_rows("free_rows", free_rows, slot_rows)
-    row_counter = None
+    first_row = 0
+    row_counter: torch.Tensor | None = None
     if isinstance(next_row, torch.Tensor):
         check_scalar("next_row", next_row, slot_keys)
-        next_row, row_counter = 0, next_row
-    elif not 0 <= next_row < 1 << 31:
+        row_counter = next_row
+    elif 0 <= next_row < 1 << 31:
+        first_row = next_row
+    else:
         raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
-    plain = slot_keys, slot_rows, keys, next_row, free_rows, impl
+    if in_plain_eager(slot_keys, slot_rows, keys, next_row, free_rows, count, status):
+        written(slot_keys, slot_rows, row_counter, status)
+        return call.launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status)
+    plain = slot_keys, slot_rows, keys, first_row, free_rows, impl
     if count is None and row_counter is None and status is None:
         return torch.ops.tritonrec.hash_insert(*plain)
     return torch.ops.tritonrec.hash_insert_padded(*plain, count, row_counter, status)
@@ -128,6 +135,8 @@ def hash_find(
         (K,) int64; -1 behind `count`.
     """
     _validate(slot_keys, slot_rows, keys, count)
+    if in_plain_eager(slot_keys, slot_rows, keys, count):
+        return call.launch_find(slot_keys, slot_rows, keys, impl, count)
     return torch.ops.tritonrec.hash_find(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -157,6 +166,9 @@ def hash_assign(
     _validate_rows("rows", rows, slot_rows)
     if rows.shape != keys.shape:
         raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
+    if in_plain_eager(slot_keys, slot_rows, keys, rows, count):
+        written(slot_rows)
+        return call.launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
     return torch.ops.tritonrec.hash_assign(slot_keys, slot_rows, keys, rows, impl, count)
 
 
@@ -181,6 +193,9 @@ def hash_erase(
         (K,) int64, the row each key had, or -1 where it was absent or behind `count`.
     """
     _validate(slot_keys, slot_rows, keys, count)
+    if in_plain_eager(slot_keys, slot_rows, keys, count):
+        written(slot_rows)
+        return call.launch_erase(slot_keys, slot_rows, keys, impl, count)
     return torch.ops.tritonrec.hash_erase(slot_keys, slot_rows, keys, impl, count)
 
 

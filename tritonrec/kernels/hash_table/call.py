@@ -33,10 +33,14 @@ def launch_insert(
     count: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> Pair:
-    """`hash_insert` without validation and without the dispatcher, for callers inside the package."""
+    """`hash_insert` without validation of shapes and the dispatcher, for callers inside the package."""
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     size = keys.numel()
-    free_rows = keys.new_empty(0) if free_rows is None else free_rows[:size].long()
+    if free_rows is None:
+        free_rows = keys.new_empty(0)
+    else:
+        free_rows = free_rows[:size].long()
+        _check_range("free_rows", free_rows)
     used: int | torch.Tensor
     refused: int | torch.Tensor
     if chosen == "triton":
@@ -150,7 +154,8 @@ def launch_assign(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`hash_assign` without validation and without the dispatcher, for callers inside the package."""
+    """`hash_assign` without validation of shapes and the dispatcher, for callers inside the package."""
+    _check_range("rows", rows, count)
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     if chosen == "triton":
         from tritonrec.kernels.hash_table import triton_hash_table
@@ -234,8 +239,6 @@ def _insert_op(
     free_rows: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if free_rows is not None:
-        _check_range("free_rows", free_rows[: keys.numel()])
     return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
 
 
@@ -255,8 +258,6 @@ def _insert_padded_op(
     status: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`next_row` counts where there is no `row_counter`."""
-    if free_rows is not None:
-        _check_range("free_rows", free_rows[: keys.numel()])
     first_row = next_row if row_counter is None else row_counter
     return launch_insert(slot_keys, slot_rows, keys, first_row, free_rows, impl, count, status)
 
@@ -294,7 +295,6 @@ def _assign_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_range("rows", rows, count)
     return launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
 
 

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
 from tritonrec.kernels.padding import check_scalar, held, pad
 
@@ -69,6 +69,8 @@ def intersect(
         raise ValueError(f"left is on {left.device}, right on {right.device}")
     check_scalar("left_count", left_count, left)
     check_scalar("right_count", right_count, right)
+    if in_plain_eager(left, right, left_count, right_count):
+        return launch(left, right, impl, left_count, right_count, padded)  # type: ignore[return-value]
     op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
     return op(left, right, impl, left_count, right_count)
 

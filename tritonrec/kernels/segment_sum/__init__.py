@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.padding import check_scalar, held, record
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
@@ -79,7 +79,12 @@ def segment_sum(
     check_scalar("count", count, values)
     check_scalar("status", status, values)
     if out is None and (status is None or level == "window"):
-        return _segment_sum(values, segments, num_segments, level, bits, name, impl, count)
+        arguments = values, segments, num_segments, level, bits, name, impl, count
+        if not in_plain_eager(values, segments, num_segments, count):
+            return _segment_sum(*arguments)
+        if values.requires_grad and torch.is_grad_enabled():
+            return _SegmentSum.apply(*arguments)
+        return _sum(*arguments)
     if out is None:
         values = values.detach()
         out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
@@ -88,11 +93,11 @@ def segment_sum(
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
         raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
-    if torch.compiler.is_compiling():
-        _segment_sum_into(out, values, segments, bits, name, impl, count, status)
-    else:
-        # The dispatcher costs a third of a small sum, and there is nothing to differentiate or to trace.
+    if in_plain_eager(out, values, segments, count, status):
+        written(out, status)
         accumulate(out, values, segments, bits, name, impl, count, status)
+    else:
+        _segment_sum_into(out, values, segments, bits, name, impl, count, status)
     return out
 
 
@@ -183,8 +188,7 @@ def _(out, values, segments, bits, name, impl, count=None, status=None):
     return None
 
 
-@torch.library.custom_op("tritonrec::segment_sum", mutates_args=())
-def _segment_sum(
+def _sum(
     values: torch.Tensor,
     segments: torch.Tensor,
     num_segments: int,
@@ -198,6 +202,9 @@ def _segment_sum(
     out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
     accumulate(out, values, segments, bits, name, impl, count)
     return out
+
+
+_segment_sum = torch.library.custom_op("tritonrec::segment_sum", _sum, mutates_args=())
 
 
 @_segment_sum.register_fake
@@ -219,3 +226,15 @@ def _gather(ctx, gradient):
 
 
 _segment_sum.register_autograd(_gather, setup_context=_save_segments)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """What `register_autograd` generates, for `in_plain_eager`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        out = _sum(*inputs)
+        _save_segments(ctx, inputs, out)
+        return out
+
+    backward = staticmethod(_gather)

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.unique.reference import unique as _unique_reference
 
@@ -47,6 +47,8 @@ def unique(
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     check_scalar("count", count, keys)
+    if in_plain_eager(keys, count):
+        return launch(keys, impl, count, padded)  # type: ignore[return-value]
     op = torch.ops.tritonrec.unique_padded if padded else torch.ops.tritonrec.unique
     return op(keys, impl, count)
 
