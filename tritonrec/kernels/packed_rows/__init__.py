@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
@@ -52,9 +52,8 @@ def pack_rows(
     """
     check_matrix("values", values, torch.int64)
     _check_list("rows", rows, torch.int64, values)
-    if torch.compiler.is_compiling():
-        return _pack_rows(values, rows, impl)
-    return _launch_pack(values, rows, impl)
+    launch = _launch_pack if in_plain_eager(values, rows) else _pack_rows
+    return launch(values, rows, impl)
 
 
 def add_packed_rows(
@@ -90,10 +89,8 @@ def add_packed_rows(
     if widths.shape != segments.shape:
         raise ValueError(f"widths must be one for each of {len(segments)} segments, got {len(widths)}")
     check_bits(bits)
-    if torch.compiler.is_compiling():
-        _add_packed_rows(out, segments, widths, packed, name, bits, impl)
-    else:
-        _launch_add(out, segments, widths, packed, name, bits, impl)
+    launch = _launch_add if in_plain_eager(out, segments, widths, packed) else _add_packed_rows
+    launch(out, segments, widths, packed, name, bits, impl)
     return out
 
 

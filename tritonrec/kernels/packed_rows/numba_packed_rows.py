@@ -76,12 +76,39 @@ def pack(values, stride, rows, dim, widths, packed):
 
 
 @njit(cache=True, nogil=True)
+def join(packed, place, dim, planes, words):
+    """Fill `words` (int32) from 1 to 4 planes, the last of which has the sign."""
+    one, two, three = place + dim, place + np.uintp(2) * dim, place + np.uintp(3) * dim
+    if planes == 4:
+        for d in range(dim):
+            words[d] = (
+                np.int32(packed[place + d])
+                | np.int32(packed[one + d]) << np.int32(8)
+                | np.int32(packed[two + d]) << np.int32(16)
+                | np.int32(packed[three + d]) << np.int32(24)
+            )
+    elif planes == 3:
+        for d in range(dim):
+            words[d] = (
+                np.int32(packed[place + d])
+                | np.int32(packed[one + d]) << np.int32(8)
+                | np.int32(np.int8(packed[two + d])) << np.int32(16)
+            )
+    elif planes == 2:
+        for d in range(dim):
+            words[d] = np.int32(packed[place + d]) | np.int32(np.int8(packed[one + d])) << np.int32(8)
+    else:
+        for d in range(dim):
+            words[d] = np.int32(np.int8(packed[place + d]))
+
+
+@njit(cache=True, nogil=True)
 def add(out, out_stride, segments, widths, packed, dim):
     """Position (row * dim + column) of the first element whose sum leaves int64, or -1."""
     count = segments.shape[0]
     terms = np.empty(dim, np.int64)
-    bits = np.empty(dim, np.int32)
-    floats = bits.view(np.float32)
+    low, high = np.empty(dim, np.int32), np.empty(dim, np.int32)
+    floats = low.view(np.float32)
     place = np.uintp(0)
     for i in range(count):
         if i + AHEAD < count:
@@ -92,25 +119,18 @@ def add(out, out_stride, segments, widths, packed, dim):
         planes = np.int64(width & 0x7F)
         if planes == 0:
             continue
+        join(packed, place, dim, min(planes, 4), low)
         if width == FLOAT:
             for d in range(dim):
-                bits[d] = 0
-            for plane in range(4):
-                for d in range(dim):
-                    bits[d] |= np.int32(packed[place + d]) << np.int32(8 * plane)
-                place += dim
-            for d in range(dim):
                 terms[d] = np.int64(floats[d])
+        elif planes <= 4:
+            for d in range(dim):
+                terms[d] = np.int64(low[d])
         else:
+            join(packed, place + np.uintp(4) * dim, dim, planes - 4, high)
             for d in range(dim):
-                terms[d] = 0
-            for plane in range(planes):
-                for d in range(dim):
-                    terms[d] |= np.int64(packed[place + d]) << np.int64(8 * plane)
-                place += dim
-            unused = np.int64(64 - 8 * planes)
-            for d in range(dim):
-                terms[d] = (terms[d] << unused) >> unused
+                terms[d] = (np.int64(high[d]) << 32) | np.int64(np.uint32(low[d]))
+        place += np.uintp(planes) * dim
         column = add_terms(out, np.uintp(segments[i]) * out_stride, terms, np.uintp(0), dim)
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
