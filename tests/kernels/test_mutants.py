@@ -111,6 +111,8 @@ ROWS = [
     lambda: test_gather_rows.test_gather_moves_the_bits(IMPL, 7, 17, 129),
     lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 33, 129),
     lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 17, 127),
+    lambda: test_gather_rows.test_scatter_from_rows_moves_the_bits_and_nothing_else(IMPL, 33, 1, 129),
+    lambda: test_gather_rows.test_scatter_from_rows_moves_the_bits_and_nothing_else(IMPL, 17, 40, 127),
     lambda: test_gather_rows.test_rows_lie_further_apart_than_32_bits_count(IMPL),
     *each(test_padding.test_rows_move_where_they_hold, 5),
 ]
@@ -270,6 +272,12 @@ MUTANTS = {
             ("source_row[:, None] * source_row_stride", "(source_row[:, None] * source_row_stride).to(tl.int32)")
         ],
         "padding_not_zeroed": [("inside = (moves < num_moves)", "inside = (moves < num_held)")],
+        "offsets_of_32_bits_at_the_destination": [
+            ("destination_row[:, None] * destination_row_stride", "(destination_row[:, None] * destination_row_stride).to(tl.int32)")
+        ],
+        "rows_of_the_source_ignored": [("    if GATHER:\n", "    if GATHER and not SCATTER:\n")],
+        "rows_of_the_destination_ignored": [("    if SCATTER:\n", "    if SCATTER and not GATHER:\n")],
+        "padding_scattered": [("    if not SCATTER:\n", "    if GATHER:\n")],
     },
     "sparse_optimizers.triton_sparse_optimizers": {
         "adagrad_without_eps": [("tl.sqrt_rn(total) + eps", "tl.sqrt_rn(total)")],
