@@ -222,36 +222,3 @@ def test_torchrun_starts_ranks(tmp_path):
 
 def test_exact_sum_error_is_public():
     assert issubclass(ExactSumError, ArithmeticError)
-
-
-def shared_sums(communicators, count, dtype):
-    """The sum over ranks by shares, whole again, and the same from all_reduce."""
-    lane = communicators.reduce
-    generator = torch.Generator().manual_seed(lane.rank)
-    values = torch.randint(-(2**50), 2**50, (count,), generator=generator).to(dtype)
-    share = lane.reduce_scatter(values.clone(), "sums")
-    return len(share), lane.all_gather(share)[:count], lane.all_reduce(values, "sums")
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shares_of_a_sum_are_the_sum(pool, count, world_size):
-    for length, got, expected in pool.run(shared_sums, world_size, count, torch.int64):
-        assert length == -(-count // world_size) and torch.equal(got, expected)
-
-
-def test_shares_of_float_sums_are_equal_on_all_ranks(pool):
-    found = [got for _, got, _ in pool.run(shared_sums, 3, 10, torch.float32)]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def wrapping(communicators):
-    lane = communicators.reduce
-    try:
-        lane.reduce_scatter(torch.tensor([0, 2**62 + lane.rank]), "weights of a layer")
-    except ExactSumError as error:
-        return str(error)
-
-
-def test_a_share_that_could_wrap_around_names_its_tensor(pool):
-    assert all("weights of a layer" in message for message in pool.run(wrapping, 2))

@@ -22,7 +22,7 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
-from tritonrec.pipeline.replicas import Shares
+from tritonrec.pipeline.shares import Shares
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(

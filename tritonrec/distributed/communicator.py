@@ -71,30 +71,6 @@ class Communicator:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def reduce_scatter(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """This rank's share of the sum of `values` (n,) over the W ranks: elements [r s, r s + s).
-
-        s = ceil(n / W), and the last shares are filled up with zeros. Sums are taken in rank order;
-        `ExactSumError` as in `all_reduce`.
-        """
-        world = self.world_size
-        if world == 1:
-            return values
-        self._demand_room(values, name)
-        share = -(-len(values) // world)
-        padded = torch.nn.functional.pad(values, (0, share * world - len(values)))
-        came = self.all_to_all_equal(padded.view(world, share))
-        total = came[0]
-        for part in came[1:]:
-            total += part
-        return total
-
-    def all_gather(self, share: torch.Tensor) -> torch.Tensor:
-        """The shares (s,) of all ranks, equally long, in rank order: (W s,)."""
-        if self.world_size == 1:
-            return share
-        return self.all_to_all_equal(share.repeat(self.world_size, 1)).flatten()
-
     def _demand_room(self, values: torch.Tensor, name: str) -> None:
         """Raise `ExactSumError` where an int64 could wrap around in the sum over the ranks."""
         if values.dtype != torch.int64 or not values.numel():

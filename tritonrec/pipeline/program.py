@@ -9,13 +9,15 @@ from ..data import Batch, split
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
-from .replicas import Shares
 from .routes import answer, ask, column_sums
+from .shares import Shares, even_shares
 from .streams import to_device, to_host
-from .sums import Sums, travel
+from .sums import NAME, Sums, travel
 from .window import TableWindow, Window, WindowConfig
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
+DENSE_ROW = 64
+"""Values of a row of dense gradients, whose width in bytes its largest one decides."""
 
 
 class WindowProgram:
@@ -259,30 +261,25 @@ class WindowProgram:
     def replica_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """The mean gradient of every row, from the sums of all replicas; see `Shares`."""
         window.sent_bytes = 0
-        replica, copies = self.communicators.replica, self.communicators.replicas
+        replica = self.communicators.replica
         for table in window.tables:
             assert table.row_gradient is not None
             shares = Shares.of(table.places, len(table.keys), replica.rank)
-            size = shares.sizes[replica.rank]
-            sums = self.sums.zeros(size, table.row_gradient.shape[1])
-            order, rows = (to_device(each, self.device) for each in (shares.order, shares.rows))
-            self.sums.exchange(
-                window, replica, table.row_gradient, order, shares.send, sums, rows, shares.receive
-            )
-            mean = self.sums.mean(sums, window.row_terms).repeat(copies, 1)
-            table.mean_gradient = travel(window, replica, mean, [size] * copies, shares.sizes)
+            mean = self.sums.means(window, replica, table.row_gradient, shares, window.row_terms)
+            table.mean_gradient = self.sums.finite(mean, NAME)
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """The mean dense gradients of all ranks, as one flat message.
-
-        Each rank adds up a share and hands its means on, which are half as long as sums on the grid.
-        """
+        """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         parts = [self.sums.take(name, p) for name, p in zip(names, parameters, strict=True)]
         window.dense_sums = parts
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        share = self.communicators.reduce.reduce_scatter(flat, "dense gradients")
-        means = self.communicators.reduce.all_gather(self.sums.over(share, window.terms))
+        flat, reduce = torch.cat([part.reshape(-1) for part in parts]), self.communicators.reduce
+        if reduce.world_size == 1:
+            means = self.sums.over(flat, window.terms)
+        else:
+            rows = torch.nn.functional.pad(flat, (0, -len(flat) % DENSE_ROW)).view(-1, DENSE_ROW)
+            shares = even_shares(len(rows), reduce.world_size, reduce.rank)
+            means = self.sums.means(None, reduce, rows, shares, window.terms, "dense gradients").view(-1)
         pieces = torch.split(means[: len(flat)], [part.numel() for part in parts])
         for name, piece, parameter in zip(names, pieces, parameters, strict=True):
             window.dense[name] = self.sums.finite(piece, name).view_as(parameter)

@@ -10,47 +10,11 @@ two copies in between has taken two half-informed steps instead of one whole one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import torch
 
 from ..distributed import Communicator
 from ..embedding import HashTableCollection, TablePolicy
 from .window import Window
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Who adds up which of K rows, from one copy's side.
-
-    Args:
-        order: (k,) int64, this copy's own rows grouped by the copy that adds them up.
-        send: [g] how many of them go to copy g. receive: [g] how many come from it.
-        rows: (sum of receive,) int64, which row of this copy's share each arrival is.
-        sizes: [g] rows in copy g's share; the shares follow each other.
-    """
-
-    order: torch.Tensor
-    send: list[int]
-    receive: list[int]
-    rows: torch.Tensor
-    sizes: list[int]
-
-    @classmethod
-    def of(cls, places: list[torch.Tensor], count: int, rank: int) -> Shares:
-        """`places`: [g] (k_g,) int64, which of `count` rows copy g has sums for; `rank`: this copy."""
-        copies = len(places)
-        bounds = [count * each // copies for each in range(copies + 1)]
-        owners = [torch.bucketize(each, torch.tensor(bounds[1:-1]), right=True) for each in places]
-        here = [each[owner == rank] for each, owner in zip(places, owners, strict=True)]
-        return cls(
-            torch.argsort(owners[rank], stable=True),
-            torch.bincount(owners[rank], minlength=copies).tolist(),
-            [len(each) for each in here],
-            torch.cat(here) - bounds[rank],
-            [after - before for before, after in pairwise(bounds)],
-        )
 
 
 class ReplicaAverage:

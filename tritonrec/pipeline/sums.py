@@ -12,6 +12,8 @@ import torch
 
 from .. import ops
 from ..distributed import Communicator
+from .shares import Shares
+from .streams import to_device
 from .window import Window, WindowConfig
 
 NAME = "embedding gradient"
@@ -37,7 +39,7 @@ class Sums:
         dtype = torch.int64 if self.exact else torch.float32
         return torch.zeros(rows, dim, dtype=dtype, device=self.device)
 
-    def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str = NAME) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         ops.segment_sum(
             values,
@@ -46,12 +48,12 @@ class Sums:
             level=self.config.consistency,
             out=out,
             bits=self.config.grid_bits,
-            name=NAME,
+            name=name,
         )
 
     def exchange(
         self,
-        window: Window,
+        window: Window | None,
         over: Communicator,
         values: torch.Tensor,
         rows: torch.Tensor,
@@ -59,11 +61,12 @@ class Sums:
         out: torch.Tensor,
         targets: torch.Tensor,
         receive: list[int],
+        name: str = NAME,
     ) -> None:
         """Add sums of every rank to those of their owners.
 
         Args:
-            over: the ranks.
+            window: counts the bytes; None does not. over: the ranks.
             values: (N, dim) sums here. rows: (K,) int64, which of them go, grouped by rank; `send` says how
                 many to each.
             out: (S, dim) sums to add to. targets: (k,) int64, where each that comes belongs, grouped by rank;
@@ -71,11 +74,11 @@ class Sums:
         """
         if not self.exact:
             came = travel(window, over, ops.gather_rows(values, rows), send, receive)
-            self.add(came, targets, out)
+            self.add(came, targets, out, name)
             return
         own, leaving, send = _apart(rows, send, over.rank)
         to_own, arriving, receive = _apart(targets, receive, over.rank)
-        self.add(ops.gather_rows(values, own), to_own, out)
+        self.add(ops.gather_rows(values, own), to_own, out, name)
         if over.world_size == 1:
             return
         dim = values.shape[1]
@@ -83,7 +86,27 @@ class Sums:
         their_widths = travel(window, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
         theirs = travel(window, over, packed, *lengths)
-        ops.add_packed_rows(out, arriving, their_widths, theirs, name=NAME)
+        ops.add_packed_rows(out, arriving, their_widths, theirs, name=name, bits=self.config.grid_bits)
+
+    def means(
+        self,
+        window: Window | None,
+        over: Communicator,
+        values: torch.Tensor,
+        shares: Shares,
+        terms: int,
+        name: str = NAME,
+    ) -> torch.Tensor:
+        """(sum of the shares' sizes, dim) means of the sums of all ranks.
+
+        Each rank adds up a share of the rows and hands its means on, which are shorter than sums on the grid.
+        """
+        size = shares.sizes[over.rank]
+        sums = self.zeros(size, values.shape[1])
+        order, rows = (to_device(each, self.device) for each in (shares.order, shares.rows))
+        self.exchange(window, over, values, order, shares.send, sums, rows, shares.receive, name)
+        mean = self.over(sums, terms).repeat(over.world_size, 1)
+        return travel(window, over, mean, [size] * over.world_size, shares.sizes)
 
     def mean(self, sums: torch.Tensor, terms: int, name: str = NAME) -> torch.Tensor:
         """Sums over samples to the gradient of the mean loss per term, or FloatingPointError."""
@@ -112,18 +135,19 @@ class Sums:
 
 
 def travel(
-    window: Window,
+    window: Window | None,
     over: Communicator,
     values: torch.Tensor,
     send: list[int],
     receive: list[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Communicator.all_to_all`, its bytes counted in the window."""
-    leaving = sum(send) - send[over.rank]
-    sent = leaving * values[:1].numel() * values.element_size()
-    window.sent_bytes += sent
-    window.counts.row_bytes += sent
+    """`Communicator.all_to_all`, its bytes counted in the window, if one is given."""
+    if window is not None:
+        leaving = sum(send) - send[over.rank]
+        sent = leaving * values[:1].numel() * values.element_size()
+        window.sent_bytes += sent
+        window.counts.row_bytes += sent
     return over.all_to_all(values, send, receive, out)
 
 

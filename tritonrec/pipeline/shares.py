@@ -1,0 +1,48 @@
+"""Shares of rows whose sums several ranks hold: each rank adds up one share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who of several ranks adds up which of K rows, from one rank's side.
+
+    Args:
+        order: (k,) int64, this rank's own rows grouped by the rank that adds them up.
+        send: [g] how many of them go to rank g. receive: [g] how many come from it.
+        rows: (sum of receive,) int64, which row of this rank's share each arrival is.
+        sizes: [g] rows in rank g's share; the shares follow each other.
+    """
+
+    order: torch.Tensor
+    send: list[int]
+    receive: list[int]
+    rows: torch.Tensor
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, places: list[torch.Tensor], count: int, rank: int) -> Shares:
+        """`places`: [g] (k_g,) int64, which of `count` rows rank g has sums for; `rank`: this one."""
+        ranks = len(places)
+        bounds = [count * each // ranks for each in range(ranks + 1)]
+        owners = [torch.bucketize(each, torch.tensor(bounds[1:-1]), right=True) for each in places]
+        here = [each[owner == rank] for each, owner in zip(places, owners, strict=True)]
+        return cls(
+            torch.argsort(owners[rank], stable=True),
+            torch.bincount(owners[rank], minlength=ranks).tolist(),
+            [len(each) for each in here],
+            torch.cat(here) - bounds[rank],
+            [after - before for before, after in pairwise(bounds)],
+        )
+
+
+@lru_cache(maxsize=8)
+def even_shares(count: int, ranks: int, rank: int) -> Shares:
+    """Shares of `count` rows that every rank has sums for."""
+    return Shares.of([torch.arange(count)] * ranks, count, rank)
