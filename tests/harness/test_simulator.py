@@ -286,6 +286,7 @@ def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(
         (lambda: Plan("nestpipe", 4, taper=1.5), "taper"),
         (lambda: Plan("nestpipe", depth=0), "depth"),
         (lambda: Plan("synchronous", skip_fetch=True), "two buffers"),
+        (lambda: Plan("nestpipe", 2, depth=1, skip_fetch=True), "does not read ahead"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, message):

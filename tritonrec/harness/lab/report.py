@@ -266,8 +266,9 @@ def draw_report(result: Result, path: Path) -> None:
             if row.setting.replicas > 1:
                 width = row.figures.exposed_meeting * 1e3
                 end = (seconds["compute"] + seconds["exposed communication"]) * 1e3
-                look = {"color": PARTS["exposed communication"], "hatch": "////", "edgecolor": "white"}
-                axes.barh(place, width, left=end - width, height=0.42, label=note, **look)
+                bar = axes.barh(place, width, left=end - width, height=0.42, label=note, hatch="////")
+                for patch in bar:
+                    patch.set(facecolor=PARTS["exposed communication"], edgecolor="white")
                 note = None
             end = max(row.figures.step, sum(seconds[name] for name in PARTS)) * 1e3
             axes.text(end, place, f" {median(row.ratios):.2f}x", va="center", fontsize=9)

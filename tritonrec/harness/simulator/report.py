@@ -173,10 +173,10 @@ def print_advice(advice: Advice, console: Console) -> None:
         soft_wrap=True,
     )
     for each in advice.savings:
-        before, after = each.without, each.having
+        before, after, saved = each.without, each.having, round(each.step, 3) + 0.0  # no -0.0
         console.print(
             f"{each.switch}: {'chosen' if each.chosen else 'not chosen'}; with it the best plan's step is "
-            f"{after.step * 1e3:.2f} ms, without it {before.step * 1e3:.2f} ({each.step:+.1%} saved); sent "
+            f"{after.step * 1e3:.2f} ms, without it {before.step * 1e3:.2f} ({saved:.1%} saved); sent "
             f"{after.sent / 1e6:.2f} MB and {before.sent / 1e6:.2f}; lookup, hidden or not, "
             f"{after.lookup * 1e3:.2f} ms and {before.lookup * 1e3:.2f}",
             highlight=False,
