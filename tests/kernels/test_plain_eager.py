@@ -1,5 +1,7 @@
 """A call that nobody watches leaves the dispatcher out, and every other one meets the registered op."""
 
+import threading
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -134,6 +136,18 @@ def test_the_profiler_names_the_ops():
     do, leaves, attend = case()
     with torch.autograd.profiler.profile() as profile:
         results(do, leaves, attend)
+    assert {f"tritonrec::{name}" for name in OPS} <= {event.key for event in profile.key_averages()}
+
+
+def test_a_profiler_of_all_threads_names_the_ops_of_a_thread_that_was_up_before():
+    do, leaves, attend = case()
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    started = threading.Event()
+    thread = threading.Thread(target=lambda: (started.wait(), results(do, leaves, attend)))
+    thread.start()
+    with torch.profiler.profile(experimental_config=config) as profile:
+        started.set()
+        thread.join()
     assert {f"tritonrec::{name}" for name in OPS} <= {event.key for event in profile.key_averages()}
 
 

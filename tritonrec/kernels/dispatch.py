@@ -54,6 +54,7 @@ def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
+        and not torch.autograd.profiler._is_profiler_enabled  # one that another thread has started, for all
         and not tensor.is_meta
     )
 
