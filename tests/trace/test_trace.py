@@ -262,3 +262,34 @@ def test_the_null_recorder_has_the_same_face():
         args["bytes"] = 3
     with pytest.raises(KeyError), recorder.span("compute", "compute", batch=0):
         raise KeyError("passes through")
+
+
+def test_operators_have_tracks_below_their_lanes_and_disturb_no_slice(tmp_path):
+    recorder = Recorder(1, 2)
+    recorder.add("compute", "compute", 10, 50, batch=0)
+    recorder.add("communication", "exchange", 5, 20, batch=0)
+    made = [
+        ("compute", "aten::linear", 10, 40), ("compute", "aten::mm", 12, 30), ("main", "aten::exp", 3, 3),
+        ("compute", "aten::mm", 30, 40), ("routing", "tritonrec::unique", 11, 13),
+    ]  # fmt: skip
+    spans = read(recorder.save(tmp_path / "without")).spans
+    for operator in made:
+        recorder.operator(*operator)
+    path = recorder.save(tmp_path / "with")
+
+    trace = read(path)
+    assert trace.spans == spans and trace.ranks == (1,)
+    assert sorted((o.thread, o.name, o.start_ns, o.end_ns) for o in trace.operators) == sorted(made)
+    assert {operator.rank for operator in trace.operators} == {1}
+    tracks = [p.track_descriptor for p in packets(path) if p.HasField("track_descriptor")]
+    names = [t.name for t in sorted(tracks, key=lambda t: t.sibling_order_rank) if t.HasField("thread")]
+    expected = list(LANES)
+    for lane in ("routing", "compute"):
+        expected.insert(expected.index(lane) + 1, f"{lane} operators")
+    assert names == [*expected, "main operators"]
+    assert len({t.thread.tid for t in tracks if t.HasField("thread")}) == len(names)
+
+
+def test_an_operator_that_ends_before_it_starts_is_an_error():
+    with pytest.raises(ValueError, match="'aten::mm' ends at 3, before its start at 4"):
+        Recorder(0, 1).operator("compute", "aten::mm", 4, 3)

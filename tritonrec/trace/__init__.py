@@ -1,11 +1,12 @@
 """Recording what every stage did and when, reading it back, measuring it and checking it."""
 
-from .reader import Span, Trace, read
+from .reader import Operator, Span, Trace, read
 from .recorder import LANES, NullRecorder, Recorder, SupportsRecording, save_joined
 
 __all__ = [
     "LANES",
     "NullRecorder",
+    "Operator",
     "Recorder",
     "Span",
     "SupportsRecording",

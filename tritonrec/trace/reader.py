@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .recorder import LANES
+from .recorder import LANES, OPERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,20 @@ class Sample:
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator that a thread of a rank ran: a lane's thread, which has its name, or another."""
+
+    rank: int
+    thread: str
+    name: str
+    start_ns: int
+    end_ns: int
+
+
 @dataclass(frozen=True)
 class Trace:
-    """Spans and counter samples in order of time, and the metadata that the ranks agree on.
+    """Spans, counter samples and operators in order of time, and the metadata that the ranks agree on.
 
     ``metadata["rank"]`` is dropped, as it differs between the ranks of a joined file; `ranks` has them all.
     """
@@ -51,6 +62,7 @@ class Trace:
     counters: list[Sample]
     metadata: dict[str, Any]
     ranks: tuple[int, ...]
+    operators: list[Operator] = field(default_factory=list)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
@@ -79,11 +91,13 @@ class _Reader:
     def __init__(self) -> None:
         self.rank_of: dict[int, int] = {}  # track -> rank
         self.lane_of: dict[int, str] = {}
+        self.thread_of: dict[int, str] = {}  # of tracks of operators
         self.counter_of: dict[int, str] = {}
         self.open: dict[int, list[tuple[str, int, dict[str, Any]]]] = {}
         self.metadata: dict[int, dict[str, Any]] = {}
         self.spans: list[Span] = []
         self.counters: list[Sample] = []
+        self.operators: list[Operator] = []
 
     def read(self, packets: Any) -> Trace:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
@@ -111,7 +125,9 @@ class _Reader:
                 )
         self.spans.sort(key=lambda span: (span.start_ns, span.end_ns, span.rank))
         self.counters.sort(key=lambda sample: sample.time_ns)
-        return Trace(self.spans, self.counters, self._common_metadata(), tuple(sorted(self.metadata)))
+        self.operators.sort(key=lambda operator: (operator.start_ns, -operator.end_ns, operator.rank))
+        ranks = tuple(sorted(self.metadata))
+        return Trace(self.spans, self.counters, self._common_metadata(), ranks, self.operators)
 
     def _track(self, track: Any) -> None:
         if track.HasField("process"):
@@ -124,14 +140,22 @@ class _Reader:
             self.counter_of[track.uuid] = track.name
         elif track.HasField("thread"):
             # A lane whose slices overlap has further rows, "communication +1" and so on.
-            self.lane_of[track.uuid] = track.name.partition(" +")[0]
+            name = track.name.partition(" +")[0]
+            if name.endswith(OPERATORS):
+                self.thread_of[track.uuid] = name.removesuffix(OPERATORS)
+            else:
+                self.lane_of[track.uuid] = name
 
     def _close(self, track: int, at: int) -> None:
-        if track not in self.lane_of or self.lane_of[track] not in LANES:
+        thread = self.thread_of.get(track)
+        if thread is None and self.lane_of.get(track) not in LANES:
             raise ValueError("a slice lies on no lane of a rank: not a trace recorded by tritonrec")
         if not self.open.get(track):
-            raise ValueError(f"a slice on {self.lane_of[track]} ends at {at} ns that never started")
+            raise ValueError(f"a slice on {thread or self.lane_of[track]} ends at {at} ns that never started")
         name, start, args = self.open[track].pop()
+        if thread is not None:
+            self.operators.append(Operator(self.rank_of[track], thread, name, start, at))
+            return
         if "batch" not in args:
             raise ValueError(f"slice {name!r} at {start} ns has no batch")
         rank, lane = self.rank_of[track], self.lane_of[track]

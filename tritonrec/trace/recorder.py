@@ -30,9 +30,12 @@ LANES = (
     "write_back",
 )
 _KNOWN_LANES = frozenset(LANES)
+OPERATORS = " operators"
+"""How the name of a track of operators ends; before it comes their thread."""
 
 SpanEvent = tuple[str, str, int, int, dict[str, Any]]  # lane, name, start ns, end ns, args
 CounterEvent = tuple[str, int, float]  # name, time ns, value
+OperatorEvent = tuple[str, str, int, int]  # thread, name, start ns, end ns
 
 
 class SupportsRecording(Protocol):
@@ -92,6 +95,7 @@ class Recorder:
         self.metadata: dict[str, Any] = {**(metadata or {}), "rank": rank, "world_size": world_size}
         self._spans: list[SpanEvent] = []
         self._counters: list[CounterEvent] = []
+        self._operators: list[OperatorEvent] = []
 
     def span(self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any) -> _Span:
         """Record the body of a ``with`` block as one slice called `name` on `lane`.
@@ -131,6 +135,16 @@ class Recorder:
         """Record that the quantity `name` (load factor, bytes sent, ...) has `value` from now on."""
         self._counters.append((name, perf_counter_ns(), value))
 
+    def operator(self, thread: str, name: str, start_ns: int, end_ns: int) -> None:
+        """Record that `thread` ran an operator at these times (perf_counter nanoseconds).
+
+        `thread` is the lane that runs on it, or any other name. Operators have tracks of their own, each
+        below the lane it is named after; no figure and no check of `tritonrec.trace.analysis` sees them.
+        """
+        if end_ns < start_ns:
+            raise ValueError(f"operator {name!r} ends at {end_ns}, before its start at {start_ns}")
+        self._operators.append((thread, name, start_ns, end_ns))
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev."""
         from .writer import serialise
@@ -138,7 +152,8 @@ class Recorder:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Copies, so that a lane still running cannot grow a list under the writer.
-        target.write_bytes(serialise(self.rank, self.metadata, list(self._spans), list(self._counters)))
+        events = list(self._spans), list(self._counters), list(self._operators)
+        target.write_bytes(serialise(self.rank, self.metadata, *events))
         return target
 
 

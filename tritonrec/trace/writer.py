@@ -1,4 +1,5 @@
-"""Recorded tuples to Perfetto packets: a process track per rank, a thread track per lane, flows, counters.
+"""Recorded tuples to Perfetto packets: a process track per rank, a thread track per lane and one below it for
+the operators that ran there, flows, counters.
 
 Every id holds the rank, so that the files of several ranks can be concatenated (`save_joined`).
 """
@@ -17,7 +18,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-from .recorder import LANES, CounterEvent, SpanEvent
+from .recorder import LANES, OPERATORS, CounterEvent, OperatorEvent, SpanEvent
 
 METADATA_TRACK = "metadata"
 METADATA_EVENT = "tritonrec"
@@ -25,14 +26,20 @@ METADATA_EVENT = "tritonrec"
 _TRACKS_PER_RANK = (
     1 << 20
 )  # track ids of a rank: its process, then everything below it in order of appearance
+_THREADS_PER_RANK, _PER_LANE, _OPERATORS = 1_000_000, 200, 100  # a lane's rows, then those of its operators
+_METADATA, _COUNTERS = 4_998 * _PER_LANE, 4_999 * _PER_LANE  # below all lanes
 _BATCH_SHIFT, _RANK_SHIFT = 12, 48  # flow id = rank | batch + 1 | micro-batch + 1; zero is no flow
 
 
 def serialise(
-    rank: int, metadata: Mapping[str, Any], spans: list[SpanEvent], counters: list[CounterEvent]
+    rank: int,
+    metadata: Mapping[str, Any],
+    spans: list[SpanEvent],
+    counters: list[CounterEvent],
+    operators: list[OperatorEvent],
 ) -> bytes:
     """The bytes of a Perfetto trace of one rank."""
-    return _Writer(rank).write(metadata, spans, counters)
+    return _Writer(rank).write(metadata, spans, counters, operators)
 
 
 class _Writer:
@@ -43,7 +50,11 @@ class _Writer:
         self.last_track = self.process
 
     def write(
-        self, metadata: Mapping[str, Any], spans: list[SpanEvent], counters: list[CounterEvent]
+        self,
+        metadata: Mapping[str, Any],
+        spans: list[SpanEvent],
+        counters: list[CounterEvent],
+        operators: list[OperatorEvent],
     ) -> bytes:
         self._process_track()
         starts = [span[2] for span in spans] + [counter[1] for counter in counters]
@@ -54,8 +65,9 @@ class _Writer:
                 [(*span[1:], flow) for span, flow in zip(spans, flows, strict=True) if span[0] == lane]
             )
             for row, slices in enumerate(rows):
-                track = self._lane_track(lane, order, row)
+                track = self._thread_track(lane, order * _PER_LANE + row, row)
                 self._slices(track, lane, slices)
+        self._operators(operators)
         for name in dict.fromkeys(counter[0] for counter in counters):
             self._counter(name, [(at, value) for owner, at, value in counters if owner == name])
         return self.builder.serialize()
@@ -77,16 +89,24 @@ class _Writer:
         track.process.legacy_sort_index = self.rank
         track.child_ordering = TrackDescriptor.EXPLICIT
 
-    def _lane_track(self, lane: str, order: int, row: int) -> int:
-        name = lane if row == 0 else f"{lane} +{row}"
+    def _thread_track(self, name: str, order: int, row: int) -> int:
+        name = name if row == 0 else f"{name} +{row}"
         track = self._track(name, order)
         track.thread.pid = self.rank + 1
-        track.thread.tid = (self.rank + 1) * 10_000 + order * 100 + row
+        track.thread.tid = (self.rank + 1) * _THREADS_PER_RANK + order
         track.thread.thread_name = name
-        track.thread.legacy_sort_index = order * 100 + row
+        track.thread.legacy_sort_index = order
         return track.uuid
 
-    def _slices(self, track: int, lane: str, slices: list[_Slice]) -> None:
+    def _operators(self, operators: list[OperatorEvent]) -> None:
+        threads = dict.fromkeys((*LANES, *(thread for thread, *_ in operators)))
+        for order, thread in enumerate(threads):
+            own: list[_Slice] = [(*event[1:], {}, ([], [])) for event in operators if event[0] == thread]
+            for row, slices in enumerate(_rows(own) if own else []):
+                place = order * _PER_LANE + _OPERATORS + row
+                self._slices(self._thread_track(thread + OPERATORS, place, row), "operator", slices)
+
+    def _slices(self, track: int, category: str, slices: list[_Slice]) -> None:
         for at, opened in _nested(slices):
             packet = self._packet(at)
             packet.track_event.track_uuid = track
@@ -96,14 +116,14 @@ class _Writer:
             name, _, _, args, (continuing, ending) = opened
             packet.track_event.type = TrackEvent.TYPE_SLICE_BEGIN
             packet.track_event.name = name
-            packet.track_event.categories.append(lane)
+            packet.track_event.categories.append(category)
             for key, value in args.items():
                 _annotate(packet.track_event.debug_annotations.add(), key, value)
             packet.track_event.flow_ids.extend(continuing)
             packet.track_event.terminating_flow_ids.extend(ending)
 
     def _counter(self, name: str, values: list[tuple[int, float]]) -> None:
-        track = self._track(name, len(LANES) + 1)
+        track = self._track(name, _COUNTERS)
         track.counter.unit = CounterDescriptor.UNIT_UNSPECIFIED
         uuid = track.uuid
         for at, value in values:
@@ -113,7 +133,7 @@ class _Writer:
             event.double_counter_value = float(value)
 
     def _metadata(self, metadata: Mapping[str, Any], at: int) -> None:
-        uuid = self._track(METADATA_TRACK, len(LANES)).uuid
+        uuid = self._track(METADATA_TRACK, _METADATA).uuid
         event = self._packet(at).track_event
         event.track_uuid = uuid
         event.type = TrackEvent.TYPE_INSTANT
