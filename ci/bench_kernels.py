@@ -161,6 +161,36 @@ def from_grid(device):
 
 
 @case
+def packed_rows(device):
+    """Sums of a batch's gradients, from the rank that made them into those of their owner."""
+    distinct, inverse, _ = ops.unique(zipf(50_000, 1_000_000))
+    gradients = randn(50_000, 64, scale=0.1, offset=0.01)
+    sums = ops.segment_sum(gradients, inverse, len(distinct), level="batch").to(device)
+    order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(SEED)).to(device)
+    into = {name: torch.zeros_like(sums) for name in ("tritonrec", "int64_rows", "torch_int64")}
+
+    def ours(out):
+        return ops.add_packed_rows(out, order, *ops.pack_rows(sums, order))
+
+    def unpacked(out):
+        rows = ops.gather_rows(sums, order)
+        return ops.segment_sum(rows, order, len(out), level="batch", out=out)
+
+    def plain(out):  # a sum that leaves int64 wraps around
+        return out.index_add_(0, order, sums.index_select(0, order))
+
+    calls = {
+        name: lambda call=call, out=into[name]: call(out.zero_())
+        for name, call in zip(into, (ours, unpacked, plain), strict=True)
+    }
+    share = len(ops.pack_rows(sums, order)[1]) / (4 * sums.numel())
+    workload = (
+        f"{len(distinct):,} sums of 64 rows of 50,000 Zipf ids, packed {share:.3f} x the bytes of float32"
+    )
+    return Case(workload, calls, same(sums))
+
+
+@case
 def silu(device):
     x = randn(6_400, 256, scale=3.0).to(device)
     calls = {"tritonrec": lambda: ops.silu(x), "torch": lambda: functional.silu(x)}
@@ -472,6 +502,7 @@ PEERS = {
     "bucketize": ("torch_stable_sort",),
     "gather_rows": ("torch_index_select", "torch_embedding"),
     "scatter_rows": ("torch_index_copy",),
+    "packed_rows": ("int64_rows", "torch_int64"),
     "norm_mul_dropout": ("torch", "torch_compile"),
     "initial_rows": ("torch_uniform", "numpy_philox"),
     "random_indices": ("torch_randint",),

@@ -120,16 +120,13 @@ def _check_list(name: str, tensor: torch.Tensor, dtype: torch.dtype, like: torch
 
 
 def _check_packed(widths: torch.Tensor, dim: int, packed: torch.Tensor | None = None) -> None:
-    """Refuse a width that is none, and bytes that are not those of the rows; reads the device once."""
-    if widths.numel() == 0:
-        first = total = 0
-        wrong = False
-    else:
-        bad = (widths > 8) & (widths != FLOAT)
-        facts = torch.stack([bad.any().long(), bad.byte().argmax(), (widths & 0x7F).sum() * dim])
-        wrong, first, total = facts.tolist()
+    """Refuse a width that is none, and bytes that are not those of the rows; waits for the device once."""
+    bad = (widths > 8) & (widths != FLOAT)
+    wrong, total = torch.stack([bad.any().long(), (widths & 0x7F).sum()]).tolist()
     if wrong:
+        first = int(bad.byte().argmax())
         raise ValueError(f"widths[{first}] = {int(widths[first])} is none of 0 to 8 and {FLOAT}")
+    total *= dim
     if packed is not None and len(packed) != total:
         raise ValueError(
             f"packed must have the {total} bytes that widths say for dim {dim}, got {len(packed)}"

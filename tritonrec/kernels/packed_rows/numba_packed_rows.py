@@ -52,7 +52,12 @@ def pack(values, stride, rows, dim, widths, packed):
     low, high = np.empty(dim, np.int32), np.empty(dim, np.int32)
     floats = low.view(np.float32)
     place = np.uintp(0)
-    for i in range(rows.shape[0]):
+    count = rows.shape[0]
+    for i in range(count):
+        if i + AHEAD < count:
+            ahead = np.uintp(rows[i + AHEAD]) * stride
+            for d in range(np.uintp(0), dim, np.uintp(8)):
+                prefetch(values, ahead + d)
         first = np.uintp(rows[i]) * stride
         width = widths[i]
         if width == FLOAT:
