@@ -47,7 +47,7 @@ def test_gather_moves_the_bits(impl, height, count, dim):
     assert bits(got).tolist() == [patterns[row] for row in rows.tolist()]
 
 
-@pytest.mark.parametrize(("height", "dim"), [(1, 1), (5, 0), (17, 127), (16, 128), (33, 129)])
+@pytest.mark.parametrize(("height", "dim"), [(1, 1), (5, 0), (17, 127), (16, 128), (33, 129), (1040, 131)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_scatter_moves_the_bits_and_nothing_else(impl, height, dim):
     """A poisoned destination inside a wider buffer: rows not named and columns beside it keep their bits."""
@@ -80,6 +80,22 @@ def test_scatter_from_rows_moves_the_bits_and_nothing_else(impl, height, number,
         buffer[1:-1, 2 : dim + 2], on(impl, rows), values[1:, 3:], impl=impl, source=on(impl, source)
     )
     assert torch.equal(bits(buffer), expected) and torch.equal(bits(values), before)
+
+
+def test_threads_change_no_bit(threads_one_and_two):
+    height, dim = 41_003, 128  # 21 MB: enough for two threads
+    values, rng = any_bits(height, dim), np.random.default_rng(8)
+    rows, source = (torch.from_numpy(rng.permutation(height)) for _ in range(2))
+    expected = torch.empty_like(values)
+    expected[rows] = values[source]
+
+    def move():
+        destination = torch.zeros_like(values)
+        scatter_rows(destination, rows, values, source=source)
+        return destination
+
+    for got in threads_one_and_two(move):
+        assert torch.equal(bits(got), bits(expected))
 
 
 @pytest.mark.parametrize("number", [0, 3])

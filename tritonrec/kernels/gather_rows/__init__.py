@@ -1,7 +1,7 @@
 """Exact moves of embedding rows: `gather_rows` and `scatter_rows`.
 
 No arithmetic happens forward, so every implementation returns the same bits, NaN payloads included.
-On the CPU torch's own row copies are the kernel where one side is in order, a loop of memcpy where none is.
+On the CPU a gather is torch's, and so is a small scatter; others are a loop of memcpy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, wri
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.row_layout import check_rows, flat_rows
+from tritonrec.kernels.workers import over_ranges
+
+# Bytes from which the loop beats torch's index_copy_: at 200 rows of 256 bytes it takes 1.7 of the time,
+# at 1,000 rows 0.8, at 5,000 rows 0.4 (one Zen 4 thread, rows at random out of 60,000).
+SMALL = 1 << 18
 
 
 def gather_rows(
@@ -145,28 +150,31 @@ def launch_scatter(
             values = values[: rows.numel()]
     if chosen == "reference":
         reference.scatter_rows(destination, rows, values, source)
-    elif source is None:
-        destination.index_copy_(0, rows, values)
-    elif destination.stride(1) == values.stride(1) == 1:
-        _scatter_from_rows(destination, rows, values, source)
     else:
-        destination.index_copy_(0, rows, values.index_select(0, source))
+        _scatter_cpu(destination, rows, values, source)
 
 
-def _scatter_from_rows(
-    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, source: torch.Tensor
+def _scatter_cpu(
+    destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
 ) -> None:
-    """On the CPU, for matrices of contiguous rows."""
+    if not destination.stride(1) == values.stride(1) == 1:
+        destination.index_copy_(0, rows, values if source is None else values.index_select(0, source))
+        return
+    if source is None:
+        if values.nbytes < SMALL:
+            destination.index_copy_(0, rows, values)
+            return
+        source = torch.arange(rows.numel())
     from tritonrec.kernels.gather_rows import numba_rows
 
-    out, values = destination.view(torch.uint8), values.view(torch.uint8)
-    numba_rows.scatter_rows(
-        *flat_rows(out),
-        rows.contiguous().numpy(),
-        *flat_rows(values),
-        source.contiguous().numpy(),
-        np.uintp(out.shape[1]),
-    )
+    to, places = flat_rows(destination.view(torch.uint8)), rows.contiguous().numpy()
+    of, taken = flat_rows(values.view(torch.uint8)), source.contiguous().numpy()
+    width = values.element_size() * values.shape[1]
+
+    def run(start: int, stop: int) -> None:
+        numba_rows.scatter_rows(*to, places[start:stop], *of, taken[start:stop], np.uintp(width))
+
+    over_ranges(run, len(places), len(places) * width)
 
 
 @torch.library.custom_op("tritonrec::gather_rows", mutates_args=())
