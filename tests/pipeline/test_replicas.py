@@ -204,10 +204,25 @@ def mesh_refused(communicators):
 
 def on_mesh(communicators):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
-    return where(Communicators.on(mesh))
+    return where(Communicators.on(mesh)), where(Communicators.on(mesh, backend="cpu:gloo"))
+
+
+def on_a_device_nobody_serves(communicators):
+    model, tables, dense = JOB.build("adam")
+    try:
+        Trainer(model.to("meta"), tables, dense, communicators, "nestpipe", device="meta")
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_whose_groups_cannot_reach_the_device_are_refused(pool):
+    for said in pool.run(on_a_device_nobody_serves, 2):
+        assert said.startswith("the ranks' groups cannot exchange tensors on meta: ")
+        assert said.endswith("such as 'cpu:gloo,cuda:nccl'")
 
 
 def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
     with RankPool([(4, 2)]) as own:
-        assert own.run(on_mesh, 4, replicas=2) == own.run(where, 4, replicas=2)
+        wanted = own.run(where, 4, replicas=2)
+        assert own.run(on_mesh, 4, replicas=2) == [(each, each) for each in wanted]
         assert all("ranks must ascend" in message for message in own.run(mesh_refused, 4, replicas=2))

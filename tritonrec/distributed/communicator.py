@@ -36,6 +36,13 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
+    def serves(self, device: torch.device) -> bool:
+        """Whether tensors on `device` can be exchanged; gloo takes those of the host only."""
+        if self.group is None or device.type == "cpu":
+            return True
+        pairs = (pair.split(":") for pair in str(dist.get_backend_config(self.group)).split(","))
+        return dict(pairs).get(device.type, "gloo") != "gloo"
+
     def all_to_all(
         self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -174,18 +181,24 @@ class Communicators:
 
     @classmethod
     def over(
-        cls, ranks: Sequence[int], timeout: timedelta = TIMEOUT, replicas: int = 1
+        cls, ranks: Sequence[int], timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"
     ) -> Communicators | None:
         """Groups over `ranks`, `replicas` of which hold the same part; collective over the whole world.
 
         None on ranks outside. Raises ValueError unless the replicas divide the ranks.
+
+        Args:
+            backend: of `torch.distributed`. Ranks that train on accelerators need one for tensors there
+                beside gloo for those on the host: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
         """
         if replicas < 1 or len(ranks) % replicas:
             raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
-        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout)
+        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout, backend)
 
     @classmethod
-    def on(cls, mesh: DeviceMesh, timeout: timedelta = TIMEOUT) -> Communicators | None:
+    def on(
+        cls, mesh: DeviceMesh, timeout: timedelta = TIMEOUT, backend: str = "gloo"
+    ) -> Communicators | None:
         """Groups on a mesh whose dimensions are named ``shard`` and ``replicate``, in either order.
 
         ``init_device_mesh(device, (L, G), mesh_dim_names=("shard", "replicate"))`` makes one of all ranks.
@@ -193,10 +206,10 @@ class Communicators:
         names = mesh.mesh_dim_names or ()
         if sorted(names) != ["replicate", "shard"]:
             raise ValueError(f"the mesh needs the dimensions 'shard' and 'replicate', got {names}")
-        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout)
+        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout, backend)
 
     @classmethod
-    def _of(cls, mesh: torch.Tensor, timeout: timedelta) -> Communicators | None:
+    def _of(cls, mesh: torch.Tensor, timeout: timedelta, backend: str) -> Communicators | None:
         """Groups on a mesh (L, G) of ranks; process groups count their ranks in ascending order."""
         if bool((mesh.diff(dim=0) <= 0).any()) or bool((mesh.diff(dim=1) <= 0).any()):
             raise ValueError(
@@ -209,7 +222,7 @@ class Communicators:
             for name in names:
                 for ranks in parts.tolist():
                     # Every rank has to make every group, also those it is not in.
-                    group = None if len(ranks) == 1 else dist.new_group(ranks, timeout, "gloo")
+                    group = None if len(ranks) == 1 else dist.new_group(ranks, timeout, backend)
                     if here in ranks:
                         found[name] = Communicator(group)
 

@@ -45,10 +45,11 @@ class RankDiedError(RuntimeError):
 
 
 @contextmanager
-def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
+def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"):
     """Yield this process's `Communicators` as torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) say.
 
-    `replicas` ranks hold the same part of the tables; they divide the world size.
+    `replicas` ranks hold the same part of the tables; they divide the world size. `backend` as in
+    `Communicators.over`.
 
     Without those variables, or with a world of one, the communicators are local. The process groups are
     destroyed on the way out, also after an error. Raises `RankDiedError` where the ranks do not all meet
@@ -69,7 +70,7 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1):
             f"has printed nothing never came: {error}"
         ) from error
     try:
-        yield Communicators.over(range(world_size), timeout, replicas)
+        yield Communicators.over(range(world_size), timeout, replicas, backend)
     finally:
         dist.destroy_process_group()
 

@@ -156,6 +156,11 @@ class Trainer:
             )
         device = torch.device(device)
         _demand_on(model, device)
+        if not communicators.communication.serves(device):
+            raise ValueError(
+                f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a backend "
+                f"that can, such as 'cpu:gloo,cuda:nccl'"
+            )
         self._program = WindowProgram(model, tables, dense, communicators, self.config, device, two)
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
