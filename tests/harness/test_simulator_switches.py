@@ -147,6 +147,10 @@ def written(tmp_path, document):
 def test_a_report_tells_what_is_kept_and_what_is_emulated(tmp_path):
     found = load(written(tmp_path, report(emulated=("retrieve",))))
     assert (found.kept, found.emulated) == (0.8, frozenset({"retrieve"}))
+    few = report()
+    few["rows"] = [row for row in few["rows"] if row["mode"] == "sequential" or row["kept"] != 0.8]
+    few["rows"][-1]["switches"]["first_use"] = True
+    assert load(written(tmp_path, few)).kept == 0.5  # averaged copies run empty now and then
     old = report(None)
     del old["emulated"]
     assert (load(written(tmp_path, old)).kept, load(written(tmp_path, old)).emulated) == (None, frozenset())
