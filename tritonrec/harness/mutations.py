@@ -115,13 +115,22 @@ def _update_inside_window(program: WindowProgram) -> None:
 
 
 def _float_sums(program: WindowProgram) -> None:
-    def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         if values.dtype == torch.int64:
             ops.segment_sum(values, rows, len(out), level="batch", out=out)
         else:
             out += ops.to_grid(ops.segment_sum(values, rows, len(out), level="window"))
 
     program.sums.add = add_rows  # type: ignore[method-assign]
+
+
+def _sums_of_four_bytes(program: WindowProgram) -> None:
+    exchange = program.sums.exchange
+
+    def narrow(window, over, values, *rest) -> None:
+        exchange(window, over, values.to(torch.int32).to(torch.int64), *rest)
+
+    program.sums.exchange = narrow  # type: ignore[method-assign, assignment]
 
 
 def _initial_by_arrival(program: WindowProgram) -> None:
@@ -390,6 +399,12 @@ MUTATIONS = [
         "contributions are added in float32 and rounded to the grid afterwards",
         _case(micro_batches=2),
         Plant(_float_sums),
+    ),
+    Mutation(
+        "sums-of-four-bytes",
+        "gradient sums travel as int32 instead of in the bytes they need",
+        _case(),
+        Plant(_sums_of_four_bytes),
     ),
     Mutation(
         "initial-value-by-arrival",

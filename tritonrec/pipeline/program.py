@@ -240,7 +240,7 @@ class WindowProgram:
             if table.gradients is None:
                 table.gradients = self.sums.zeros(table.asked.rows, leaf.shape[1])
             if leaf.grad is not None:
-                self.sums.add(leaf.grad, table.asked.inverse[i], table.gradients)
+                self.sums.add(leaf.grad, table.asked.inverse[i], table.gradients, NAME)
 
     def gradient_exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send gradient rows to their owners and add them up there."""

@@ -39,7 +39,7 @@ class Sums:
         dtype = torch.int64 if self.exact else torch.float32
         return torch.zeros(rows, dim, dtype=dtype, device=self.device)
 
-    def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str = NAME) -> None:
+    def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         ops.segment_sum(
             values,
