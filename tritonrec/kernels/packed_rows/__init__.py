@@ -148,9 +148,10 @@ def _launch_pack(values: torch.Tensor, rows: torch.Tensor, impl: str) -> tuple[t
         return triton_packed_rows.pack_rows(values, rows)
     from tritonrec.kernels.packed_rows import numba_packed_rows
 
-    arguments = (*flat_rows(values), rows.contiguous().numpy(), np.uintp(values.shape[1]), widths.numpy())
-    packed = torch.empty(numba_packed_rows.widths_of(*arguments), dtype=torch.uint8)
-    numba_packed_rows.pack(*arguments, packed.numpy())
+    # As long as the rows could be at most: each is met once, and memory that nobody writes to costs nothing.
+    packed = torch.empty(8 * len(rows) * values.shape[1], dtype=torch.uint8)
+    lists = (rows.contiguous().numpy(), np.uintp(values.shape[1]), widths.numpy(), packed.numpy())
+    packed.resize_(numba_packed_rows.pack(*flat_rows(values), *lists))
     return widths, packed
 
 

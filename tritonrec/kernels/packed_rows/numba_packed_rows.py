@@ -16,39 +16,28 @@ FLOAT = np.uint8(0x84)
 
 
 @njit(cache=True, nogil=True)
-def widths_of(values, stride, rows, dim, widths):
-    """Fill `widths`; the bytes of all rows."""
-    total = np.int64(0)
-    count = rows.shape[0]
-    for i in range(count):
-        if i + AHEAD < count:
-            ahead = np.uintp(rows[i + AHEAD]) * stride
-            for d in range(np.uintp(0), dim, np.uintp(8)):
-                prefetch(values, ahead + d)
-        first = np.uintp(rows[i]) * stride
-        some, span, wide = np.int64(0), np.int64(0), np.uint64(0)
-        for d in range(dim):
-            x = values[first + d]
-            sign = x >> 63
-            some |= x
-            span |= x ^ sign
-            # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
-            size = np.uint64((x ^ sign) - sign)
-            wide |= (size >> np.uint64(24)) & (size | (~size + np.uint64(1)))
-        width = np.uint8(0)
-        if some != 0:
-            width += np.uint8(1)
-            for plane in range(1, 8):
-                width += np.uint8(span >> (8 * plane - 1) != 0)
-        if width > 4 and wide == 0:
-            width = FLOAT
-        widths[i] = width
-        total += (width & 0x7F) * np.int64(dim)
-    return total
+def width_of(values, first, dim):
+    """Width of the row ``values[first : first + dim]``: 0 to 8 or FLOAT."""
+    some, span, wide = np.int64(0), np.int64(0), np.uint64(0)
+    for d in range(dim):
+        x = values[first + d]
+        sign = x >> 63
+        some |= x
+        span |= x ^ sign
+        # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
+        size = np.uint64((x ^ sign) - sign)
+        wide |= (size >> np.uint64(24)) & (size | (~size + np.uint64(1)))
+    if some == 0:
+        return np.uint8(0)
+    width = np.uint8(1)
+    for plane in range(1, 8):
+        width += np.uint8(span >> (8 * plane - 1) != 0)
+    return FLOAT if width > 4 and wide == 0 else width
 
 
 @njit(cache=True, nogil=True)
 def pack(values, stride, rows, dim, widths, packed):
+    """Fill `widths`, and `packed` as far as the result says: the bytes of all rows."""
     low, high = np.empty(dim, np.int32), np.empty(dim, np.int32)
     floats = low.view(np.float32)
     place = np.uintp(0)
@@ -59,7 +48,8 @@ def pack(values, stride, rows, dim, widths, packed):
             for d in range(np.uintp(0), dim, np.uintp(8)):
                 prefetch(values, ahead + d)
         first = np.uintp(rows[i]) * stride
-        width = widths[i]
+        width = width_of(values, first, dim)
+        widths[i] = width
         if width == FLOAT:
             for d in range(dim):
                 floats[d] = np.float32(values[first + d])
@@ -78,6 +68,7 @@ def pack(values, stride, rows, dim, widths, packed):
                 for d in range(dim):
                     packed[place + d] = np.uint8(high[d] >> (8 * plane))
                 place += dim
+    return place
 
 
 @njit(cache=True, nogil=True)
