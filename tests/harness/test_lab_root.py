@@ -74,7 +74,7 @@ def test_nothing_appears_in_the_namespace_of_the_machine():
 @pytest.mark.multi_rank
 def test_a_lab_from_end_to_end(tmp_path):
     small = "--data zipf:users=60,items=80,seed=3 --world-size 2 --rate 50 --micro-batches 2 --modes nestpipe"
-    sizes = "--steps 4 --rounds 1 --batch-size 12 --max-seq-len 8 --dim 4 --switch clustering"
+    sizes = "--steps 4 --rounds 1 --batch-size 12 --max-seq-len 8 --dim 4 --switch replicas=2"
     result = CliRunner().invoke(
         app, ["lab", *small.split(), *sizes.split(), "--json", str(tmp_path / "a.json"),
               "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "traces")]
@@ -83,7 +83,7 @@ def test_a_lab_from_end_to_end(tmp_path):
     assert "identical in every bit in all modes" in result.output
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {
         f"{name}.{kind}"
-        for name in ("sequential_N=1", "nestpipe_N=2", "nestpipe_N=2_clustering")
+        for name in ("sequential_N=1", "nestpipe_N=2", "nestpipe_N=2_replicas=2")
         for kind in ("pftrace", "png")
     }
 

@@ -140,8 +140,8 @@ def notes(costs: StageCosts, world_size: int) -> list[str]:
         )
     elif not costs.emulated & {"retrieve", "write_back"}:
         found.append(
-            f"{costs.kept:.1%} of a batch's rows stay for the next; fetching a row takes as long as writing "
-            "it back"
+            f"{costs.kept:.1%} of a batch's rows stay for the next; fetching a row takes no less time than "
+            "writing it back"
         )
     else:
         found.append(
@@ -149,7 +149,10 @@ def notes(costs: StageCosts, world_size: int) -> list[str]:
             "all the same"
         )
     if len({run.micro_batches for run in costs.measured}) == 1:
-        found.append("seconds measured at one N: a micro-batch is taken to cost nothing beyond its samples")
+        found.append(
+            "seconds measured at one N: a micro-batch is taken to cost nothing beyond its samples, which "
+            "favours many; lab --modes sequential,nestpipe measures what one costs"
+        )
     if costs.link.bytes_per_second is None:
         found.append(f"no link rate given: {costs.rate() / 1e6:.1f} MB/s follow from the measured exchanges")
     if world_size != costs.world_size:

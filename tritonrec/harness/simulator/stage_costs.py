@@ -18,7 +18,8 @@ share x of the batch needs what an equal micro-batch at N = 1 / x needs: that gi
 micro-batches, and of rows that travel for their first use only.
 
 `kept` is the share of a batch's rows that the batch before used too. With ``skip_fetch`` so many are not
-written back, and not fetched either; moving rows one way is taken to last as long as moving them the other.
+written back, and not fetched either, which is taken to spare as much time again: fetching also fills a fresh
+buffer, so it lasts no less.
 """
 
 from __future__ import annotations
