@@ -293,7 +293,7 @@ def rows_of_any_kind(draw):
     return torch.tensor(rows, dtype=torch.int64).view(len(rows), dim)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_adding_packed_rows_is_adding_the_rows(data):
     values = data.draw(rows_of_any_kind())
@@ -330,6 +330,19 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(values, zeros.clone()), both(values, zeros.clone()), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_watched_call_meets_the_op_and_a_plain_one_tells_autograd_that_it_writes():
+    out, segments = torch.zeros(3, 5, dtype=torch.int64), torch.tensor([2, 0])
+    widths, packed = pack_rows(mixed(9, 5), torch.tensor([8, 0]))
+    before = out._version
+    with torch.autograd.profiler.profile() as profile:
+        add_packed_rows(out, segments, *pack_rows(mixed(9, 5) >> 1, segments))
+    names = {event.key for event in profile.key_averages()}
+    assert {"tritonrec::pack_rows", "tritonrec::add_packed_rows"} <= names
+    watched = out._version
+    add_packed_rows(out.zero_(), segments, widths, packed)
+    assert before < watched < out._version - 1
 
 
 def test_registration():

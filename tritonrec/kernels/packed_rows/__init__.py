@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
 from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
@@ -89,8 +89,11 @@ def add_packed_rows(
     if widths.shape != segments.shape:
         raise ValueError(f"widths must be one for each of {len(segments)} segments, got {len(widths)}")
     check_bits(bits)
-    launch = _launch_add if in_plain_eager(out, segments, widths, packed) else _add_packed_rows
-    launch(out, segments, widths, packed, name, bits, impl)
+    if in_plain_eager(out, segments, widths, packed):
+        written(out)
+        _launch_add(out, segments, widths, packed, name, bits, impl)
+    else:
+        _add_packed_rows(out, segments, widths, packed, name, bits, impl)
     return out
 
 
