@@ -14,7 +14,19 @@ import typer
 from rich.console import Console
 
 from .cli_cluster import lab, plan, serve_bench, simulate
-from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers, shares
+from .cli_options import (
+    ConsistencyName,
+    DataOption,
+    ModelChoice,
+    ModeName,
+    TimeoutOption,
+    checked,
+    load_job,
+    names,
+    numbers,
+    shares,
+)
+from .cli_profile import profile
 
 EVICT_HELP = "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps."
 HEAT_HELP = (
@@ -30,32 +42,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-
-
-class ModeName(StrEnum):
-    """Modes of `tritonrec train`."""
-
-    sync = "sync"
-    sequential = "sequential"
-    dbp = "dbp"
-    fwp = "fwp"
-    nestpipe = "nestpipe"
-
-
-class ConsistencyName(StrEnum):
-    """Levels of consistency."""
-
-    window = "window"
-    batch = "batch"
-
-
-class ModelChoice(StrEnum):
-    """Models of `tritonrec train`."""
-
-    hstu = "hstu"
-    fuxi = "fuxi"
-    grm = "grm"
-    dlrm = "dlrm"
 
 
 class DedupName(StrEnum):
@@ -422,6 +408,7 @@ def bench(
     raise typer.Exit(checked(lambda: run_bench(only, repeat, json_file, compare, record, chart, timer.value)))
 
 
+app.command()(profile)
 app.command()(lab)
 app.command()(simulate)
 app.command()(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -17,6 +18,32 @@ DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
 TimeoutOption = Annotated[
     int, typer.Option(min=1, help="Seconds a rank waits for another before it gives up.")
 ]
+
+
+class ModeName(StrEnum):
+    """Modes of a `Trainer`."""
+
+    sync = "sync"
+    sequential = "sequential"
+    dbp = "dbp"
+    fwp = "fwp"
+    nestpipe = "nestpipe"
+
+
+class ConsistencyName(StrEnum):
+    """Levels of consistency."""
+
+    window = "window"
+    batch = "batch"
+
+
+class ModelChoice(StrEnum):
+    """Models that the harness trains."""
+
+    hstu = "hstu"
+    fuxi = "fuxi"
+    grm = "grm"
+    dlrm = "dlrm"
 
 
 def load_job(job):

@@ -108,7 +108,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
                 console.print(f"step {last}: loss {loss:.4f}, {_format(metrics)}")
     if run.trace:
-        _save_trace(communicators, recorder, run.trace)
+        save_trace(communicators, recorder, run.trace)
     summary = {
         "step": run.steps,
         "steps_run": len(seconds),
@@ -212,7 +212,8 @@ def _barrier(communicators: Communicators) -> None:
     communicators.control.all_reduce(torch.zeros(1), "barrier")
 
 
-def _save_trace(communicators: Communicators, recorder, path: str) -> None:
+def save_trace(communicators: Communicators, recorder, path: str) -> None:
+    """Write what the recorders of all ranks hold to one file; collective."""
     parts = [f"{path}.rank{rank}" for rank in range(communicators.world_size)]
     recorder.save(parts[communicators.rank])
     _barrier(communicators)

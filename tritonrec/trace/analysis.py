@@ -85,7 +85,7 @@ class RankSummary:
 
     Attributes:
         rank: the rank.
-        steps: number of steps measured, and `elapsed_ns` their time from end to end.
+        steps: number of steps measured; they begin at `start_ns` and take `elapsed_ns` from end to end.
         step_ns: median time from the end of one batch's computation to the end of the next one's.
         busy_ns: lane -> time in which the lane was at work.
         communication_ns: physical communication.
@@ -97,6 +97,7 @@ class RankSummary:
 
     rank: int
     steps: int
+    start_ns: int
     elapsed_ns: int
     step_ns: int
     busy_ns: dict[str, int]
@@ -161,6 +162,7 @@ def _summarise_rank(rank: int, spans: list[Span], warmup: int) -> RankSummary:
     return RankSummary(
         rank=rank,
         steps=len(ends) - 1,
+        start_ns=ends[0],
         elapsed_ns=ends[-1] - ends[0],
         step_ns=int(median(after - before for before, after in pairwise(ends))),
         busy_ns={lane: length(lanes(lane)) for lane in LANES},
