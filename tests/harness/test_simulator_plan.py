@@ -66,7 +66,8 @@ def test_seconds_over_several_runs_are_a_straight_line():
 
 def test_links_at_another_size_and_in_groups():
     link = Link(1e7, seconds_per_message=0.001, contention=0.5, node_size=4, node_bytes_per_second=1e9)
-    costs = replace(COSTS, link=link)
+    busy = {**SECONDS, "gradient_exchange": SECONDS["gradient_exchange"] + 0.02}
+    costs = replace(COSTS, measured=[Measured(1, busy, SENT)], link=link)
     cost = costs.costs(Plan("nestpipe"), 16)
     from tritonrec.pipeline.schedule import Task
 
@@ -78,7 +79,10 @@ def test_links_at_another_size_and_in_groups():
     sent = 4e5
     assert grouped(Task("exchange", 0, 0)).transfer == pytest.approx(3 * 0.001 + sent / 1e7)
     rows = 8e5 / 0.75
-    assert grouped(Task("replica_reduce", 0)).transfer == pytest.approx(1.5 * rows / 1e9)
+    meeting = grouped(Task("replica_reduce", 0))
+    assert meeting.transfer == pytest.approx(1.5 * rows / 1e9) and meeting.sent == pytest.approx(1.5 * rows)
+    # What its bytes do not explain of a gradient exchange: packing, three messages, adding up.
+    assert meeting.seconds == pytest.approx(SECONDS["gradient_exchange"] + 0.02 - 0.08 - 3 * 0.001)
 
 
 def test_a_crowded_network_is_planned_in_groups():

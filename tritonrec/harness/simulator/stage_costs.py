@@ -176,9 +176,11 @@ class StageCosts:
         reduced *= (world / self.world_size) ** self.link.contention
         fixed["dense_reduce"] = Cost(transfer=own["dense_reduce"][0] * reduced)
         if plan.replicas > 1:
-            # Rows received for a batch bound the owner's distinct rows from above.
+            # Rows received for a batch bound the owner's distinct rows from above; they are packed, sent and
+            # added up as in a gradient exchange.
             rows = self.sent("gradient_exchange", 1.0) / (1 - 1 / self.world_size)
-            fixed["replica_reduce"] = Cost(transfer=self._replica_reduce(rows, plan.replicas), sent=rows)
+            work, travel = own["gradient_exchange"][0], self._replica_reduce(rows, plan.replicas)
+            fixed["replica_reduce"] = Cost(work, travel, _ring(plan.replicas) * rows)
 
         def cost(task: Task) -> Cost:
             if task.micro_batch is None:
