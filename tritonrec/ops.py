@@ -5,7 +5,7 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 """
 
 from .kernels.bucketize import bucketize, owner_of
-from .kernels.dispatch import Impl, implementation
+from .kernels.dispatch import Impl, Registered, implementation
 from .kernels.gather_rows import gather_rows, scatter_rows
 from .kernels.grid import DEFAULT_BITS as GRID_BITS
 from .kernels.grid import ExactSumError, check_summed, from_grid, to_grid
@@ -31,6 +31,8 @@ from .kernels.segment_sum import segment_sum
 from .kernels.silu import silu
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 from .kernels.unique import unique
+
+registered = Registered()  # for a torch.autograd.Function of one's own
 
 __all__ = [
     "GRID_BITS",
@@ -61,6 +63,7 @@ __all__ = [
     "pack_rows",
     "packed_bytes",
     "random_indices",
+    "registered",
     "relative_aggregate",
     "sampled_softmax",
     "scatter_rows",

@@ -168,3 +168,51 @@ def test_what_backward_kept_is_not_overwritten_unseen(name):
         ops.segment_sum(some(4, 3), SEGMENTS, 7, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_registered_ops_without_the_dispatcher(entered):
+    table_keys, table_rows = table()
+    with torch.no_grad():
+        got = ops.registered.gather_rows(some(7, 3), ROWS, "auto", None)
+        out = some(7, 3)
+        version = out._version
+        assert ops.registered.scatter_rows(out, ROWS, some(5, 3), "auto", None, SEGMENTS) is None
+        inverse = ops.registered.unique(KEYS, "auto", None)[1]
+        found = ops.registered.hash_find(table_keys, table_rows, LIST, "auto", None)
+    assert entered == [] and out._version > version
+    assert torch.equal(got, some(7, 3)[ROWS]) and torch.equal(out[ROWS], some(5, 3)[SEGMENTS])
+    assert inverse.tolist() == [0, 1, 0, 2, 3, 1, 4, 0] and found.tolist() == [0, -1, -1, 1, -1, -1]
+
+
+def test_registered_ops_are_the_ops_where_they_are_seen(entered):
+    leaf = some(7, 3).requires_grad_()
+    got = ops.registered.gather_rows(leaf, ROWS, "auto", None)
+    assert entered == ["gather_rows"] and got.requires_grad
+    with Noted() as noted, torch.no_grad():
+        assert torch.equal(ops.registered.gather_rows(leaf, ROWS, "auto", None), got)
+    assert noted.names == ["gather_rows"]
+
+
+def test_registered_has_what_is_registered():
+    with pytest.raises(AttributeError, match="no_such_op"):
+        ops.registered.no_such_op(KEYS)
+    assert not hasattr(ops.registered, "__wrapped__")
+
+
+class Moved(torch.autograd.Function):
+    """A step of autograd as a user writes one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return ops.registered.gather_rows(x, ROWS, "auto", None)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ops.registered.segment_sum(dy, ROWS, 7, "window", 36, "rows", "auto", None)
+
+
+def test_registered_ops_compile_without_a_graph_break():
+    leaf = some(7, 3).requires_grad_()
+    compiled = torch.compile(Moved.apply, fullgraph=True, backend="aot_eager")
+    got, expected = (torch.autograd.grad(move(leaf).sum(), leaf)[0] for move in (compiled, Moved.apply))
+    assert torch.equal(got, expected) and got.sum() == ROWS.numel() * 3

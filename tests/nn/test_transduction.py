@@ -13,6 +13,7 @@ from bench_layer import CHOICES as SHOWN
 from bench_layer import SIZES as SHOWN_SIZES
 from bench_layer import layer_with, saved_bytes, single_ops, workload
 from float_error import assert_error_at_most_twice
+from test_plain_eager import Noted
 
 from tritonrec import ops
 from tritonrec.nn import (
@@ -266,3 +267,27 @@ def test_the_page_shows_the_bytes_that_are_kept():
             found = re.search(rf"\| {', '.join(names) or 'nothing'} \| ([\d,]+) \|", part)
             size = saved_bytes(layer_with(config, names), x, tokens) / len(x)
             assert found is not None and float(found[1].replace(",", "")) == size, names
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_ops_are_met_where_somebody_watches(name):
+    """A plain step leaves the dispatcher out; it and a watched one have the same bits."""
+    layer, (x, tokens) = make_layer(name), make_tokens(name)
+    plain = run(layer, x, tokens)
+    with Noted() as noted:
+        watched = run(layer, x, tokens)
+    ops_of_a_layer = {
+        "norm_linear_silu", "norm_linear_silu_backward", "norm_mul_dropout", "norm_mul_dropout_backward_into",
+        "hstu_attention", "hstu_attention_backward_into",
+    }  # fmt: skip
+    assert ops_of_a_layer <= set(noted.names)
+    assert_equal(watched, plain)
+
+
+def test_a_second_derivative_is_refused():
+    layer, (x, tokens) = make_layer("hstu"), make_tokens("hstu")
+    x.requires_grad_()
+    out = layer(x, tokens, SEED)
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="norm_linear_silu_backward"):
+        torch.autograd.grad(dx.sum(), x)

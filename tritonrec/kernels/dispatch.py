@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list}
@@ -62,3 +65,34 @@ def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
 def written(*tensors: torch.Tensor | None) -> None:
     """Tell autograd that a call outside of the dispatcher writes into these, as the registered op would."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
+
+
+class Registered:
+    """``torch.ops.tritonrec``, without the dispatcher where that shows nowhere.
+
+    For steps of autograd that call ops and differentiate by themselves (`torch.autograd.Function`): with
+    gradients enabled, or not `in_plain_eager`, a call is that of the registered op. Arguments are all of the
+    op's schema, in its order, the first a tensor.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # what Python asks objects for
+            raise AttributeError(name)
+        return partial(_run, name)
+
+
+def _run(name: str, *arguments: Any) -> Any:
+    op = getattr(torch.ops.tritonrec, name)
+    if torch.is_grad_enabled() or not in_plain_eager(*arguments):
+        return op(*arguments)
+    body, mutated = _definition(name)
+    written(*(arguments[i] for i in mutated))
+    return body(*arguments)
+
+
+@cache
+def _definition(name: str) -> tuple[Callable[..., Any], list[int]]:
+    """The body of a registered op, and which of its arguments it writes to."""
+    op = OPDEFS[f"tritonrec::{name}"]
+    arguments = enumerate(op._opoverload._schema.arguments)
+    return op._init_fn, [i for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]

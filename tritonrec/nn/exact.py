@@ -13,7 +13,7 @@ import torch
 
 from .. import ops
 
-_kernels = torch.ops.tritonrec
+_kernels = ops.registered
 
 
 def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from .exact import add_or_sum, linear_gradients
 if TYPE_CHECKING:
     from .next_item import Tokens
 
-_kernels = torch.ops.tritonrec
+_kernels = ops.registered
 
 RECOMPUTED = ("norm", "uvqk", "silu", "attention", "gate")
 CHANNELS = ("by_position", "by_time")  # beside attention
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         return self.dropout, self.seed, *sites
 
     def attention(self, parameters: Parameters) -> dict[str, Any]:
-        """The arguments of attention after q, k and v."""
+        """The arguments of attention after q, k and v, in the order of the op's schema."""
         timed = parameters.ts_weights is not None
         return {
             "seq_offsets": self.tokens.seq_offsets, "max_seq_len": self.max_seq_len,
@@ -136,7 +136,7 @@ def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_l
 
 def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
     _, v, q, k = call.parts(uvqk)
-    attended = _kernels.hstu_attention(q, k, v, **call.attention(p)).flatten(1)
+    attended = _kernels.hstu_attention(q, k, v, *call.attention(p).values()).flatten(1)
     offsets = call.tokens.seq_offsets
     channels = [
         _kernels.relative_aggregate(v, table, offsets, call.max_seq_len, times, "auto").flatten(1)
@@ -158,7 +158,7 @@ def _attend_backward(
     """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
     (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
     *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
-    dpos, dts = _kernels.hstu_attention_backward_into(dq, dk, dv, dout, q, k, v, **call.attention(p))
+    dpos, dts = _kernels.hstu_attention_backward_into(dq, dk, dv, dout, q, k, v, *call.attention(p).values())
     terms = {"pos_weights": dpos, "ts_weights": dts}
     of_channels: torch.Tensor | None = None
     for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
