@@ -161,8 +161,11 @@ def test_any_dtype(impl, dtype):
 def test_a_row_outside_is_an_error_and_nothing_is_written(impl, row):
     matrix = torch.zeros(6, 2)
     rows = torch.tensor([0, 5, row])
+    for source in (matrix, torch.zeros(6, 0), torch.zeros(6, 4)[:, ::2], torch.zeros(2, 6).t()):
+        with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):
+            gather_rows(source, rows, impl=impl)
     with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):
-        gather_rows(matrix, rows, impl=impl)
+        gather_rows(torch.zeros(6, 400), rows.repeat(400), impl=impl, count=torch.tensor(600))
     with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):
         scatter_rows(matrix, rows, torch.ones(3, 2), impl=impl)
     with pytest.raises(IndexError, match=rf"rows\[2\] = {row} is outside \[0, 6\)"):

@@ -110,7 +110,8 @@ def launch_gather(
 ) -> torch.Tensor:
     """`gather_rows` without validation of shapes, dispatcher and autograd, for callers inside the package."""
     chosen = implementation(impl, source)  # type: ignore[arg-type]
-    check_rows("rows", rows, source.shape[0], count)
+    if chosen != "cpu":
+        check_rows("rows", rows, source.shape[0], count)
     if chosen == "triton":
         from tritonrec.kernels.gather_rows import triton_rows
 
@@ -118,8 +119,18 @@ def launch_gather(
     size = rows.numel()
     if count is not None:
         rows = rows[: held(count, size)]
-    gathered = torch.index_select(source, 0, rows) if chosen == "cpu" else reference.gather_rows(source, rows)
+    gathered = _gather_cpu(source, rows) if chosen == "cpu" else reference.gather_rows(source, rows)
     return pad(gathered, size, 0)
+
+
+def _gather_cpu(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if source.numel() == 0:  # torch looks at no row then
+        check_rows("rows", rows, source.shape[0])
+    try:
+        return torch.index_select(source, 0, rows)
+    except IndexError:
+        check_rows("rows", rows, source.shape[0])  # names the row, where torch does not
+        raise
 
 
 def launch_scatter(
