@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, from_environment
 from tritonrec.ops import ExactSumError
@@ -43,9 +44,16 @@ def die(communicators, victim):
 
 
 def stall(communicators, victim):
+    """The others wait in vain, on a lane's group and on the default one."""
     if communicators.rank == victim:
         time.sleep(60)
-    communicators.communication.all_to_all_equal(torch.zeros(communicators.world_size, 1))
+    with pytest.raises(RuntimeError):
+        communicators.communication.all_to_all_equal(torch.zeros(communicators.world_size, 1))
+    dist.barrier()
+
+
+def come_late(rank):
+    time.sleep(5 * rank)
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +82,20 @@ def test_a_rank_that_dies_is_named_within_the_timeout():
     began = time.monotonic()
     with RankPool((WORLD,), timedelta(seconds=10)) as own, pytest.raises(RankDiedError) as caught:
         own.run(die, WORLD, 1)
-    assert str(caught.value).startswith("rank 1 died (exit code 17): it was at work")
+    assert str(caught.value).startswith("rank 1 died (exit code 17)\n")
     assert time.monotonic() - began < 40
 
 
 def test_a_rank_that_stalls_is_an_error_within_the_timeout():
-    began = time.monotonic()
-    with RankPool((2,), timedelta(seconds=3)) as own, pytest.raises(RankDiedError) as caught:
-        own.run(stall, 2, 1)
-    assert str(caught.value).splitlines()[-1].startswith("rank 1 did not answer within ")
-    assert time.monotonic() - began < 40
+    # Ranks may start later than they may keep each other waiting afterwards.
+    with RankPool((2,), timedelta(seconds=3), come_late) as own:
+        assert own.run(exchange, 2, 0) == [0, 1]
+        began = time.monotonic()
+        with pytest.raises(RankDiedError) as caught:
+            own.run(stall, 2, 1)
+        assert time.monotonic() - began < 40
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("rank 0: ") and lines[-1].startswith("rank 1 did not answer within ")
 
 
 class Arrive:

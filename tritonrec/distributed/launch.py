@@ -96,9 +96,7 @@ def _serve(
         connection.send(("at", MEETING))
         world = max(meshes)[0]
         if world > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=start_timeout
-            )
+            _meet(store, rank, world, timeout, start_timeout)
         groups = {
             mesh: Communicators.local()
             if mesh == (1, 1)
@@ -125,6 +123,15 @@ def _serve(
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _meet(path: str, rank: int, world: int, timeout: timedelta, start_timeout: timedelta) -> None:
+    """Make the default process group once all ranks are there; they need not start within `timeout`."""
+    store = dist.FileStore(path, world)
+    store.set(f"rank {rank}", "here")
+    store.wait([f"rank {each}" for each in range(world)], start_timeout)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 class RankPool:
@@ -267,7 +274,8 @@ class RankPool:
     def _obituary(self, rank: int, place: str) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
-        return f"rank {rank} died (exit code {process.exitcode}): it was {place}"
+        where = "" if place == WORKING else f": it was {place}"
+        return f"rank {rank} died (exit code {process.exitcode}){where}"
 
     def close(self) -> None:
         """End the processes; those that do not end within two seconds are killed."""
