@@ -34,7 +34,9 @@ FRAMES = [  # depth, first sample, samples, name
     (3, 0, 12, "step (run.py:3)"),
     (4, 0, 7, "mul (ops.py:8)"),
     (5, 2, 4, "step (run.py:3)"),
+    (6, 2, 3, "at::native::copy(char*) (libtorch_cpu.so)"),
     (4, 8, 3, "Condition.wait (threading.py:295)"),
+    (5, 8, 2, "sem_wait (nptl/sem_wait.c:42)"),
     (1, 12, 8, "process 78:&quot;other&quot;"),
     (2, 12, 8, "mul (ops.py:8)"),
 ]
@@ -210,6 +212,7 @@ def test_a_flame_graph_names_ranks_and_what_it_shows(tmp_path, pyspy):
 BROKEN = {
     "not permitted": ("echo 'Permission Denied: Try sudo' >&2; exit 1", NOT_PERMITTED),
     "not permitted to attach": ("echo 'Error: Operation not permitted (os error 1)'; exit 1", NOT_PERMITTED),
+    "not permitted to look": ("echo 'Error: No python processes found in process 7'; exit 1", NOT_PERMITTED),
     "fails": ("echo 'Error: no version'; echo Stack backtrace; echo 0: x; exit 3", "Error: no version$"),
     "fails at the end": (SAMPLES.replace("exit 0", "echo no disk; exit 1"), "status 1.*no disk"),
     "writes nothing": (SAMPLES.replace("cp $graph '$2'; ", ""), "status 0"),

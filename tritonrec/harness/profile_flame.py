@@ -34,8 +34,9 @@ WAITS = {
 """Functions, and their files, that do nothing themselves but wait."""
 
 _SAMPLING = b"Sampling process"
+_DENIED = ("permission denied", "operation not permitted", "no python processes found")
 _COUNT = r" \([\d,]+ samples?, [\d.]+%\)"  # behind the name of each frame
-_FUNCTION = re.compile(r"(?P<name>.+) \((?P<place>[^()]+)\)")  # other frames are processes and threads
+_PYTHON = re.compile(r"(?P<name>.+) \((?P<place>([^()]+\.py|<[^()]+>):\d+)\)")
 _SVG, _FLAME = "{http://www.w3.org/2000/svg}", "{http://github.com/jonhoo/inferno}"
 
 
@@ -127,7 +128,7 @@ class PySpy:
     def _failure(self) -> FlameError:
         assert self._process is not None
         said = self._log.read_text(errors="replace")
-        if "permission denied" in said.lower() or "operation not permitted" in said.lower():
+        if any(words in said.lower() for words in _DENIED):
             return FlameError(NOT_PERMITTED)
         lines = [line.strip() for line in said.partition("Stack backtrace")[0].splitlines() if line.strip()]
         return FlameError(f"py-spy ended with status {self._process.returncode}: {' '.join(lines[-3:])}")
@@ -149,7 +150,7 @@ def _named(svg: str, title: str, processes: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """A Python function in a flame graph.
+    """A Python function in a flame graph, with the C and C++ functions that it calls.
 
     Attributes:
         name, place: the function, and its file with the line where it begins.
@@ -193,26 +194,33 @@ def count(svg: bytes) -> Samples:
             own[above[-1]] -= width
         callers.append(above)
     owns, totals = Counter[str](), Counter[str]()
-    waiting = 0
+    working = waiting = 0
     for (*_, name), samples, above in zip(frames, own, callers, strict=True):
-        if _waits(name):
+        stack = [
+            each for each in (*(frames[caller][-1] for caller in above), name) if _PYTHON.fullmatch(each)
+        ]
+        if stack and _waits(stack[-1]):
             waiting += samples
             continue
-        owns[name] += samples
-        totals.update(dict.fromkeys({name, *(frames[caller][-1] for caller in above)}, samples))
-    found = [
-        Function(match["name"], match["place"], owns[name], totals[name])
-        for name in owns
-        if (match := _FUNCTION.fullmatch(name))
-    ]
+        working += samples
+        if stack:
+            owns[stack[-1]] += samples
+            totals.update(dict.fromkeys(stack, samples))
+    found = [Function(*_parts(name), owns[name], total) for name, total in totals.items()]
     found.sort(key=lambda each: (-each.own, -each.total, each.name, each.place))
-    return Samples(sum(owns.values()), waiting, found)
+    return Samples(working, waiting, found)
+
+
+def _parts(frame: str) -> tuple[str, str]:
+    """Name and place of a Python function."""
+    match = _PYTHON.fullmatch(frame)
+    assert match is not None, frame
+    return match["name"], match["place"]
 
 
 def _waits(frame: str) -> bool:
-    match = _FUNCTION.fullmatch(frame)
-    file = match and match["place"].partition(":")[0]
-    return match is not None and (match["name"].rpartition(".")[2], file) in WAITS
+    name, place = _parts(frame)
+    return (name.rpartition(".")[2], place.partition(":")[0]) in WAITS
 
 
 def _frames(svg: bytes) -> list[tuple[int, float, int, str]]:
