@@ -24,12 +24,21 @@ STAGE_COLOURS = {
     "exchange": "#56b4e9",
     "gradient_exchange": "#0072b2",
     "replica_reduce": "#8a5a9e",
+    "average": "#5d3a6b",
     "dense_reduce": "#cc79a7",
     "write_back": "#5b8c7b",
 }
 _OTHER, _EXPOSED = "#999999", "#d00000"
 _DARK = frozenset(
-    {"retrieve", "sparse_update", "dense_update", "gradient_exchange", "replica_reduce", "write_back"}
+    {
+        "retrieve",
+        "sparse_update",
+        "dense_update",
+        "gradient_exchange",
+        "replica_reduce",
+        "average",
+        "write_back",
+    }
 )
 _INCHES_PER_LANE, _WIDTH = 0.3, 13.0
 _CHARACTER, _THIN = 0.075, 0.06  # inches: a character in a box, and a slice that gets no edge of its own
