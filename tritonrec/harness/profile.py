@@ -75,12 +75,12 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
     for name in (TRACE, FLAME):  # those of an earlier run would not belong together with what comes now
         (folder / name).unlink(missing_ok=True)
     if world_size == 1:
-        slower, problem = profile_rank(Communicators.local(), plan, out, console)
+        cost, problem = profile_rank(Communicators.local(), plan, out, console)
     else:
         with RankPool([world_size], timeout) as pool:
-            slower, problem = pool.run(profile_rank, world_size, plan, out)[0]
+            cost, problem = pool.run(profile_rank, world_size, plan, out)[0]
     flame = folder / FLAME if plan.flame and not problem else None
-    print_profile(folder / TRACE, flame, slower, console)
+    print_profile(folder / TRACE, flame, cost, console)
     if problem:
         console.print("[yellow]no flame graph:[/] ", end="")
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
@@ -95,8 +95,8 @@ def profile_rank(
     under the recorder and torch.profiler, and under py-spy, which would be seen in the trace.
 
     Returns:
-        The time under torch.profiler over that without, and on rank 0 why there is no flame graph; an empty
-        text where there is one, or none was asked for.
+        The CPU time under torch.profiler over that without, and on rank 0 why there is no flame graph, empty
+        where there is one or none was asked for.
     """
     world_size = communicators.world_size
     model, tables, dense = plan.job.build(plan.optimizer)
@@ -104,35 +104,35 @@ def profile_rank(
     console = console or Console(quiet=communicators.rank != 0)
     done = 0
 
-    def stretch(name: str, steps: int, recorder: SupportsRecording, threads: dict[int, str]) -> float:
-        """Train for `steps` and name the threads; returns seconds, on average over the ranks."""
+    def stretch(name: str, steps: int, recorder: SupportsRecording, threads: dict[int, str]) -> list[float]:
+        """Train for `steps` and name the threads; returns seconds and CPU seconds, the ranks' means."""
         nonlocal done
         first, done = done, done + steps
         bar = progress.add_task(name, total=steps, loss="")
-        start = time.perf_counter_ns()
+        start = torch.tensor([time.perf_counter_ns(), time.process_time_ns()])
         with Trainer(model, tables, dense, communicators, plan.mode, plan.window, recorder) as trainer:
             for _ in trainer.run(loader.batch(step) for step in range(first, first + steps)):
                 progress.advance(bar)
             name_threads(threads)
-        taken = torch.tensor([time.perf_counter_ns() - start])
-        return float(communicators.control.all_reduce(taken, "nanoseconds")[0]) / 1e9 / world_size
+        taken = torch.tensor([time.perf_counter_ns(), time.process_time_ns()]) - start
+        return (communicators.control.all_reduce(taken, "nanoseconds") / 1e9 / world_size).tolist()
 
     with progress_bar(console) as progress:
         stretch("warming up", plan.warm_up, NullRecorder(), {})
-        bare = stretch("without a profiler", plan.steps, NullRecorder(), {})
+        seconds, bare = stretch("without a profiler", plan.steps, NullRecorder(), {})
         recorder = Recorder(communicators.rank, world_size)
         with operators(recorder) as threads:
-            seconds = stretch("under torch.profiler", plan.steps, recorder, threads)
+            _, watched = stretch("under torch.profiler", plan.steps, recorder, threads)
         save_trace(communicators, recorder, str(Path(out) / TRACE))
         problem = ""
         if plan.flame:
-            steps = max(plan.steps, math.ceil(plan.flame_seconds * plan.steps / bare))
+            steps = max(plan.steps, math.ceil(plan.flame_seconds * plan.steps / seconds))
             run = partial(stretch, "under py-spy", steps, NullRecorder(), {})
             problem = _sample(communicators, plan, out, run)
-    return seconds / bare, problem
+    return watched / bare, problem
 
 
-def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable[[], float]) -> str:
+def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable[[], object]) -> str:
     """Let rank 0's py-spy watch all ranks while they `run`; returns why that failed, on rank 0."""
     alone = communicators.world_size == 1
     pids = [int(pid) for pid in communicators.control.gather_texts(f"{os.getpid()}\n")]

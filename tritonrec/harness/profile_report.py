@@ -18,7 +18,7 @@ from .profile_flame import Samples, count
 IN_TURN = ("sync", "sequential")
 """Modes that run every lane on the caller's thread."""
 
-OPERATORS_SHOWN, FUNCTIONS_SHOWN, LEAST_SHARE = 5, 12, 0.01
+OPERATORS_SHOWN, FUNCTIONS_SHOWN, LEAST_SHARE = 8, 12, 0.01
 
 
 @dataclass
@@ -94,10 +94,10 @@ def own_times(operators: Sequence[Operator]) -> list[int]:
     return own
 
 
-def print_profile(trace_file: Path, flame: Path | None, slower: float, console: Console) -> None:
+def print_profile(trace_file: Path, flame: Path | None, cost: float, console: Console) -> None:
     """Print the tables of a trace with operators, and of a flame graph where there is one.
 
-    `slower` is the time of a step over that of one without torch.profiler.
+    `cost` is the CPU time of the steps over that of steps without torch.profiler.
     """
     trace = read(trace_file)
     summaries = summarise(trace.spans)
@@ -105,7 +105,7 @@ def print_profile(trace_file: Path, flame: Path | None, slower: float, console: 
     console.print(
         f"[bold]{about['mode']}[/bold], consistency {about['consistency']}, world size "
         f"{about['world_size']}, N = {about['micro_batches']}: {summaries[0].steps} steps, the "
-        f"median {step:.1f} ms, {slower:.2f} times as long as without torch.profiler",
+        f"median {step:.1f} ms; CPU time {cost:.2f} times that without torch.profiler",
         highlight=False,
         soft_wrap=True,
     )
