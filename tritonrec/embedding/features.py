@@ -238,7 +238,9 @@ class HashTableCollection:
         """
         found = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
-            parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
+            parts: Sequence[torch.Tensor] = (group_rows,)
+            if len(group.features) > 1:  # the gradient of a split is a copy
+                parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
             for (name, _), part in zip(group.features, parts, strict=True):
                 pooling, offsets = self.features[name].pooling, lookups[name].offsets
                 if pooling == "none":
