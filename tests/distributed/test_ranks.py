@@ -1,6 +1,7 @@
 """Promise: exchanges deliver what was sent, exact sums refuse to wrap, a lost rank is named in time."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,19 @@ def test_a_rank_that_dies_is_named_within_the_timeout():
         own.run(die, WORLD, 1)
     assert str(caught.value).startswith("rank 1 died (exit code 17)\n")
     assert time.monotonic() - began < 40
+
+
+def length(communicators, data):
+    return len(data)
+
+
+def test_a_rank_that_reads_nothing_of_a_large_task_is_named():
+    with RankPool((2,), timedelta(seconds=3)) as own:
+        assert own.run(length, 2, b"x" * 5_000_000) == [5_000_000] * 2
+        os.kill(own.processes[1].pid, signal.SIGSTOP)
+        own.start_timeout = timedelta(seconds=2)
+        with pytest.raises(RankDiedError, match="rank 1 did not answer within"):
+            own.run(length, 2, b"x" * 5_000_000)
 
 
 def test_a_rank_that_stalls_is_an_error_within_the_timeout():

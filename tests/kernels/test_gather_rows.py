@@ -185,6 +185,28 @@ def test_rows_do_not_move_inside_one_storage(impl):
     assert torch.equal(bits(buffer), before)
 
 
+@pytest.mark.parametrize("count", [3, 4000])
+def test_parts_of_one_storage_that_overlap_and_rows_that_share_memory_are_refused(count):
+    buffer, rows = torch.randn(2 * count, 64), torch.randperm(count)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        scatter_rows(buffer[:count], rows, buffer[count // 2 : count // 2 + count])
+    expected = buffer.clone()
+    expected[rows] = buffer[count:]
+    scatter_rows(buffer[:count], rows, buffer[count:])  # apart
+    assert torch.equal(buffer, expected)
+    with pytest.raises(ValueError, match="its rows share memory"):
+        scatter_rows(torch.zeros(1, 64).expand(count, 64), rows, torch.randn(count, 64))
+
+
+@pytest.mark.parametrize("count", [3, 20000])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_rare_types_move_at_every_size(count, dtype):
+    values = torch.randint(0, 100, (count, 16)).to(dtype)
+    out, rows = torch.zeros(count, 16).to(dtype), torch.randperm(count)
+    scatter_rows(out, rows, values)
+    assert torch.equal(out.view(torch.uint8)[rows], values.view(torch.uint8))
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
 def test_no_row_is_inside_an_empty_source(impl):
     with pytest.raises(IndexError, match=r"rows\[0\] = 0 is outside \[0, 0\)"):

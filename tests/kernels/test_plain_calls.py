@@ -216,3 +216,43 @@ def test_registered_ops_compile_without_a_graph_break():
     compiled = torch.compile(Moved.apply, fullgraph=True, backend="aot_eager")
     got, expected = (torch.autograd.grad(move(leaf).sum(), leaf)[0] for move in (compiled, Moved.apply))
     assert torch.equal(got, expected) and got.sum() == ROWS.numel() * 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ops.owner_of(KEYS, 2.5),
+        lambda: ops.bucketize(KEYS, 4.0),
+        lambda: ops.segment_sum(some(4, 3), SEGMENTS, 6, level="batch", bits=36.5),
+        lambda: ops.segment_sum(some(4, 3), SEGMENTS, 6.0),
+        lambda: ops.hash_insert(*table(), LIST, 1.5),
+    ],
+)
+def test_a_float_for_a_whole_number_is_refused_by_the_op(call):
+    with pytest.raises(RuntimeError, match="Expected a value of type 'int'"):
+        call()
+
+
+def test_a_whole_number_that_is_a_tensor_or_a_bool_is_the_ops_affair():
+    assert torch.equal(ops.owner_of(KEYS, torch.tensor(4)), ops.owner_of(KEYS, 4))
+    assert torch.equal(ops.owner_of(KEYS, True), torch.zeros(len(KEYS), dtype=torch.int64))
+
+
+def test_tensors_whose_memory_does_not_hold_their_values_meet_the_op():
+    assert ops.unique(KEYS[:3]._neg_view())[0].tolist() == [-7, 3]
+    assert torch.equal(
+        ops.segment_sum(some(4, 3)._neg_view(), SEGMENTS, 6), -ops.segment_sum(some(4, 3), SEGMENTS, 6)
+    )
+
+
+@pytest.mark.parametrize(
+    "squares",
+    [
+        lambda x: ops.gather_rows(x, torch.tensor([1, 0, 1])).square().sum(),
+        lambda x: ops.segment_sum(x, torch.tensor([1, 1]), 3).square().sum(),
+    ],
+)
+def test_second_derivatives_all_at_once(squares):
+    x = some(2, 2)
+    together = torch.autograd.functional.hessian(squares, x, vectorize=True)
+    assert torch.equal(together, torch.autograd.functional.hessian(squares, x))

@@ -13,7 +13,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonrec.kernels import hstu_attention as folder
-from tritonrec.kernels.dispatch import in_plain_eager
+from tritonrec.kernels.dispatch import PLAIN_NUMBERS, in_plain_eager
 from tritonrec.kernels.hstu_attention import hstu_attention
 
 OPS = ["hstu_attention", "hstu_attention_backward"]
@@ -164,7 +164,10 @@ def test_who_is_plain():
         transform(note)(*arguments)
         return seen[0]
 
-    assert in_plain_eager(one, torch.nn.Parameter(one), None, 3, 0.5, True, "cpu", [1, 2])
+    assert in_plain_eager(one, torch.nn.Parameter(one), None, 3, "cpu")
+    assert in_plain_eager(one, 3, 0.5, True, [1, 2], plain=PLAIN_NUMBERS)
+    assert not any(in_plain_eager(one, other) for other in (0.5, True, [1, 2]))
+    assert not in_plain_eager(one._neg_view()) and not in_plain_eager(one, torch._efficientzerotensor(3))
     assert in_plain_eager(one.clone().requires_grad_()) and in_plain_eager(one[:0])
     other = one.as_subclass(Subclass)
     assert not in_plain_eager(other) and not in_plain_eager(one, other)

@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -190,6 +191,7 @@ class RankPool:
                 self._connections.append(here)
                 self.processes.append(process)
         self._ready = False
+        self._sending: list[threading.Thread] = []  # by rank; a rank that reads nothing holds its thread up
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
         """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
@@ -205,11 +207,12 @@ class RankPool:
             self._collect(range(len(self.processes)), IMPORTING, self._started)
             self._ready = True
         request, since = pickle.dumps((function, mesh, args)), time.monotonic()
-        for rank in range(world_size):
-            try:
-                self._connections[rank].send_bytes(request)
-            except OSError as error:
-                raise RankDiedError(self._obituary(rank, READING)) from error
+        self._sending = [
+            threading.Thread(target=_send, args=(connection, request), daemon=True)
+            for connection in self._connections[:world_size]
+        ]
+        for thread in self._sending:
+            thread.start()
         return self._collect(range(world_size), READING, since)
 
     def _collect(self, ranks: range, at: str, since: float) -> list[Any]:
@@ -279,7 +282,10 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes; those that do not end within two seconds are killed."""
-        for connection in self._connections:
+        for rank, connection in enumerate(self._connections):
+            if rank < len(self._sending) and self._sending[rank].is_alive():
+                self.processes[rank].kill()
+                continue
             with suppress(OSError):
                 connection.send(None)
         deadline = time.monotonic() + 2
@@ -297,6 +303,11 @@ class RankPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _send(connection: Connection, request: bytes) -> None:
+    with suppress(OSError):  # of a rank that died, which shows where its answer is waited for
+        connection.send_bytes(request)
 
 
 @contextmanager

@@ -71,6 +71,8 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
             f"a profile needs 3 steps at least, two to measure and one to fill, got {plan.steps}"
         )
     folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} is a file: give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name in (TRACE, FLAME):  # those of an earlier run would not belong together with what comes now
         (folder / name).unlink(missing_ok=True)

@@ -11,7 +11,9 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list}
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
+"""What ops on keys and rows are called with; a float for an int meets the registered op, which refuses it."""
+PLAIN_NUMBERS = PLAIN | {bool, float, list}
 
 
 def on_host(tensor: torch.Tensor) -> bool:
@@ -41,17 +43,18 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     return impl
 
 
-def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
+def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLAIN) -> bool:
     """Whether nobody but the op would see a call with these arguments: it may leave the dispatcher out.
 
     False where ops are traced, transformed or watched (torch.compile, export, a TorchDispatchMode or
-    TorchFunctionMode, functorch, torch.jit, the profiler), and for subclasses, symbolic sizes and tensors
-    without values: those must meet the registered op.
+    TorchFunctionMode, functorch, vmap, torch.jit, the profiler), for types outside `plain`, so for subclasses
+    and symbolic sizes, and for tensors without values or with a pending negation or conjugation: those must
+    meet the registered op.
     """
     if torch.compiler.is_compiling():  # a statement of its own: a compiler does not trace what is behind it
         return False
     return (
-        PLAIN.issuperset(map(type, (tensor, *others)))
+        plain.issuperset(map(type, (tensor, *others)))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -59,6 +62,17 @@ def in_plain_eager(tensor: torch.Tensor, *others: object) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and not torch.autograd.profiler._is_profiler_enabled  # one that another thread has started, for all
         and not tensor.is_meta
+        and not any(map(_lazy, (tensor, *others)))
+    )
+
+
+def _lazy(argument: object) -> bool:
+    """Whether a tensor's memory does not hold its values."""
+    return isinstance(argument, torch.Tensor) and (
+        argument.is_neg()
+        or argument.is_conj()
+        or argument._is_zerotensor()
+        or torch._C._functorch.is_legacy_batchedtensor(argument)
     )
 
 
@@ -83,7 +97,7 @@ class Registered:
 
 def _run(name: str, *arguments: Any) -> Any:
     op = getattr(torch.ops.tritonrec, name)
-    if torch.is_grad_enabled() or not in_plain_eager(*arguments):
+    if torch.is_grad_enabled() or not in_plain_eager(*arguments, plain=PLAIN_NUMBERS):
         return op(*arguments)
     body, mutated = _definition(name)
     written(*(arguments[i] for i in mutated))

@@ -107,7 +107,9 @@ def plan(
     """Search the plans for measured costs, given as a file or as a trace, and print the best."""
     console = console or Console()
     if (costs is None) == (trace is None):
-        raise ValueError("give stage costs with --costs FILE, or a recorded trace with --trace FILE")
+        raise ValueError(
+            "give one of the two: stage costs with --costs FILE, or a recorded trace with --trace FILE"
+        )
     known = cost_files.load(costs) if costs is not None else cost_files.from_trace(trace)  # type: ignore[arg-type]
     if save_costs:
         _write(cost_files.as_json(known), save_costs, console)

@@ -24,7 +24,7 @@ def owner_of(keys: torch.Tensor, world_size: int, impl: Impl = "auto") -> torch.
         (Lemire 2019, "Fast random integer generation in an interval", section 3).
     """
     _validate(keys, world_size)
-    if in_plain_eager(keys, world_size):
+    if type(world_size) is int and in_plain_eager(keys):
         return launch_owner_of(keys, world_size, impl)
     return torch.ops.tritonrec.owner_of(keys, world_size, impl)
 
@@ -47,7 +47,7 @@ def bucketize(
     """
     _validate(keys, world_size)
     check_scalar("count", count, keys)
-    if in_plain_eager(keys, world_size, count):
+    if type(world_size) is int and in_plain_eager(keys, count):
         return launch(keys, world_size, impl, count)
     return torch.ops.tritonrec.bucketize(keys, world_size, impl, count)
 

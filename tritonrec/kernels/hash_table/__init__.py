@@ -88,7 +88,7 @@ def hash_insert(
         first_row = next_row
     else:
         raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
-    if in_plain_eager(slot_keys, slot_rows, keys, next_row, free_rows, count, status):
+    if in_plain_eager(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status):
         written(slot_keys, slot_rows, row_counter, status)
         return call.launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status)
     plain = slot_keys, slot_rows, keys, first_row, free_rows, impl

@@ -37,7 +37,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
+from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_plain_eager
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
@@ -129,7 +129,7 @@ def hstu_attention(
     if (scaling_seqlen is None) == (attn_scale is None):
         raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
     check_arguments(q, k, v, call, contextual_seq_len)
-    if not in_plain_eager(q, k, v, *call):
+    if not in_plain_eager(q, k, v, *call, plain=PLAIN_NUMBERS):
         return _hstu_attention(q, k, v, *call)
     # The dispatcher and `register_autograd` loop over the schema: as long as a tiny batch takes.
     return (_Attention.apply if torch.is_grad_enabled() else _attend)(q, k, v, *call)
@@ -315,7 +315,7 @@ def _backward(ctx, do):
     q, k, v, *tensors = ctx.saved_tensors
     call = Call(*(x if tensor is None else tensor for tensor, x in zip(tensors, ctx.rest, strict=True)))
     # With create_graph it is the op, which raises for a second derivative.
-    if not torch.is_grad_enabled() and in_plain_eager(do, q, k, v, *call):
+    if not torch.is_grad_enabled() and in_plain_eager(do, q, k, v, *call, plain=PLAIN_NUMBERS):
         dq, dk, dv, dpos, dts = attention_backward(do, q, k, v, call)
     else:
         dq, dk, dv, dpos, dts = _hstu_attention_backward(do, q, k, v, *call)

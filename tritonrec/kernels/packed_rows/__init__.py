@@ -45,7 +45,8 @@ def pack_rows(
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
     Returns:
         ``widths`` (K,) uint8, 0 to 8 or FLOAT, and ``packed`` (B,) uint8, the rows one after another
-        (`tritonrec.kernels.packed_rows` draws them). B is read back from an accelerator.
+        (`tritonrec.kernels.packed_rows` draws them). B is read back from an accelerator. ``packed`` may be
+        the beginning of a larger buffer: clone it to keep or save it.
     Raises:
         IndexError: a row outside `values` (on an accelerator: an asynchronous device assertion).
         ValueError: an argument of another shape, dtype or device.
@@ -89,7 +90,7 @@ def add_packed_rows(
     if widths.shape != segments.shape:
         raise ValueError(f"widths must be one for each of {len(segments)} segments, got {len(widths)}")
     check_bits(bits)
-    if in_plain_eager(out, segments, widths, packed):
+    if in_plain_eager(out, segments, widths, packed, name, bits, impl):
         written(out)
         _launch_add(out, segments, widths, packed, name, bits, impl)
     else:
@@ -108,6 +109,8 @@ def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]
     """
     if widths.dim() != 1 or widths.dtype != torch.uint8:
         raise ValueError(f"widths must be 1-D torch.uint8, got {tuple(widths.shape)} {widths.dtype}")
+    if dim < 0:
+        raise ValueError(f"dim must not be negative, got {dim}")
     if any(count < 0 for count in counts) or sum(counts) != len(widths):
         raise ValueError(f"counts must cut the {len(widths)} rows of widths into groups, got {counts}")
     widths = widths.cpu()

@@ -80,7 +80,7 @@ def segment_sum(
     check_scalar("status", status, values)
     if out is None and (status is None or level == "window"):
         arguments = values, segments, num_segments, level, bits, name, impl, count
-        if not in_plain_eager(values, segments, num_segments, count):
+        if not in_plain_eager(*arguments):
             return _segment_sum(*arguments)
         if values.requires_grad and torch.is_grad_enabled():
             return _SegmentSum.apply(*arguments)
@@ -93,7 +93,7 @@ def segment_sum(
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
         raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
-    if in_plain_eager(out, values, segments, count, status):
+    if in_plain_eager(out, values, segments, bits, name, impl, count, status):
         written(out, status)
         accumulate(out, values, segments, bits, name, impl, count, status)
     else:
