@@ -11,9 +11,9 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
 """What ops on keys and rows are called with; a float for an int meets the registered op, which refuses it."""
-PLAIN_NUMBERS = PLAIN | {bool, float, list}
+PLAIN_NUMBERS: set[type] = PLAIN | {bool, float, list}
 
 
 def on_host(tensor: torch.Tensor) -> bool:
