@@ -15,7 +15,7 @@ BIN := .venv/bin
 .PHONY: verify test test-slow lint bench compile-matrix clean
 
 verify: .venv/installed
-	$(BIN)/python -m tritonrec.data.movielens
+	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
 	$(BIN)/tritonrec verify --data ml-100k --mutations --trace $(TRACES) --json out/verify.json
 
 test: .venv/installed
