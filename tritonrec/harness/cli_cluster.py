@@ -35,7 +35,7 @@ def lab(
         str,
         typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
     ] = "",
-    steps: Annotated[int, typer.Option(min=4, help="Steps of a run; two of them warm up.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least 4; two of them warm up.")] = 8,
     repeat: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved runs of each setting.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 256,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
