@@ -142,10 +142,10 @@ def compile_all(targets: list[str], only: str, jobs: int) -> Report:
     """All rows: {kernel: {target: row}}, with the versions that made them."""
     import launches
 
-    todo = [(target, only, i) for target in targets for i in range(len(launches_of(target, only)))]
+    rows = [(target, only, i) for target in targets for i in range(len(launches_of(target, only)))]
     kernels: dict[str, dict[str, Row]] = {}
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for target, key, row in pool.imap_unordered(work, todo, chunksize=1):
+        for target, key, row in pool.imap_unordered(work, rows, chunksize=1):
             kernels.setdefault(key, {})[target] = row
     reached = [launch.kernel for target in targets for _, launch in launches_of(target, only)]
     ordered = {key: {t: kernels[key][t] for t in targets if t in kernels[key]} for key in sorted(kernels)}

@@ -205,9 +205,9 @@ def functions() -> dict[str, Any]:
 
 def uncovered(reached: list[Any]) -> list[str]:
     """The ``@triton.jit`` functions that neither are in `reached` nor are called from there."""
-    seen, todo = set(), list(reached)
-    while todo:
-        function = todo.pop()
+    seen, ahead = set(), list(reached)
+    while ahead:
+        function = ahead.pop()
         if id(function) in seen:
             continue
         seen.add(id(function))
@@ -216,7 +216,7 @@ def uncovered(reached: list[Any]) -> list[str]:
             if isinstance(node, ast.Name | ast.Attribute):
                 with suppress(AttributeError, KeyError):
                     value = _value(node, function.fn.__globals__)
-                    todo += [value] if isinstance(value, JIT) else []
+                    ahead += [value] if isinstance(value, JIT) else []
     return sorted(name for name, function in functions().items() if id(function) not in seen)
 
 

@@ -270,9 +270,9 @@ def main() -> int:
     else:
         how = EVIDENCE
         targets = arguments.targets.split(",")
-        todo = [(kernel, k, target) for kernel in kernels for k in classes[kernel] for target in targets]
+        searched = [(kernel, k, target) for kernel in kernels for k in classes[kernel] for target in targets]
         with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
-            found = list(pool.imap(job, todo))
+            found = list(pool.imap(job, searched))
     for kernel, klass, target, rows in found:
         if rows:
             tables[kernel]["architectures"].setdefault(target, {})[klass] = rows

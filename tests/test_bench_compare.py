@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -144,6 +145,20 @@ def test_without_a_checkout_the_command_says_so(tmp_path, monkeypatch):
 def test_only_picks_suites_by_name_and_else_benchmarks():
     assert [path.name for path in bench.suites(ROOT, "segment")] == ["bench_segment_sum.py"]
     assert len(bench.suites(ROOT, "silu")) > 5
+
+
+def test_the_suites_run_as_outside_of_a_test(monkeypatch):
+    seen = {}
+
+    def run(command, env, **_):
+        seen.update(env)
+        return SimpleNamespace(returncode=1, stdout="", stderr="")
+
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="suites failed"):
+        bench.run_suites(ROOT, "murmur")
+    assert "PATH" in seen and not any(name.startswith("PYTEST_") for name in seen)
 
 
 @pytest.mark.slow

@@ -350,3 +350,8 @@ def test_registration():
     torch.library.opcheck(torch.ops.tritonrec.pack_rows.default, (values, rows, "cpu"))
     out, into = torch.zeros(4, 5, dtype=torch.int64), torch.ops.tritonrec.add_packed_rows.default
     torch.library.opcheck(into, (out, torch.arange(4), *pack_rows(values, rows), "rows", 36, "cpu"))
+
+
+def test_bytes_of_rows_that_have_less_than_no_columns():
+    with pytest.raises(ValueError, match="dim must not be negative, got -2"):
+        packed_bytes(torch.tensor([3], dtype=torch.uint8), [1], -2)

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import formulas
 import pytest
@@ -291,3 +292,11 @@ def test_a_second_derivative_is_refused():
     (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="norm_linear_silu_backward"):
         torch.autograd.grad(dx.sum(), x)
+
+
+def test_what_attention_is_told_comes_in_the_order_of_its_schema():
+    call = transduction.Call(*[None] * len(transduction.Call._fields))
+    call = call._replace(tokens=SimpleNamespace(seq_offsets=None, num_targets=None), qk_dim=4)
+    parameters = transduction.Parameters(*[None] * len(transduction.Parameters._fields))
+    schema = torch.ops.tritonrec.hstu_attention.default._schema
+    assert list(call.attention(parameters)) == [argument.name for argument in schema.arguments][3:]

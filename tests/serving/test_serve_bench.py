@@ -8,6 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tritonrec.harness import serve_bench as bench
+from tritonrec.harness import serve_bench_mpi
 from tritonrec.harness import serve_bench_ranks as on_ranks
 from tritonrec.harness import serve_bench_report as report
 from tritonrec.harness.cli import app
@@ -160,3 +161,15 @@ def test_the_verdict_claims_nothing_inside_the_interval():
             setting.latency = [0.005, 0.0051, 0.0052]
     assert report.verdict(result, "balanced", "bls").startswith("bls, k = 4: 5.90 ± ")
     report.print_report(result, Console(quiet=True))
+
+
+def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch, tmp_path):
+    for folder in ("own", "path"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mpiexec").write_text("")
+        (tmp_path / folder / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(serve_bench_mpi.sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert serve_bench_mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
+    (tmp_path / "own" / "mpiexec").unlink()
+    assert serve_bench_mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")

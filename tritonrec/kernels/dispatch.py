@@ -81,6 +81,22 @@ def written(*tensors: torch.Tensor | None) -> None:
     torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
+def plain_function(
+    forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """What ``register_autograd(backward, setup_context=save)`` generates of an op, for `in_plain_eager`."""
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            out = forward(*inputs)
+            save(ctx, inputs, out)
+            return out
+
+    Plain.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Plain
+
+
 class Registered:
     """``torch.ops.tritonrec``, without the dispatcher where that shows nowhere.
 

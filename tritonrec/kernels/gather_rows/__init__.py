@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.row_layout import check_apart, check_rows, flat_rows
@@ -223,18 +223,7 @@ def _gather_backward(ctx, grad: torch.Tensor):
 
 
 _gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
-
-
-class _Gather(torch.autograd.Function):
-    """What `register_autograd` generates, for `in_plain_eager`."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        out = launch_gather(*inputs)
-        _gather_setup(ctx, inputs, out)
-        return out
-
-    backward = staticmethod(_gather_backward)
+_Gather = plain_function(launch_gather, _gather_setup, _gather_backward)
 
 
 @torch.library.custom_op("tritonrec::scatter_rows", mutates_args=("destination",))

@@ -37,7 +37,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_plain_eager
+from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_plain_eager, plain_function
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
@@ -328,15 +328,4 @@ def _backward(ctx, do):
 
 
 _hstu_attention.register_autograd(_backward, setup_context=_save)
-
-
-class _Attention(torch.autograd.Function):
-    """What `register_autograd` generates, for `in_plain_eager`."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        out = _attend(*inputs)
-        _save(ctx, inputs, out)
-        return out
-
-    backward = staticmethod(_backward)
+_Attention = plain_function(_attend, _save, _backward)

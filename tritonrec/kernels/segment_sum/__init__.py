@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
+from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.padding import check_scalar, held, record
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
@@ -226,15 +226,4 @@ def _gather(ctx, gradient):
 
 
 _segment_sum.register_autograd(_gather, setup_context=_save_segments)
-
-
-class _SegmentSum(torch.autograd.Function):
-    """What `register_autograd` generates, for `in_plain_eager`."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        out = _sum(*inputs)
-        _save_segments(ctx, inputs, out)
-        return out
-
-    backward = staticmethod(_gather)
+_SegmentSum = plain_function(_sum, _save_segments, _gather)
