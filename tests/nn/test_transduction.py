@@ -298,5 +298,6 @@ def test_what_attention_is_told_comes_in_the_order_of_its_schema():
     call = transduction.Call(*[None] * len(transduction.Call._fields))
     call = call._replace(tokens=SimpleNamespace(seq_offsets=None, num_targets=None), qk_dim=4)
     parameters = transduction.Parameters(*[None] * len(transduction.Parameters._fields))
-    schema = torch.ops.tritonrec.hstu_attention.default._schema
-    assert list(call.attention(parameters)) == [argument.name for argument in schema.arguments][3:]
+    for op, tensors in (("hstu_attention", 3), ("hstu_attention_backward_into", 7)):
+        schema = getattr(torch.ops.tritonrec, op).default._schema
+        assert list(call.attention(parameters)) == [argument.name for argument in schema.arguments][tensors:]
