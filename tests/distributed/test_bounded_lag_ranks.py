@@ -1,22 +1,31 @@
 """Promise: groups of the backend ``bls`` do what torch.distributed promises; a rank that dies is an error."""
 
 import os
+import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tritonrec.distributed import RankDiedError, RankPool
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, BoundedLagOptions, register
+from tritonrec.distributed.bounded_lag import (
+    BoundedLagAllToAll,
+    BoundedLagGroup,
+    BoundedLagOptions,
+    register,
+)
 
 pytestmark = pytest.mark.multi_rank
 WORLD = 3
+STEPS = 200
+TIMEOUT = timedelta(seconds=30)
 
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool((WORLD,), timedelta(seconds=30)) as pool:
+    with RankPool((WORLD,), TIMEOUT) as pool:
         yield pool
 
 
@@ -25,7 +34,7 @@ def all_collectives(communicators):
     register()
     register()
     rank = communicators.rank
-    group = dist.new_group(backend="bls", pg_options=BoundedLagOptions(bound=2))
+    group = dist.new_group(None, TIMEOUT, "bls", BoundedLagOptions(bound=2))
     seen = {"backend": dist.get_backend(group)}
     value = torch.tensor([rank + 1])
     dist.all_reduce(value, group=group)
@@ -46,6 +55,15 @@ def all_collectives(communicators):
         dist.recv(message, 0, group=group)
     seen["message"] = message.item()
     dist.barrier(group=group)
+    gathered, scattered = torch.zeros(2, WORLD), torch.zeros(2, 1)
+    gather = group.allgather_into_tensor_coalesced(
+        list(gathered), list(torch.tensor([[rank], [10.0 * rank]]))
+    )
+    scatter = group.reduce_scatter_tensor_coalesced(
+        list(scattered), list(torch.arange(2.0 * WORLD).view(2, WORLD) + rank)
+    )
+    assert gather.wait() and scatter.wait(TIMEOUT) and gather.is_completed()
+    seen["coalesced"] = gathered.tolist(), scattered.tolist()
 
     rows = [[100 * step + 10 * rank + to for to in range(WORLD) for _ in range(to)] for step in range(6)]
     works, outs = [], []
@@ -76,6 +94,7 @@ def test_a_group_of_the_backend_is_a_process_group(pool):
     for rank, seen in enumerate(pool.run(all_collectives, WORLD)):
         assert seen["backend"] == "bls" and seen["sum"] == 6 and seen["broadcast"] == 7
         assert seen["gather"] == [0, 1, 2] and seen["objects"] == ["0", "1", "2"]
+        assert seen["coalesced"] == ([[0, 1, 2], [0, 10, 20]], [[3 * rank + 3], [3 * rank + 12]])
         assert seen["message"] == (0 if rank == 2 else 10 * rank)
         assert seen["in flight"] == 3 and seen["completed"] == [True] * 5 + [False]
         assert seen["rows"] == [
@@ -84,6 +103,29 @@ def test_a_group_of_the_backend_is_a_process_group(pool):
         ]
         assert seen["equal"] == [10 * source + rank for source in range(WORLD)]
         assert seen["error"] == "output has 4 rows, which 3 ranks do not divide"
+
+
+def gather_and_forget(communicators):
+    """Gathers whose tensors only gloo's threads still hold: they need the interpreter's lock to drop them."""
+    register()
+    group = dist.new_group(None, TIMEOUT, "bls", BoundedLagOptions())
+    for _ in range(STEPS):
+        dist.all_gather([torch.zeros(1) for _ in range(WORLD)], torch.ones(1), group, async_op=True)
+    last = torch.tensor([communicators.rank])
+    dist.all_reduce(last, group=group)
+    dist.destroy_process_group(group)
+    return last.item()
+
+
+def test_a_collective_does_not_wait_for_gloo_with_the_lock_of_python(pool):
+    assert pool.run(gather_and_forget, WORLD) == [3, 3, 3]
+
+
+def test_no_collective_reaches_its_backend_by_the_way_that_keeps_the_lock_of_python():
+    trampoline = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    names = re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", trampoline.read_text())
+    assert {"allgather", "barrier", "send"} <= set(names)
+    assert [name for name in names if name not in vars(BoundedLagGroup)] == []
 
 
 def die_on_the_way(communicators, victim, bound):

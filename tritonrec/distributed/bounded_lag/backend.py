@@ -12,6 +12,7 @@ order; the received tensor may be read after `wait`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -56,11 +57,53 @@ class _Pending(dist.Work):
         return self._exchange.done
 
 
+class _Together(dist.Work):
+    """Works that are waited for as one."""
+
+    def __init__(self, works: list[dist.Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each in turn, without `timeout` under the group's."""
+        return all([work.wait() if timeout is None else work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _by_backend(name: str) -> Callable[..., dist.Work]:
+    """A group's method that has the backend of its tensors do `name`; the host's where it has no tensors."""
+
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        first: Any = args[0] if args else None
+        while isinstance(first, list):
+            first = first[0]
+        device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        return getattr(group._get_backend(device), name)(*args, **kwargs)
+
+    return call
+
+
+def _one_by_one(name: str) -> Callable[..., dist.Work]:
+    """A group's method that has the backends do `name` for each output and its input."""
+
+    def call(
+        group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *opts: Any
+    ) -> dist.Work:
+        one = _by_backend(name)
+        return _Together([one(group, *pair, *opts) for pair in zip(outputs, inputs, strict=True)])
+
+    return call
+
+
 class BoundedLagGroup(dist.ProcessGroup):
     """A process group whose `all_to_all_single` has a bounded lag.
 
     Everything else is done by the backends registered in it: gloo for tensors of the host and, where there is
-    a GPU, NCCL for those of the device.
+    a GPU, NCCL for those of the device. What torch would pass on to them with the interpreter's lock held is
+    passed on from here without: gloo's threads need that lock to drop a tensor while they hold a lock that
+    the next collective waits for, and a rank stood still for ever.
     """
 
     def __init__(
@@ -100,6 +143,20 @@ class BoundedLagGroup(dist.ProcessGroup):
         return _Pending(self.exchange.start(input, send, receive, output))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name from torch 2.13 on
+
+    allgather = _by_backend("allgather")
+    allreduce = _by_backend("allreduce")
+    allreduce_coalesced = _by_backend("allreduce_coalesced")
+    barrier = _by_backend("barrier")
+    broadcast = _by_backend("broadcast")
+    reduce_scatter = _by_backend("reduce_scatter")
+    send = _by_backend("send")
+    recv = _by_backend("recv")
+    allgather_into_tensor_coalesced = _one_by_one("_allgather_base")
+    reduce_scatter_tensor_coalesced = _one_by_one("_reduce_scatter_base")
+    # Their names from torch 2.13 on.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         if not sizes:
