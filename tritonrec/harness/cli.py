@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .cli_cluster import lab, plan, serve_bench, simulate
-from .cli_options import (
-    ConsistencyName,
-    DataOption,
-    ModelChoice,
-    ModeName,
-    TimeoutOption,
-    checked,
-    load_job,
-    names,
-    numbers,
-    shares,
-)
+from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers
 from .cli_profile import profile
-
-EVICT_HELP = "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps."
-HEAT_HELP = (
-    "THRESHOLD:EVERY: rows used in fewer steps are kept in half precision; counts halve every EVERY steps."
-)
-
-SLIPSTREAM = "Slipstream, for dlrm (docs/slipstream.md)"
+from .cli_train import train
 
 app = typer.Typer(
     name="tritonrec",
@@ -44,28 +24,11 @@ app = typer.Typer(
 )
 
 
-class DedupName(StrEnum):
-    """Where repeated keys are dropped."""
-
-    none = "none"
-    exchange = "exchange"
-    lookup = "lookup"
-    both = "both"
-
-
 class TimerName(StrEnum):
     """Clocks of `tritonrec bench`."""
 
     wall = "wall"
     cpu = "cpu"
-
-
-class OptimizerChoice(StrEnum):
-    """Optimizers."""
-
-    sgd = "sgd"
-    rowwise_adagrad = "rowwise_adagrad"
-    adam = "adam"
 
 
 @app.command()
@@ -119,262 +82,7 @@ def verify(
     raise typer.Exit(0 if report.passed and sound else 1)
 
 
-@app.command()
-def train(
-    data: DataOption = "ml-100k",
-    mode: Annotated[ModeName, typer.Option(help="How the steps are scheduled.")] = ModeName.nestpipe,
-    model: Annotated[
-        ModelChoice,
-        typer.Option(help="hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."),
-    ] = ModelChoice.hstu,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps in all; default: 20 epochs.")] = None,
-    world_size: Annotated[
-        int, typer.Option(min=1, help="Ranks to start here; under torchrun leave it out.")
-    ] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="N, micro-batches per window.")] = 4,
-    consistency: Annotated[
-        ConsistencyName, typer.Option(help="batch: the bits of synchronous training.")
-    ] = ConsistencyName.batch,
-    clustering: Annotated[bool, typer.Option("--clustering", help="Group samples that share keys.")] = False,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches of one update.")] = 1,
-    dedup: Annotated[
-        DedupName, typer.Option(help="Drop repeated keys before the exchange, the lookup, or both.")
-    ] = DedupName.both,
-    first_use: Annotated[
-        bool, typer.Option("--first-use", help="Send a row once a window, and its gradient once.")
-    ] = False,
-    taper: Annotated[
-        float, typer.Option(min=0, max=1, help="Micro-batch over its neighbour nearer to the middle.")
-    ] = 1.0,
-    skip_fetch: Annotated[
-        bool, typer.Option("--skip-fetch", help="Rows of consecutive batches stay in the buffers.")
-    ] = False,
-    depth: Annotated[
-        int, typer.Option(min=0, help="Batches in flight, for dbp and nestpipe; 0: the mode's own number.")
-    ] = 0,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Copies of the tables; they divide the ranks (2D sparse parallelism).")
-    ] = 1,
-    average_every: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.",
-        ),
-    ] = 0,
-    merge: Annotated[bool, typer.Option(help="Keep tables of one dimension in one.")] = True,
-    balance: Annotated[
-        bool, typer.Option("--balance", help="Deal a batch's samples to ranks by cost; no bit changes.")
-    ] = False,
-    dynamic: Annotated[
-        bool, typer.Option("--dynamic", help="Cut batches by tokens instead of samples.")
-    ] = False,
-    evict: Annotated[str, typer.Option(help=EVICT_HELP)] = "",
-    admission: Annotated[int, typer.Option(min=1, help="Give a key a row at its n-th step.")] = 1,
-    heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
-    optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most; grm: of history.")] = 50,
-    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token; grm has none.")] = 32,
-    max_exposed: Annotated[int, typer.Option(min=1, help="grm: items shown per sample.")] = 8,
-    bottom: Annotated[str, typer.Option(help="dlrm: hidden widths of the bottom MLP.")] = "64,32",
-    top: Annotated[str, typer.Option(help="dlrm: hidden widths of the top MLP.")] = "64,32",
-    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
-    dropout: Annotated[float, typer.Option(min=0, max=0.99)] = 0.2,
-    relative_bias: Annotated[
-        bool, typer.Option("--relative-bias", help="hstu, grm: learned biases of position and time.")
-    ] = False,
-    recompute: Annotated[
-        str, typer.Option(help="What a layer's backward computes again: norm,uvqk,silu,attention,gate.")
-    ] = "norm",
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Directory to save to.")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: at the end only.")] = 0,
-    full_every: Annotated[
-        int, typer.Option(min=1, help="Whole checkpoints among the saves; the others hold changes.")
-    ] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    evaluate_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
-    ] = 0,
-    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
-    slipstream: Annotated[
-        bool,
-        typer.Option(
-            "--slipstream",
-            help="APPROXIMATE: go on without inputs whose rows stand still, beside a run with all.",
-            rich_help_panel=SLIPSTREAM,
-        ),
-    ] = False,
-    drop: Annotated[
-        str,
-        typer.Option(help="Shares of hot inputs to drop; a run for each.", rich_help_panel=SLIPSTREAM),
-    ] = "0.5",
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Call a row stale below this change; 0 is exact.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = None,
-    alpha: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Stale rows of a dropped input at least; 0: all.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = 0,
-    hot_share: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Share of a table's accesses that makes a row hot.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = 1e-4,
-    warmup: Annotated[
-        int, typer.Option(min=1, help="Steps before hot rows are followed.", rich_help_panel=SLIPSTREAM)
-    ] = 100,
-    snapshots: Annotated[
-        int, typer.Option(min=2, help="Snapshots of hot rows.", rich_help_panel=SLIPSTREAM)
-    ] = 3,
-    snapshot_every: Annotated[
-        int, typer.Option(min=1, help="Steps between snapshots.", rich_help_panel=SLIPSTREAM)
-    ] = 50,
-    snapshot_mb: Annotated[
-        float, typer.Option(help="Megabytes for snapshots, of all ranks.", rich_help_panel=SLIPSTREAM)
-    ] = 256.0,
-    sample: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Share of the hot inputs to sample, 1000 at least.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = 1e-3,
-    control: Annotated[
-        bool,
-        typer.Option(
-            "--control", help="Also drop as many inputs at random, beside.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = False,
-    online: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Share of the inputs, the last, trained online.", rich_help_panel=SLIPSTREAM
-        ),
-    ] = 0.0,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw changes, and speed against loss.", rich_help_panel=SLIPSTREAM)
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
-    timeout: TimeoutOption = 60,
-) -> None:
-    """Train a model in any mode; print its loss and metrics beside those of a ranking without training.
-
-    Next-item models are ranked by HR@K and NDCG@K, grm by group AUC, dlrm by AUC, accuracy and cross entropy.
-    What the tables and lookups did is printed below.
-    """
-    from ..distributed import RankPool, from_environment
-    from ..nn import HSTUConfig
-    from ..pipeline import WindowConfig
-    from ..slipstream import SlipstreamConfig
-    from .options import policy
-    from .setup import Job
-    from .slipstream import SlipstreamRun, train_slipstream
-    from .slipstream_report import draw_slipstream
-    from .train import Run
-    from .train import train as train_rank
-
-    def make_job() -> Job:
-        sizes = HSTUConfig(
-            dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
-            max_seq_len=max_seq_len, dropout=dropout, relative_bias=relative_bias,
-            recompute=tuple(name.strip() for name in recompute.split(",") if name.strip()),
-        )  # fmt: skip
-        return load_job(
-            Job(
-                data,
-                model.value,
-                batch_size=batch_size,
-                max_seq_len=max_seq_len,
-                num_negatives=negatives,
-                max_exposed=max_exposed,
-                sizes=sizes,
-                bottom=tuple(numbers(bottom, "--bottom")),
-                top=tuple(numbers(top, "--top")),
-                lr=lr,
-                seed=seed,
-                merge=merge,
-                policy=policy(evict, admission, heat),
-                balance=balance,
-                dynamic=dynamic,
-            )
-        )
-
-    job = checked(make_job)
-    window = checked(
-        lambda: WindowConfig(
-            1 if mode is ModeName.sync else micro_batches,
-            consistency.value,
-            clustering,
-            accumulate,
-            dedup.value,
-            first_use=first_use,
-            taper=taper,
-            skip_fetch=skip_fetch,
-            depth=depth,
-            average_every=average_every,
-            seed=seed,
-        )
-    )
-    run = Run(
-        job,
-        mode.value,
-        window,
-        optimizer.value,
-        steps=steps or 20 * job.loader().steps_per_epoch,
-        checkpoint=str(checkpoint) if checkpoint else None,
-        save_every=save_every,
-        full_every=full_every,
-        resume=resume,
-        evaluate_every=evaluate_every,
-        trace=str(trace) if trace else None,
-    )
-    job_of_a_rank: Callable[..., dict[str, Any]] = train_rank
-    args: tuple[Any, ...] = (run,)
-    if slipstream:
-        plan = checked(
-            lambda: SlipstreamRun(
-                SlipstreamConfig(
-                    warmup, snapshots, snapshot_every, hot_share, threshold=threshold, alpha=alpha,
-                    sample=sample, snapshot_mb=snapshot_mb, seed=seed,
-                ),
-                shares(drop, "--drop"),
-                control,
-                online,
-            )
-        )  # fmt: skip
-        job_of_a_rank, args = train_slipstream, (run, plan)
-    elif png:
-        raise typer.BadParameter("--png goes with --slipstream")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with from_environment(timedelta(seconds=timeout), replicas) as communicators:
-            summary = checked(lambda: job_of_a_rank(communicators, *args))
-            first = communicators.rank == 0
-    elif world_size % replicas:
-        raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
-    elif world_size == 1:
-        with from_environment() as communicators:
-            summary = checked(lambda: job_of_a_rank(communicators, *args))
-        first = True
-    else:
-        with RankPool([(world_size, replicas)], timedelta(seconds=timeout)) as pool:
-            summary = checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
-        first = True
-    if json_file and first:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
-    if png and first:
-        checked(lambda: draw_slipstream(summary, png))
-        Console().print(f"picture: {png}")
+app.command()(train)
 
 
 @app.command()
