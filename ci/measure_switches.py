@@ -41,14 +41,14 @@ def train_rank(communicators: Communicators, job: Job, config: WindowConfig, ste
     last = config.window_micro_batches - 1
     edge = 0
     with Trainer(model, tables, dense, communicators, "nestpipe", config) as trainer:
-        for stage, exposed in (("exchange", 0), ("gradient_exchange", last)):
+        for task in (("exchange", 0), ("gradient_exchange", last)):
 
-            def counted(window, micro_batch, action=trainer.program.actions[stage], exposed=exposed):
+            def counted(window, micro_batch, task=task, action=trainer.program.actions[task[0]]):
                 nonlocal edge
                 action(window, micro_batch)
-                edge += window.sent_bytes * (micro_batch == exposed)
+                edge += window.sending(*task).bytes * (micro_batch == task[1])
 
-            trainer.program.actions[stage] = counted
+            trainer.program.actions[task[0]] = counted
         losses = [result.losses for result in trainer.run(loader.batch(step) for step in range(steps))]
         if config.average_every:
             trainer.sync()

@@ -18,6 +18,7 @@ from tritonrec.harness.simulator.engine import simulate
 from tritonrec.harness.simulator.fit import fit, least_squares
 from tritonrec.harness.simulator.paper import CELLS, ROWS
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
+from tritonrec.pipeline.schedule import Task
 
 SMALL = Workload(samples=32, tokens=64, dim=16, items=50_000, communities=8)
 CLUSTER = Cluster(64, compute_seconds=0.2, lookup_seconds=0.01, bandwidth=2e7, contention=0.5)
@@ -107,6 +108,13 @@ def test_each_switch_does_what_it_says():
     assert predict(CLUSTER, SMALL, replace(base, clustered=True)).communication < plain.communication
     assert predict(CLUSTER, SMALL, replace(base, skip_fetch=True)).lookup < plain.lookup
     assert predict(CLUSTER, SMALL, replace(base, replicas=8)).communication < plain.communication
+    copies = replace(base, replicas=8)
+    meetings = [
+        [costs(CLUSTER, SMALL, each)(Task("replica_reduce", 0, i)).sent for i in range(4)]
+        for each in (copies, replace(copies, first_use=True))
+    ]
+    assert meetings[0][:3] == [0, 0, 0] and 0 < meetings[1][0] < meetings[1][3]
+    assert sum(meetings[1]) == pytest.approx(meetings[0][3])
     roomy = replace(CLUSTER, bandwidth=CLUSTER.bandwidth * 20)
     narrow = replace(base, taper=0.25)
     assert predict(roomy, SMALL, narrow).exposed < predict(roomy, SMALL, base).exposed

@@ -13,6 +13,7 @@ from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
 from tritonrec.harness.simulator.planner import divisors
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
+from tritonrec.pipeline.schedule import Task
 from tritonrec.trace import read
 from tritonrec.trace.analysis import summarise
 
@@ -69,8 +70,6 @@ def test_links_at_another_size_and_in_groups():
     busy = {**SECONDS, "gradient_exchange": SECONDS["gradient_exchange"] + 0.02}
     costs = replace(COSTS, measured=[Measured(1, busy, SENT)], link=link)
     cost = costs.costs(Plan("nestpipe"), 16)
-    from tritonrec.pipeline.schedule import Task
-
     price = cost(Task("exchange", 0, 0))
     sent = 4e5 / 0.75 * 15 / 16
     assert price.sent == pytest.approx(sent)
@@ -79,10 +78,28 @@ def test_links_at_another_size_and_in_groups():
     sent = 4e5
     assert grouped(Task("exchange", 0, 0)).transfer == pytest.approx(3 * 0.001 + sent / 1e7)
     rows = 8e5 / 0.75
-    meeting = grouped(Task("replica_reduce", 0))
+    meeting = grouped(Task("replica_reduce", 0, 0))
     assert meeting.transfer == pytest.approx(1.5 * rows / 1e9) and meeting.sent == pytest.approx(1.5 * rows)
     # What its bytes do not explain of a gradient exchange: packing, three messages, adding up.
     assert meeting.seconds == pytest.approx(SECONDS["gradient_exchange"] + 0.02 - 0.08 - 3 * 0.001)
+
+
+def test_replicas_meet_at_the_end_or_with_first_use_as_rows_leave():
+    link = Link(1e7, node_size=2, node_bytes_per_second=1e9)
+    sent_at = {4: {"exchange": 6e5, "gradient_exchange": 9e5}}
+    busy = {**SECONDS, "gradient_exchange": SECONDS["gradient_exchange"] + 0.02}
+    costs = replace(COSTS, measured=[Measured(1, busy, SENT)], link=link, sent_at=sent_at)
+    late = costs.costs(Plan("nestpipe", 4, replicas=2))
+    early = costs.costs(Plan("nestpipe", 4, replicas=2, first_use=True))
+    tasks = [Task("replica_reduce", 0, i) for i in range(4)]
+    assert [late(task).sent for task in tasks[:3]] == [0, 0, 0] and late(tasks[0]).seconds == 0
+    whole = late(tasks[3])
+    assert sum(early(task).sent for task in tasks) == pytest.approx(whole.sent)
+    assert sum(early(task).transfer for task in tasks) == pytest.approx(whole.transfer)
+    assert sum(early(task).seconds for task in tasks) == pytest.approx(whole.seconds) and whole.seconds > 0
+    leaving = [early(Task("gradient_exchange", 0, i)).sent for i in range(4)]
+    for task, gone in zip(tasks, leaving, strict=True):
+        assert early(task).sent / whole.sent == pytest.approx(gone / sum(leaving))
 
 
 def test_a_crowded_network_is_planned_in_groups():

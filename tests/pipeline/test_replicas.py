@@ -1,5 +1,7 @@
 """Promise: replicas of the tables are exact where their gradients are added up, and equal once averaged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
-from tritonrec.pipeline.shares import Shares
+from tritonrec.pipeline.shares import Shares, meetings
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -93,6 +95,37 @@ def test_replicas_stay_equal_and_send_less_between_owners(pool):
     assert torch.equal(pool.run(train, 2, window, 4, replicas=2)[0][0], together)
 
 
+def meeting_bytes(communicators, window, steps):
+    """What replicas sent each other after each micro-batch, of all steps, and what `train` returns."""
+    sent = [0] * window.window_micro_batches
+    model, tables, dense = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    with Trainer(model, tables, dense, communicators, "nestpipe", window) as trainer:
+        meet = trainer.program.actions["replica_reduce"]
+
+        def counted(window, micro_batch):
+            meet(window, micro_batch)
+            sent[micro_batch] += window.sending("replica_reduce", micro_batch).bytes
+
+        trainer.program.actions["replica_reduce"] = counted
+        list(trainer.run(loader.batch(step) for step in range(steps)))
+        return sent, trainer.counts.row_bytes, tables.export()["item"]
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+def test_with_first_use_replicas_meet_as_soon_as_a_row_has_seen_its_last_micro_batch(pool, consistency):
+    plain = WindowConfig(2, seed=4, consistency=consistency)
+    for world, replicas in ((2, 2), (4, 2)):
+        late = pool.run(meeting_bytes, world, plain, 4, replicas=replicas)
+        early = pool.run(meeting_bytes, world, replace(plain, first_use=True), 4, replicas=replicas)
+        for (sent, _, rows), (sooner, total, same) in zip(late, early, strict=True):
+            assert sent[0] == 0 and min(sooner) > 0
+            assert 0.8 < sum(sooner) / sent[1] < 1.2, "packed rows of other groups have other widths"
+            assert sum(sooner) == total if world == replicas else sum(sooner) < total
+            if consistency == "batch":
+                assert torch.equal(rows[0], same[0]) and torch.equal(rows[1], same[1])
+
+
 def test_averaged_replicas_are_equal_after_each_average_and_differ_from_exact_ones(pool):
     exact = pool.run(train, 2, WindowConfig(2, seed=4), 4, replicas=2)
     every = WindowConfig(2, seed=4, average_every=2)
@@ -128,11 +161,11 @@ def test_an_average_of_one_update_is_the_mean_of_the_replicas_rows(pool):
 def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_batches):
     replicated = with_replicas(schedule)
     check(replicated, micro_batches)
-    for stage, edge in (
-        ("sparse_update", Edge("replica_reduce")),
-        ("replica_reduce", Edge("gradient_exchange", "all")),
+    for stage, edge, place in (
+        ("sparse_update", Edge("replica_reduce", "all"), "mean_gradient"),
+        ("replica_reduce", Edge("gradient_exchange", "same"), "row_gradient"),
     ):
-        with pytest.raises(ScheduleError, match="row_gradient"):
+        with pytest.raises(ScheduleError, match=place):
             check(replicated.without_edge(stage, edge), 3)
 
 
@@ -156,6 +189,33 @@ def test_shares_bring_every_sum_to_its_row_once(count, copies, seed):
         total = torch.zeros(share.sizes[rank], dtype=torch.int64)
         parts.append(total.index_add_(0, share.rows, torch.cat(came)))
     assert torch.equal(torch.cat(parts), expected)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
+def test_meetings_bring_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed):
+    generator = torch.Generator().manual_seed(seed)
+    uses = torch.randint(2, (copies, count), generator=generator)
+    uses[torch.randint(copies, (count,), generator=generator), torch.arange(count)] = 1
+    places = [each.nonzero().squeeze(1) for each in uses]
+    places = [each[torch.randperm(len(each), generator=generator)] for each in places]
+    complete = torch.randint(times, (count,), generator=generator)
+    values = [torch.randint(100, (len(each),), generator=generator) for each in places]
+    expected = torch.zeros(count, dtype=torch.int64)
+    for each, value in zip(places, values, strict=True):
+        expected.index_add_(0, each, value)
+    planned = [meetings(places, complete, times, rank) for rank in range(copies)]
+    for time in range(times):
+        now = [each[time] for each in planned]
+        assert all(torch.equal(each.rows, (complete == time).nonzero().squeeze(1)) for each in now)
+        parts = []
+        shared = [each.shares for each in now]
+        for rank, shares in enumerate(shared):
+            came = [values[g][shared[g].order].split(shared[g].send)[rank] for g in range(copies)]
+            assert shares.receive == [len(each) for each in came]
+            total = torch.zeros(shares.sizes[rank], dtype=torch.int64)
+            parts.append(total.index_add_(0, shares.rows, torch.cat(came)))
+        assert torch.equal(torch.cat(parts), expected[now[0].rows])
 
 
 def test_averaging_needs_no_stage():

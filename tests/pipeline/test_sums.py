@@ -12,7 +12,7 @@ from tritonrec import ops
 from tritonrec.ops import ExactSumError
 from tritonrec.pipeline.shares import Shares, even_shares
 from tritonrec.pipeline.sums import Sums
-from tritonrec.pipeline.window import Window, WindowConfig
+from tritonrec.pipeline.window import Sent, WindowConfig
 
 BITS = 36
 
@@ -88,12 +88,12 @@ def test_every_sum_arrives_at_its_owner(world_size, seed, level):
     def run(end):
         me = end.rank
         out = start.clone() if level == "batch" else start.to(torch.float32)
-        window = Window(0, [], 0)
+        sent = Sent()
         sums.exchange(
-            window, end, values[me], rows[me], counts[me].tolist(), out,
+            sent, end, values[me], rows[me], counts[me].tolist(), out,
             torch.cat([targets[peer][me] for peer in range(world_size)]), counts[:, me].tolist(),
         )  # fmt: skip
-        assert window.counts.row_bytes == window.sent_bytes == end.sent
+        assert sent.bytes == end.sent
         return out
 
     for me, got in enumerate(on_ranks(world_size, run)):

@@ -221,8 +221,25 @@ MUTATIONS = [
         replace(_case(), replicas=2),
         Plant(
             plants.means_begin_at_zero,
-            schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce")),
+            schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce", "all")),
             delay=plants.slow("replica_reduce"),
+        ),
+    ),
+    Mutation(
+        "replicas-meet-after-the-first-use",
+        "gradients are added up over the replicas before the last micro-batch that uses their rows",
+        replace(_case(), variant="scale", replicas=2),
+        Plant(plants.replicas_meet_after_the_first_use),
+    ),
+    Mutation(
+        "replicas-meet-before-gradients-are-here",
+        "replicas do not wait for the gradients of the micro-batch after which they meet",
+        replace(_case(), variant="scale", replicas=2),
+        Plant(
+            schedule=lambda schedule: schedule.without_edge(
+                "replica_reduce", Edge("gradient_exchange", "same")
+            ),
+            delay=plants.slow("gradient_exchange"),
         ),
     ),
     Mutation(

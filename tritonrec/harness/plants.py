@@ -267,10 +267,9 @@ def dropped_rows_not_written_back(program: WindowProgram) -> None:
 def replicas_keep_their_gradients(program: WindowProgram) -> None:
     def alone(window: Window, _: int | None = None) -> None:
         for table in window.tables:
-            assert table.row_gradient is not None
+            assert table.row_gradient is not None and table.mean_gradient is not None
             mean = program.sums.mean(table.row_gradient, window.row_terms)
-            table.mean_gradient = torch.zeros(len(table.keys), mean.shape[1])
-            table.mean_gradient[table.places[program.communicators.replica.rank]] = mean
+            table.mean_gradient.zero_()[table.places[program.communicators.replica.rank]] = mean
 
     program.actions["replica_reduce"] = alone
 
@@ -296,10 +295,21 @@ def means_begin_at_zero(program: WindowProgram) -> None:
 
     def zeroed(window: Window, _: int | None = None) -> None:
         retrieve(window)
-        for group, table in zip(program.tables.groups, window.tables, strict=True):
-            table.mean_gradient = torch.zeros(len(table.keys), group.table.dim)
+        for table in window.tables:
+            assert table.mean_gradient is not None
+            table.mean_gradient.zero_()
 
     program.actions["retrieve"] = zeroed
+
+
+def replicas_meet_after_the_first_use(program: WindowProgram) -> None:
+    meetings = program._meetings
+
+    def too_early(table):
+        table.replica_last_use = [torch.zeros_like(last) for last in table.replica_last_use]
+        return meetings(table)
+
+    program._meetings = too_early  # type: ignore[method-assign]
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

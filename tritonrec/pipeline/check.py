@@ -98,6 +98,8 @@ def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]
         return [access.place]
     if access.per == "batch":
         return [(access.place, task.batch - access.batch)]
+    if access.micro_batches == "all":
+        return [(access.place, task.batch, i) for i in range(micro_batches)]
     own = task.micro_batch
     assert own is not None
     places = {"own": range(own, own + 1), "up_to": range(own + 1), "from": range(own, micro_batches)}

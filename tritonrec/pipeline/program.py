@@ -10,7 +10,7 @@ from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
 from .routes import answer, ask, column_sums
-from .shares import Shares, even_shares
+from .shares import Meeting, even_shares, meetings
 from .streams import to_device, to_host
 from .sums import NAME, Sums, travel
 from .window import TableWindow, Window, WindowConfig
@@ -110,9 +110,19 @@ class WindowProgram:
                 table.received_last_use = self._route(window, table, table.asked.last_use)
             window.counts.exchanged += table.asked.rows
             if self.replicated:
-                distinct, _inverse, _counts = ops.unique(table.received_keys)
-                table.replica_keys = self.communicators.replica_routing.gather(distinct)
-                window.counts.key_bytes += 8 * len(distinct) * (self.communicators.replicas - 1)
+                self._tell_replicas(window, table)
+
+    def _tell_replicas(self, window: Window, table: TableWindow) -> None:
+        """Gather what each replica of this part is asked for: keys, and their last use if it is known."""
+        gather, others = self.communicators.replica_routing.gather, self.communicators.replicas - 1
+        distinct, inverse, _counts = ops.unique(table.received_keys)
+        table.replica_keys = gather(distinct)
+        window.counts.key_bytes += 8 * len(distinct) * others
+        if table.received_last_use is not None:
+            last = table.received_last_use.new_zeros(len(distinct))
+            last.scatter_reduce_(0, inverse, table.received_last_use, "amax")
+            table.replica_last_use = gather(last)
+            window.counts.key_bytes += len(distinct) * others
 
     def _route(self, window: Window, table: TableWindow, values: torch.Tensor) -> torch.Tensor:
         """Send what goes with each key to the key's owner."""
@@ -145,6 +155,8 @@ class WindowProgram:
             if self.replicated:  # gradients are added up by the keys asked for here, rows lie among all
                 mine = table.places[self.communicators.replica.rank]
                 legs = answer(mine[inverse], table.receive, None)[0], legs[1]
+                table.meetings = self._meetings(table)
+                table.mean_gradient = torch.empty(len(table.keys), group.table.dim, device=self.device)
             table.wanted, table.returned = (leg.to(self.device) for leg in legs)
             table.row_gradient = self.sums.zeros(own, group.table.dim)
         self._buffers[window.number % 2] = window
@@ -153,6 +165,7 @@ class WindowProgram:
         """Bring what the owner was asked for to the host, where the tables are."""
         table.received_keys = to_host(table.received_keys)
         table.replica_keys = [to_host(keys) for keys in table.replica_keys]
+        table.replica_last_use = [to_host(last) for last in table.replica_last_use]
         if table.received_last_use is not None:
             table.received_last_use = to_host(table.received_last_use)
 
@@ -167,6 +180,14 @@ class WindowProgram:
             table.keys, places, _counts = ops.unique(torch.cat(table.replica_keys))
             table.places = list(places.split([len(keys) for keys in table.replica_keys]))
         return own, inverse
+
+    def _meetings(self, table: TableWindow) -> list[Meeting]:
+        """After which micro-batch the replicas add up which rows: its last use, or the last micro-batch."""
+        count = self.config.window_micro_batches
+        complete = torch.full((len(table.keys),), 0 if table.replica_last_use else count - 1)
+        for place, last in zip(table.places, table.replica_last_use, strict=False):
+            complete[place] = torch.maximum(complete[place], last.long())
+        return meetings(table.places, complete, count, self.communicators.replica.rank)
 
     def _fetch(
         self, window: Window, group: TableGroup, table: TableWindow, rows: torch.Tensor, inverse: torch.Tensor
@@ -213,14 +234,14 @@ class WindowProgram:
     def exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send the rows that other ranks' micro-batch wants, receive those of this rank's."""
         i = _index(micro_batch)
-        window.sent_bytes = 0
+        sent = window.sending("exchange", i)
         for group, table in zip(self.tables.groups, window.tables, strict=True):
             if table.embeddings is None:
                 table.embeddings = table.buffer.new_empty(table.asked.rows, group.table.dim)
             rows = ops.gather_rows(table.buffer[:, : group.table.dim], table.wanted.rows[i])
             slots = table.embeddings[table.asked.slots(i)]
             send, over = table.wanted.counts[i], self.communicators.communication
-            travel(window, over, rows, send, table.asked.arriving[i], out=slots)
+            travel(sent, over, rows, send, table.asked.arriving[i], out=slots)
             self._count_rows(window, send)
 
     def compute(self, window: Window, micro_batch: int | None) -> None:
@@ -245,28 +266,31 @@ class WindowProgram:
     def gradient_exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send gradient rows to their owners and add them up there."""
         i = _index(micro_batch)
-        window.sent_bytes = 0
+        sent = window.sending("gradient_exchange", i)
         for table in window.tables:
             assert table.gradients is not None and table.row_gradient is not None
             leaving, returned = table.asked.leaving, table.returned
             self.sums.exchange(
-                window, self.communicators.communication,
+                sent, self.communicators.communication,
                 table.gradients, leaving.rows[i], leaving.counts[i],
                 table.row_gradient, returned.rows[i], returned.counts[i],
             )  # fmt: skip
             self._count_rows(window, leaving.counts[i])
 
-    # The end of the window: one update from complete sums.
-
-    def replica_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """The mean gradient of every row, from the sums of all replicas; see `Shares`."""
-        window.sent_bytes = 0
-        replica = self.communicators.replica
+    def replica_reduce(self, window: Window, micro_batch: int | None) -> None:
+        """The mean gradients of the rows whose sums are complete on all replicas; see `Meeting`."""
+        i = _index(micro_batch)
+        sent = window.sending("replica_reduce", i)
         for table in window.tables:
-            assert table.row_gradient is not None
-            shares = Shares.of(table.places, len(table.keys), replica.rank)
-            mean = self.sums.means(window, replica, table.row_gradient, shares, window.row_terms)
-            table.mean_gradient = self.sums.finite(mean, NAME)
+            meeting = table.meetings[i]
+            if len(meeting.rows):
+                assert table.row_gradient is not None and table.mean_gradient is not None
+                means = self.sums.means(
+                    sent, self.communicators.replica, table.row_gradient, meeting.shares, window.row_terms
+                )
+                ops.scatter_rows(table.mean_gradient, to_device(meeting.rows, self.device), means)
+
+    # The end of the window: one update from complete sums.
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
         """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values."""
@@ -291,11 +315,12 @@ class WindowProgram:
         here, so that storing and reading them changes nothing.
         """
         for group, table in zip(self.tables.groups, window.tables, strict=True):
-            gradient = table.mean_gradient
-            if not self.replicated:
+            if self.replicated:
+                assert table.mean_gradient is not None
+                gradient = self.sums.finite(table.mean_gradient, NAME)
+            else:
                 assert table.row_gradient is not None
                 gradient = self.sums.mean(table.row_gradient, window.row_terms)
-            assert gradient is not None
             indices = torch.arange(len(table.keys), device=self.device)
             if table.admitted is not None:
                 indices = to_device(table.admitted, self.device)

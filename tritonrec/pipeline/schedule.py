@@ -36,9 +36,9 @@ class Access:
 
     `place` lives once per run (``host`` table, either ``buffer``, ``dense`` and ``dense_gradient``), once per
     ``batch`` or once per ``micro_batch``. A process group is such a place too: its collectives need one order
-    on all ranks. Of a place per micro-batch a stage touches its ``own``, those ``up_to`` its own, or those
-    ``from`` its own: rows that came for a micro-batch serve all later ones, and gradients that leave after a
-    micro-batch are added up in all earlier ones.
+    on all ranks. Of a place per micro-batch a stage touches its ``own``, those ``up_to`` its own, those
+    ``from`` its own, or ``all``: rows that came for a micro-batch serve all later ones, and gradients that
+    leave after a micro-batch are added up in all earlier ones.
 
     `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the batch before,
     K(t) & K(t-1), to ``new`` ones that it did not have, to those ``dropped`` since, K(t-1) - K(t), or to
@@ -53,7 +53,7 @@ class Access:
     per: Literal["run", "batch", "micro_batch"] = "run"
     rows: Literal["none", "batch", "kept", "new", "dropped", "idle"] = "none"
     batch: int = 0
-    micro_batches: Literal["own", "up_to", "from"] = "own"
+    micro_batches: Literal["own", "up_to", "from", "all"] = "own"
     stale: bool = False
 
 
@@ -86,9 +86,9 @@ class Task:
 class Schedule:
     """A mode: its table, how many batches may be in flight, and how a window's tasks are queued.
 
-    With ``early`` exchanges the lanes get all exchanges of a window, then its computations, then its gradient
-    exchanges (NestPipe, section V.B: communication is launched as early as possible); without, one
-    micro-batch is done with before the next begins.
+    With ``early`` exchanges the lanes get all exchanges of a window before anything else of it (NestPipe,
+    section V.B: communication is launched as early as possible); without, one micro-batch is done with before
+    the next begins.
     """
 
     name: str
@@ -106,10 +106,11 @@ class Schedule:
             names = [stage.name for stage in stages]
             if not window:
                 yield from (Task(name, batch) for name in names)
-            elif self.early:
-                yield from (Task(name, batch, i) for name in names for i in range(micro_batches))
-            else:
-                yield from (Task(name, batch, i) for i in range(micro_batches) for name in names)
+                continue
+            if self.early:
+                first, *names = names
+                yield from (Task(first, batch, i) for i in range(micro_batches))
+            yield from (Task(name, batch, i) for i in range(micro_batches) for name in names)
 
     def waits_for(self, task: Task, micro_batches: int) -> Iterator[Task]:
         """Tasks that the table orders before `task`, as far as they exist."""
@@ -252,7 +253,7 @@ def _nested() -> tuple[Stage, ...]:
                 read("routes", per="batch"),
                 read("gradients", per=one),
                 update("communication_group"),
-                update("row_gradient", per="batch"),
+                update("row_gradient", per=one, micro_batches="from"),
             ),
             per_micro_batch=True,
         ),
@@ -268,7 +269,7 @@ def _nested() -> tuple[Stage, ...]:
             (Edge("gradient_exchange", "all"),),
             (
                 read("routes", per="batch"),
-                read("row_gradient", per="batch"),
+                read("row_gradient", per=one, micro_batches="all"),
                 update("buffer", rows="batch"),
             ),
         ),
@@ -358,19 +359,32 @@ def with_replicas(schedule: Schedule) -> Schedule:
     """The table for 2D sparse parallelism with exact gradients: the sums of a row meet before its update.
 
     `route` also tells a part's replicas which keys each was asked for, so that all of them hold, update and
-    keep the same rows; `replica_reduce` adds up their gradients.
+    keep the same rows; `replica_reduce` adds up the gradients of those that no later micro-batch uses, or
+    without ``first_use`` of all of them after the last one.
     """
     reduce = Stage(
         "replica_reduce",
         "replica",
-        (Edge("gradient_exchange", "all"),),
-        (Access("update", "replica_group"), Access("update", "row_gradient", per="batch")),
+        (Edge("gradient_exchange", "same"),),
+        (
+            Access("update", "replica_group"),
+            Access("read", "row_gradient", per="micro_batch"),
+            Access("write", "mean_gradient", per="micro_batch"),
+        ),
+        per_micro_batch=True,
     )
     routed = schedule._with(
         "route", touches=(*schedule["route"].touches, Access("update", "replica_routing_group"))
     )
-    updated = routed._with("sparse_update", after=(Edge("replica_reduce"),))
-    place = [stage.name for stage in updated.stages].index("sparse_update")
+    updated = routed._with(
+        "sparse_update",
+        after=(Edge("replica_reduce", "all"),),
+        touches=tuple(
+            replace(access, place="mean_gradient") if access.place == "row_gradient" else access
+            for access in schedule["sparse_update"].touches
+        ),
+    )
+    place = [stage.name for stage in updated.stages].index("gradient_exchange") + 1
     return replace(updated, stages=(*updated.stages[:place], reduce, *updated.stages[place:]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -40,6 +40,41 @@ class Shares:
             torch.cat(here) - bounds[rank],
             [after - before for before, after in pairwise(bounds)],
         )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rows whose sums are complete on all ranks at one time.
+
+    Args:
+        rows: (K_i,) int64, which of all rows; ascending.
+        shares: who adds them up; its `order` numbers this rank's own rows of all times.
+    """
+
+    rows: torch.Tensor
+    shares: Shares
+
+
+def meetings(places: list[torch.Tensor], complete: torch.Tensor, times: int, rank: int) -> list[Meeting]:
+    """[times] one `Meeting` for each time.
+
+    Args:
+        places: [g] (k_g,) int64, which of K rows rank g has sums for.
+        complete: (K,) int64, the time at which the last of a row's sums is complete.
+        rank: this one.
+    """
+    counts = torch.bincount(complete, minlength=times)
+    rows = torch.argsort(complete, stable=True)
+    number = torch.empty_like(rows)
+    number[rows] = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[complete[rows]]
+    when = [complete[each] for each in places]
+    found = []
+    for time, each in enumerate(rows.split(counts.tolist())):
+        then = [(at == time).nonzero().squeeze(1) for at in when]
+        parts = [number[place[here]] for place, here in zip(places, then, strict=True)]
+        shares = Shares.of(parts, len(each), rank)
+        found.append(Meeting(each, replace(shares, order=then[rank][shares.order])))
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ from .. import ops
 from ..distributed import Communicator
 from .shares import Shares
 from .streams import to_device
-from .window import Window, WindowConfig
+from .window import Sent, WindowConfig
 
 NAME = "embedding gradient"
 
@@ -53,7 +53,7 @@ class Sums:
 
     def exchange(
         self,
-        window: Window | None,
+        sent: Sent | None,
         over: Communicator,
         values: torch.Tensor,
         rows: torch.Tensor,
@@ -66,14 +66,14 @@ class Sums:
         """Add sums of every rank to those of their owners.
 
         Args:
-            window: counts the bytes; None does not. over: the ranks.
+            sent: counts the bytes, if given. over: the ranks.
             values: (N, dim) sums here. rows: (K,) int64, which of them go, grouped by rank; `send` says how
                 many to each.
             out: (S, dim) sums to add to. targets: (k,) int64, where each that comes belongs, grouped by rank;
                 `receive` says how many from each.
         """
         if not self.exact:
-            came = travel(window, over, ops.gather_rows(values, rows), send, receive)
+            came = travel(sent, over, ops.gather_rows(values, rows), send, receive)
             self.add(came, targets, out, name)
             return
         own, leaving, send = _apart(rows, send, over.rank)
@@ -83,14 +83,14 @@ class Sums:
             return
         dim = values.shape[1]
         widths, packed = ops.pack_rows(values, leaving)
-        their_widths = travel(window, over, widths, send, receive)
+        their_widths = travel(sent, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
-        theirs = travel(window, over, packed, *lengths)
+        theirs = travel(sent, over, packed, *lengths)
         ops.add_packed_rows(out, arriving, their_widths, theirs, name=name, bits=self.config.grid_bits)
 
     def means(
         self,
-        window: Window | None,
+        sent: Sent | None,
         over: Communicator,
         values: torch.Tensor,
         shares: Shares,
@@ -104,9 +104,9 @@ class Sums:
         size = shares.sizes[over.rank]
         sums = self.zeros(size, values.shape[1])
         order, rows = (to_device(each, self.device) for each in (shares.order, shares.rows))
-        self.exchange(window, over, values, order, shares.send, sums, rows, shares.receive, name)
+        self.exchange(sent, over, values, order, shares.send, sums, rows, shares.receive, name)
         mean = self.over(sums, terms).repeat(over.world_size, 1)
-        return travel(window, over, mean, [size] * over.world_size, shares.sizes)
+        return travel(sent, over, mean, [size] * over.world_size, shares.sizes)
 
     def mean(self, sums: torch.Tensor, terms: int, name: str = NAME) -> torch.Tensor:
         """Sums over samples to the gradient of the mean loss per term, or FloatingPointError."""
@@ -135,19 +135,16 @@ class Sums:
 
 
 def travel(
-    window: Window | None,
+    sent: Sent | None,
     over: Communicator,
     values: torch.Tensor,
     send: list[int],
     receive: list[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Communicator.all_to_all`, its bytes counted in the window, if one is given."""
-    if window is not None:
-        leaving = sum(send) - send[over.rank]
-        sent = leaving * values[:1].numel() * values.element_size()
-        window.sent_bytes += sent
-        window.counts.row_bytes += sent
+    """`Communicator.all_to_all`, its bytes counted in `sent`, if it is given."""
+    if sent is not None:
+        sent.bytes += (sum(send) - send[over.rank]) * values[:1].numel() * values.element_size()
     return over.all_to_all(values, send, receive, out)
 
 

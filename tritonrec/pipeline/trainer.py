@@ -325,6 +325,7 @@ class Trainer:
 
     def _finish(self, window: Window) -> None:
         self._finished = window.step
+        window.counts.row_bytes = sum(each.bytes for each in window.sent.values())
         self.counts.add(window.counts)
         if self._average is not None:
             self._average.note(window)
@@ -339,6 +340,6 @@ class Trainer:
         with self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch) as args:
             yield
             if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
-                args["bytes"] = window.sent_bytes
+                args["bytes"] = window.sending(task.stage, task.micro_batch or 0).bytes
             elif task.stage == "retrieve":
                 args["keys"] = window.keys

@@ -16,6 +16,7 @@ import torch
 from .. import ops
 from ..data import Batch
 from .routes import MAX_FIRST_USE, Asked, Leg, no_keys
+from .shares import Meeting
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
@@ -37,6 +38,7 @@ class TableWindow:
     received_keys: torch.Tensor = field(default_factory=no_keys)
     received_last_use: torch.Tensor | None = None
     replica_keys: list[torch.Tensor] = field(default_factory=list)  # [g]: distinct keys asked of replica g
+    replica_last_use: list[torch.Tensor] = field(default_factory=list)  # [g] uint8 beside them, if known
     # retrieval
     keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
     places: list[torch.Tensor] = field(default_factory=list)  # [g]: which of them were asked of replica g
@@ -45,6 +47,7 @@ class TableWindow:
     kept: tuple[torch.Tensor, torch.Tensor] | None = (
         None  # rows of K(t-1) & K(t) in the last buffer and in this
     )
+    meetings: list[Meeting] = field(default_factory=list)  # [i]: rows whose replicas' sums are complete
     wanted: Leg = field(default_factory=Leg)  # buffer rows to send with each micro-batch
     returned: Leg = field(default_factory=Leg)  # buffer rows whose gradients come with each
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))  # (K, row width)
@@ -53,6 +56,13 @@ class TableWindow:
     gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
     row_gradient: torch.Tensor | None = None  # (keys asked here, dim), fp32 or on the grid, at the owner
     mean_gradient: torch.Tensor | None = None  # (K, dim) of all replicas, fp32
+
+
+@dataclass
+class Sent:
+    """What left this rank with one task; tasks of two lanes count at the same time."""
+
+    bytes: int = 0
 
 
 @dataclass
@@ -103,7 +113,11 @@ class Window:
     dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: LookupCounts = field(default_factory=LookupCounts)
-    sent_bytes: int = 0
+    sent: dict[tuple[str, int], Sent] = field(default_factory=dict)  # by stage and micro-batch
+
+    def sending(self, stage: str, micro_batch: int) -> Sent:
+        """Where the task of `stage` counts what it sends."""
+        return self.sent.setdefault((stage, micro_batch), Sent())
 
     @property
     def step(self) -> int:

@@ -6,7 +6,8 @@
 lookup              ``lookup_seconds * W ** contention`` in all, in equal parts for prefetch, h2d,
                     route, retrieve and write_back
 all-to-all          ``(S - 1) * message_seconds + bytes * (S - 1) / S * S ** contention / bandwidth``
-replica all-reduce  ``2 (R - 1) / R * bytes`` of the owner's row gradients over the node's links
+replica all-reduce  ``2 (R - 1) / R * bytes`` of the owner's row gradients over the node's links, after
+                    the last micro-batch, or with first_use after each row's last one
 dual-buffer copy    rows kept, read and written at the memory's bandwidth
 compute             ``compute_seconds``, shared out by samples
 ==================  ==============================================================================
@@ -20,7 +21,7 @@ The reduction of dense gradients hides behind the backward pass and is part of `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tritonrec.pipeline.schedule import Task
 
@@ -121,14 +122,21 @@ def costs(cluster: Cluster, workload: Workload, plan: Plan) -> Callable[[Task], 
         "sparse_update": Cost(3 * owned / cluster.memory_bandwidth),
         "dense_reduce": Cost(),
         "dense_update": Cost(),
-        "replica_reduce": Cost(transfer=cluster.all_reduce(owned, plan.replicas), sent=owned),
     }
+    complete = [0.0] * (plan.micro_batches - 1) + [1.0]
+    if plan.first_use:  # a row's sums are complete once no worker's later micro-batch uses it
+        everyone = replace(keys, draws=keys.draws * cluster.workers)
+        last_use = everyone.first_use(fractions[::-1], plan.clustered)[::-1]
+        complete = [rows / sum(last_use) for rows in last_use]
 
     def cost(task: Task) -> Cost:
         if task.micro_batch is None:
             return fixed[task.stage]
         if task.stage == "compute":
             return Cost(cluster.compute_seconds * fractions[task.micro_batch])
+        if task.stage == "replica_reduce":
+            reduced = owned * complete[task.micro_batch]
+            return Cost(transfer=cluster.all_reduce(reduced, plan.replicas), sent=reduced)
         sent = row * (forward if task.stage == "exchange" else backward)[task.micro_batch]
         return Cost(transfer=cluster.all_to_all(sent, members), sent=sent * away)
 

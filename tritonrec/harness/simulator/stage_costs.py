@@ -175,16 +175,13 @@ class StageCosts:
         reduced = _ring(world) / _ring(self.world_size) if self.world_size > 1 else 1.0
         reduced *= (world / self.world_size) ** self.link.contention
         fixed["dense_reduce"] = Cost(transfer=own["dense_reduce"][0] * reduced)
-        if plan.replicas > 1:
-            # Rows received for a batch bound the owner's distinct rows from above; they are packed, sent and
-            # added up as in a gradient exchange.
-            rows = self.sent("gradient_exchange", 1.0) / (1 - 1 / self.world_size)
-            work, travel = own["gradient_exchange"][0], self._replica_reduce(rows, plan.replicas)
-            fixed["replica_reduce"] = Cost(work, travel, _ring(plan.replicas) * rows)
+        meetings = self._meetings(plan, sent["gradient_exchange"]) if plan.replicas > 1 else []
 
         def cost(task: Task) -> Cost:
             if task.micro_batch is None:
                 return fixed[task.stage]
+            if task.stage == "replica_reduce":
+                return meetings[task.micro_batch]
             share = fractions[task.micro_batch]
             work = own[task.stage][0] * share + own[task.stage][1]
             if task.stage not in EXCHANGES:
@@ -216,10 +213,20 @@ class StageCosts:
         seen = [self.sent(stage, min(1.0, share)) for share in np.cumsum(fractions)]
         return [max(0.0, after - before) for before, after in zip([0.0, *seen], seen, strict=False)]
 
-    def _replica_reduce(self, rows: float, replicas: int) -> float:
-        near = replicas <= self.link.node_size
+    def _meetings(self, plan: Plan, leaving: Sequence[float]) -> list[Cost]:
+        """What replicas do after each micro-batch: all after the last, or with `first_use` as rows leave.
+
+        Rows received for a batch bound the owner's distinct rows from above; they are packed, sent and added
+        up as in a gradient exchange, whose bytes for each micro-batch are `leaving`.
+        """
+        near = plan.replicas <= self.link.node_size
         rate = (self.link.node_bytes_per_second if near else None) or self.rate()
-        return _ring(replicas) * rows / rate
+        moved = _ring(plan.replicas) * self.sent("gradient_exchange", 1.0) / (1 - 1 / self.world_size)
+        work, each = self.seconds("gradient_exchange")
+        if not plan.first_use:
+            return [Cost()] * (plan.micro_batches - 1) + [Cost(work + each, moved / rate, moved)]
+        shares = [rows / max(sum(leaving), 1e-300) for rows in leaving]
+        return [Cost(work * share + each, moved * share / rate, moved * share) for share in shares]
 
 
 def _ring(members: int) -> float:
