@@ -1,7 +1,6 @@
-"""HSTU attention with masks, bias and delta queries together: held to float64, and mutants are found out.
+"""HSTU attention with masks, bias and delta queries together: held to float64, twice plain float32's error.
 
-`judge` is the check: worst element and worst block of every result against twice the error of plain float32.
-The mutants at the end are attentions that are wrong in one term; each must fail it.
+`judge` is the check; attentions that are wrong in one term must fail it (`test_hstu_attention_wrong`).
 """
 
 from functools import lru_cache
@@ -11,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from float_error import assert_error_at_most_twice
+from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, judge, make, on, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,103 +19,15 @@ from tritonrec.kernels.hstu_attention import (
     attention_forward,
     checks,
     hstu_attention,
-    masks,
     reference,
 )
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
-RESULTS = ("out", "dq", "dk", "dv", "dpos", "dts")
-N = 11
-
-# name: lengths, targets, contexts, (group, window, full, prefix), queries, bias, further options
-CASES = {
-    "contexts": ([70, 5, 0, 9, 1], [3, 1, 0, 0, 0], [4, 2, 0, 9, 1], (1, 0, 0, 0), None, "", ""),
-    "groups": ([40, 9, 1], [23, 9, 1], None, (5, 0, 0, 0), None, "", ""),
-    "window": ([70, 0, 33], [4, 0, 1], None, (1, 7, 0, 0), None, "", ""),
-    "window_of_blocks": ([150], [20], [3], (1, 33, 0, 0), None, "", ""),
-    "semi_local": ([90, 6, 40], [9, 0, 40], [3, 6, 0], (4, 9, 0, 12), None, "", ""),
-    "full_rows": ([90, 6, 40], [9, 2, 0], [3, 0, 1], (1, 9, 20, 0), None, "", ""),
-    "positions": ([40, 1, 0, 18], [3, 0, 0, 0], None, (1, 0, 0, 0), None, "one", ""),
-    "positions_both_ways": ([66, 9], [3, 2], [5, 4], (1, 8, 0, 3), None, "two", ""),
-    "times": ([50, 1, 0, 20], None, None, (1, 0, 0, 0), None, "times", ""),
-    "both": ([34, 0, 40], [5, 0, 0], [2, 0, 3], (2, 12, 4, 2), None, "two times", "nvidia scales shifted"),
-    "delta": ([70, 0, 33, 12], [3, 0, 1, 2], None, (1, 0, 0, 0), [5, 0, 33, 0], "", ""),
-    "delta_of_everything": (
-        [70, 0, 33, 12], [9, 0, 1, 2], [2, 0, 0, 1], (3, 9, 3, 2), [6, 0, 33, 0], "two times", "scales",
-    ),
-    "one_scale": ([20, 3], None, None, (1, 0, 0, 0), None, "", "scale"),
-}  # fmt: skip
-
 
 def on_triton(name):
     return pytest.param("triton", name, marks=TRITON.marks)
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and isinstance(tensor, torch.Tensor) else tensor
-
-
-def make(lengths, targets, contexts, numbers, queries, bias, options, dims=(2, 8, 6), seed=7):
-    """(do, q, k, v) and the call; |alpha q k| up to 8."""
-    heads, dim_qk, dim_v = dims
-    generator = torch.Generator().manual_seed(seed)
-    tokens, rows = sum(lengths), sum(lengths if queries is None else queries)
-    longest = max(lengths)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator) * 1.5 + 0.2
-
-    tensors = (draw(rows, heads, dim_v), draw(rows, heads, dim_qk), draw(tokens, heads, dim_qk))
-    tensors = (*tensors, draw(tokens, heads, dim_v))
-    top = max((torch.einsum("ihd,jhd->hij", *tensors[1:3]).abs().max().item(), 1e-3)) if rows else 1.0
-    alpha = 8 / top
-    positions = {"one": longest, "two": 2 * longest - 1}.get(bias.split(" ")[0])
-    has_times = "times" in bias
-    times = torch.randint(-3, 300, (tokens,), generator=generator).cumsum(0) if has_times else None
-    scale = {"scales": torch.rand(rows, generator=generator) / N, "scale": torch.tensor(0.3)}
-    return tensors, Call(
-        torch.tensor([0, *np.cumsum(lengths)]), longest, alpha, 1 if "scale" in options else N, list(numbers),
-        None if targets is None else torch.tensor(targets),
-        None if contexts is None else torch.tensor(contexts),
-        None if queries is None else torch.tensor([0, *np.cumsum(queries)]),
-        next((scale[word] for word in options.split() if word in scale), None),
-        draw(positions) if positions else None, draw(9) if has_times else None, times,
-        torch.cat([times[1:], times[-1:]]) if has_times and "shifted" in options else None,
-        alpha if "nvidia" in options else 1.0,
-    )  # fmt: skip
-
-
-def run(impl, tensors, call):
-    do, q, k, v = (on(impl, tensor) for tensor in tensors)
-    call = Call(*(on(impl, value) for value in call))._replace(impl=impl)
-    if q.dtype != torch.float64:
-        checks.check_arguments(q, k, v, call, 0)
-    checks.check_values(q, k, call)
-    results = (attention_forward(q, k, v, call), *attention_backward(do, q, k, v, call))
-    return [result.cpu() for result in results]
-
-
-def doubled(values):
-    return [
-        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for value in values
-    ]
-
-
-def judge(tensors, call, got, plain, exact):
-    """AssertionError unless every result, and every block of 16 rows of one, is as good as plain float32."""
-    for what, one, two, three in zip(RESULTS, got, plain, exact, strict=True):
-        assert_error_at_most_twice(one, two, three, what)
-        for start in range(0, len(three), 16):
-            error = (one[start : start + 16].double() - three[start : start + 16]).norm()
-            block = three[start : start + 16]
-            allowed = 6 * (two.double() - three).norm() / max(1, len(three) / 16) ** 0.5
-            assert error <= allowed + 1e-6 * block.norm() + 1e-9, f"{what}, rows from {start}: {error:.3g}"
 
 
 @lru_cache
@@ -369,127 +280,3 @@ def test_what_does_not_fit_is_refused(change, message):
     hstu_attention(**fits)
     with pytest.raises(ValueError, match=message):
         hstu_attention(**{**fits, **change})
-
-
-def with_mask(change):
-    """The reference under a mask that `change` makes of (length, targets, contexts, mask)."""
-
-    def attend(tensors, call, monkeypatch):
-        right = masks.visible
-        monkeypatch.setattr(reference, "visible", lambda *arguments: change(right, *arguments))
-        return run("reference", tensors, call)
-
-    return attend
-
-
-def with_rule(**steps):
-    """The reference with numbers of the mask a step away."""
-
-    def change(visible, length, targets, contexts, mask):
-        numbers = {name: getattr(mask, name) + step for name, step in steps.items()}
-        return visible(length, targets, contexts, mask._replace(**numbers))
-
-    return with_mask(change)
-
-
-def with_silu(of_score):
-    """Attention with another function of the scores, forward and backward by autograd."""
-
-    def attend(tensors, call, monkeypatch):
-        do, *leaves = (tensor.clone() for tensor in tensors)
-        for leaf in leaves:
-            leaf.requires_grad_()
-        out = torch.zeros(len(leaves[0]), *leaves[2].shape[1:])
-        for b in range(call.num_sequences):
-            sequence = reference._Sequence(call, b, leaves[0])
-            for h in range(do.shape[1]):
-                s = sequence.scores(call, leaves[0], leaves[1], h)
-                p = of_score(s) * sequence.scale
-                out[sequence.rows, h] = p @ leaves[2][sequence.columns, h]
-        return [out.detach(), *torch.autograd.grad(out, leaves, do), *run("reference", tensors, call)[4:]]
-
-    return attend
-
-
-def with_results(change):
-    """Right results, one of them changed."""
-
-    def attend(tensors, call, monkeypatch):
-        results = run("cpu", tensors, call)
-        change(dict(zip(RESULTS, results, strict=True)), tensors, call)
-        return results
-
-    return attend
-
-
-def with_call(**changes):
-    """The right attention, asked for something else."""
-
-    def attend(tensors, call, monkeypatch):
-        return run("cpu", tensors, call._replace(**{k: f(getattr(call, k)) for k, f in changes.items()}))
-
-    return attend
-
-
-def lost_update(results, tensors, call):
-    """dq of 16 rows without the keys of one block of 16."""
-    poked = [tensor.clone() for tensor in tensors]
-    poked[3][16:32] = 0  # without these values no score gradient
-    results["dq"][48:64] = run("cpu", poked, call)[1][48:64]
-
-
-MUTANTS = {
-    "half_of_x": with_silu(lambda s: s / 2),
-    "silu_of_half": with_silu(lambda s: torch.nn.functional.silu(s / 2)),
-    "relu": with_silu(torch.relu),
-    "zero": with_silu(lambda s: 0 * s),
-    "no_normaliser": with_call(scaling_seqlen=lambda n: 1),
-    "own_length": with_call(scaling_seqlen=lambda n: n + 1),
-    "alpha_twice": with_call(alpha=lambda a: a * a),
-    "bias_times_alpha": with_call(alpha=lambda a: a, bias_factor=lambda f: f * 0.97),
-    "window_longer": with_rule(max_attn_len=1),
-    "window_shorter": with_rule(max_attn_len=-1),
-    "more_full_rows": with_rule(min_full_attn_seq_len=1),
-    "fewer_full_rows": with_rule(min_full_attn_seq_len=-1),
-    "longer_prefix": with_rule(attn_prefix_len=1),
-    "shorter_prefix": with_rule(attn_prefix_len=-1),
-    "larger_groups": with_rule(target_group_size=1),
-    "smaller_groups": with_rule(target_group_size=-1),
-    "one_target_more": with_mask(lambda f, n, t, c, m: f(n, min(t + 1, n - c), c, m)),
-    "one_target_less": with_mask(lambda f, n, t, c, m: f(n, max(t - 1, 0), c, m)),
-    "one_context_less": with_mask(lambda f, n, t, c, m: f(n, t, max(c - 1, 0), m)),
-    "no_diagonal": with_mask(lambda f, n, t, c, m: f(n, t, c, m) & ~torch.eye(n, dtype=torch.bool)),
-    "later_keys": with_mask(lambda f, n, t, c, m: f(n, t, c, m) | torch.eye(n, dtype=torch.bool).roll(1, 1)),
-    "dropped_tile": with_mask(
-        lambda f, n, t, c, m: (
-            f(n, t, c, m) & ~((torch.arange(n)[:, None] // 16 == 3) & (torch.arange(n) // 16 == 3))
-        )
-    ),
-    "lost_dq_update": with_results(lost_update),
-    "swapped_gradients": with_results(lambda r, t, c: r["dq"].copy_(r["dk"])),
-    "table_of_a_neighbour": with_results(lambda r, t, c: r["dpos"].copy_(r["dpos"].roll(1, 0))),
-    "bucket_off_by_one": with_results(lambda r, t, c: r["dts"].copy_(r["dts"].roll(1, 1))),
-}
-
-MUTATED = ([70, 0, 40], [5, 0, 7], [3, 0, 2], (3, 9, 6, 5), None, "two times", "")
-
-
-@lru_cache
-def mutated_case():
-    tensors, call = make(*MUTATED)
-    plain = run("reference", tensors, call)
-    return tensors, call, plain, run("reference", doubled(tensors), Call(*doubled(call)))
-
-
-def test_the_judge_lets_the_right_one_pass():
-    tensors, call, plain, exact = mutated_case()
-    judge(tensors, call, run("cpu", tensors, call), plain, exact)
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found_out(name, monkeypatch):
-    tensors, call, plain, exact = mutated_case()
-    with monkeypatch.context() as patch:
-        got = MUTANTS[name](tensors, call, patch)
-    with pytest.raises(AssertionError):
-        judge(tensors, call, got, plain, exact)

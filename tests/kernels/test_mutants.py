@@ -10,6 +10,7 @@ import test_bucketize
 import test_gather_rows
 import test_grid
 import test_hash_table
+import test_hash_table_erase
 import test_intersect
 import test_no_sync
 import test_packed_rows
@@ -66,16 +67,18 @@ HASH = [
     lambda: test_hash_table.test_a_full_table_refuses_and_is_left_as_it_was(IMPL),
     lambda: test_hash_table.test_growth_keeps_rows_and_leaves_the_old_table_alone(IMPL),
     lambda: (
-        test_hash_table.test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_they_go_on(
+        test_hash_table_erase.test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_they_go_on(
             IMPL
         )
     ),
-    lambda: test_hash_table.test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(IMPL),
-    lambda: test_hash_table.test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(
-        IMPL
+    lambda: test_hash_table_erase.test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(IMPL),
+    lambda: (
+        test_hash_table_erase.test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(
+            IMPL
+        )
     ),
-    lambda: test_hash_table.test_new_keys_take_free_rows_first(IMPL, torch.int64),
-    lambda: test_hash_table.test_assigning_changes_the_rows_of_present_keys(IMPL, torch.int64),
+    lambda: test_hash_table_erase.test_new_keys_take_free_rows_first(IMPL, torch.int64),
+    lambda: test_hash_table_erase.test_assigning_changes_the_rows_of_present_keys(IMPL, torch.int64),
     lambda: test_padding.test_insert_takes_rows_for_the_keys_that_hold(IMPL, 4, 2),
     lambda: test_padding.test_find_assign_and_erase_pass_over_what_does_not_hold(IMPL),
     lambda: test_padding.test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(IMPL),

@@ -4,8 +4,8 @@
 
 from functools import lru_cache
 
+import attention_cases
 import pytest
-import test_hstu_attention_options
 import test_linear
 import test_norm_mul_dropout
 import test_relative_aggregate
@@ -31,17 +31,17 @@ LONG = [85], None, None, (1, 0, 0, 0), None, "", ""
 @lru_cache
 def attention_case(long):
     """Tensors and call, with plain and exact results."""
-    tensors, call = test_hstu_attention_options.make(*(LONG if long else OPTIONS), dims=(1, 8, 6))
-    doubled = test_hstu_attention_options.doubled
-    run = test_hstu_attention_options.run
+    tensors, call = attention_cases.make(*(LONG if long else OPTIONS), dims=(1, 8, 6))
+    doubled = attention_cases.doubled
+    run = attention_cases.run
     exact = run("reference", doubled(tensors), type(call)(*doubled(call)))
     return tensors, call, run("reference", tensors, call), exact
 
 
 def attention(long=False, **changes):
     tensors, call, plain, exact = attention_case(long)
-    got = test_hstu_attention_options.run(IMPL, tensors, call._replace(**changes))
-    test_hstu_attention_options.judge(tensors, call, got, plain, exact)
+    got = attention_cases.run(IMPL, tensors, call._replace(**changes))
+    attention_cases.judge(tensors, call, got, plain, exact)
 
 
 def long_attention():

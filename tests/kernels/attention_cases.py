@@ -1,0 +1,103 @@
+"""HSTU attention with masks, bias and delta queries: cases, and the judge of their results.
+
+`judge` holds the worst element and the worst block of every result to twice the error of plain float32.
+"""
+
+import numpy as np
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+
+from tritonrec.kernels.hstu_attention import (
+    attention_backward,
+    attention_forward,
+    checks,
+)
+from tritonrec.kernels.hstu_attention.call import Call
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+RESULTS = ("out", "dq", "dk", "dv", "dpos", "dts")
+N = 11
+
+# name: lengths, targets, contexts, (group, window, full, prefix), queries, bias, further options
+CASES = {
+    "contexts": ([70, 5, 0, 9, 1], [3, 1, 0, 0, 0], [4, 2, 0, 9, 1], (1, 0, 0, 0), None, "", ""),
+    "groups": ([40, 9, 1], [23, 9, 1], None, (5, 0, 0, 0), None, "", ""),
+    "window": ([70, 0, 33], [4, 0, 1], None, (1, 7, 0, 0), None, "", ""),
+    "window_of_blocks": ([150], [20], [3], (1, 33, 0, 0), None, "", ""),
+    "semi_local": ([90, 6, 40], [9, 0, 40], [3, 6, 0], (4, 9, 0, 12), None, "", ""),
+    "full_rows": ([90, 6, 40], [9, 2, 0], [3, 0, 1], (1, 9, 20, 0), None, "", ""),
+    "positions": ([40, 1, 0, 18], [3, 0, 0, 0], None, (1, 0, 0, 0), None, "one", ""),
+    "positions_both_ways": ([66, 9], [3, 2], [5, 4], (1, 8, 0, 3), None, "two", ""),
+    "times": ([50, 1, 0, 20], None, None, (1, 0, 0, 0), None, "times", ""),
+    "both": ([34, 0, 40], [5, 0, 0], [2, 0, 3], (2, 12, 4, 2), None, "two times", "nvidia scales shifted"),
+    "delta": ([70, 0, 33, 12], [3, 0, 1, 2], None, (1, 0, 0, 0), [5, 0, 33, 0], "", ""),
+    "delta_of_everything": (
+        [70, 0, 33, 12], [9, 0, 1, 2], [2, 0, 0, 1], (3, 9, 3, 2), [6, 0, 33, 0], "two times", "scales",
+    ),
+    "one_scale": ([20, 3], None, None, (1, 0, 0, 0), None, "", "scale"),
+}  # fmt: skip
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU and isinstance(tensor, torch.Tensor) else tensor
+
+
+def make(lengths, targets, contexts, numbers, queries, bias, options, dims=(2, 8, 6), seed=7):
+    """(do, q, k, v) and the call; |alpha q k| up to 8."""
+    heads, dim_qk, dim_v = dims
+    generator = torch.Generator().manual_seed(seed)
+    tokens, rows = sum(lengths), sum(lengths if queries is None else queries)
+    longest = max(lengths)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator) * 1.5 + 0.2
+
+    tensors = (draw(rows, heads, dim_v), draw(rows, heads, dim_qk), draw(tokens, heads, dim_qk))
+    tensors = (*tensors, draw(tokens, heads, dim_v))
+    top = max((torch.einsum("ihd,jhd->hij", *tensors[1:3]).abs().max().item(), 1e-3)) if rows else 1.0
+    alpha = 8 / top
+    positions = {"one": longest, "two": 2 * longest - 1}.get(bias.split(" ")[0])
+    has_times = "times" in bias
+    times = torch.randint(-3, 300, (tokens,), generator=generator).cumsum(0) if has_times else None
+    scale = {"scales": torch.rand(rows, generator=generator) / N, "scale": torch.tensor(0.3)}
+    return tensors, Call(
+        torch.tensor([0, *np.cumsum(lengths)]), longest, alpha, 1 if "scale" in options else N, list(numbers),
+        None if targets is None else torch.tensor(targets),
+        None if contexts is None else torch.tensor(contexts),
+        None if queries is None else torch.tensor([0, *np.cumsum(queries)]),
+        next((scale[word] for word in options.split() if word in scale), None),
+        draw(positions) if positions else None, draw(9) if has_times else None, times,
+        torch.cat([times[1:], times[-1:]]) if has_times and "shifted" in options else None,
+        alpha if "nvidia" in options else 1.0,
+    )  # fmt: skip
+
+
+def run(impl, tensors, call):
+    do, q, k, v = (on(impl, tensor) for tensor in tensors)
+    call = Call(*(on(impl, value) for value in call))._replace(impl=impl)
+    if q.dtype != torch.float64:
+        checks.check_arguments(q, k, v, call, 0)
+    checks.check_values(q, k, call)
+    results = (attention_forward(q, k, v, call), *attention_backward(do, q, k, v, call))
+    return [result.cpu() for result in results]
+
+
+def doubled(values):
+    return [
+        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for value in values
+    ]
+
+
+def judge(tensors, call, got, plain, exact):
+    """AssertionError unless every result, and every block of 16 rows of one, is as good as plain float32."""
+    for what, one, two, three in zip(RESULTS, got, plain, exact, strict=True):
+        assert_error_at_most_twice(one, two, three, what)
+        for start in range(0, len(three), 16):
+            error = (one[start : start + 16].double() - three[start : start + 16]).norm()
+            block = three[start : start + 16]
+            allowed = 6 * (two.double() - three).norm() / max(1, len(three) / 16) ** 0.5
+            assert error <= allowed + 1e-6 * block.norm() + 1e-9, f"{what}, rows from {start}: {error:.3g}"
