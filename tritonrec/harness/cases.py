@@ -243,7 +243,7 @@ def replica_cases(
 ) -> list[Case]:
     """2D sparse parallelism: every grouping of the largest world size and of twice as many ranks.
 
-    Each in the last mode and without any overlap; ``"quick"`` runs one grouping. Then one case with all
+    Each in the last mode and without any overlap; ``"quick"`` runs one grouping. Then cases with all
     switches and policies, and one that goes on at another world size, with one copy of the tables.
     """
     if largest < 2:
@@ -262,6 +262,8 @@ def replica_cases(
     if "nestpipe" in modes:
         both = Case("nestpipe", "batch", 2 * (largest // 2), max(micro_batches), True, "adam", steps, 5)
         cases.append(replace(both, variant="scale", replicas=2))
+        if size != "quick":
+            cases.append(replace(both, variant="scale", world_size=2 * largest, replicas=largest))
         cases.append(replace(both, variant=RESTART, replicas=2, restart=1))
     return cases
 
