@@ -1,25 +1,17 @@
-"""Bugs planted in the Triton kernels of dense layers and attention, as in `test_mutants`."""
+"""Bugs to plant in the Triton kernels of dense layers and attention, as in `mutants_of_keys`."""
 
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 
 from functools import lru_cache
 
 import attention_cases
-import pytest
 import test_linear
 import test_norm_mul_dropout
 import test_relative_aggregate
 import test_sampled_softmax
 import test_silu
-import torch
-from mutate import each, mutated, red
-from poison import poisoned_memory
+from mutate import each
 
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # a mutant may take the root of a negative number
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes edited sources"),
-]
 IMPL = "triton"
 
 
@@ -155,37 +147,3 @@ SPECIAL = {
         long_attention,
     ),
 }  # fmt: skip
-PAIRS = [(module, name) for module, mutants in MUTANTS.items() for name in mutants]
-
-
-@pytest.mark.parametrize("module", CHECKS)
-def test_the_kernel_itself_passes(module, tmp_path):
-    """Loaded as a mutant is, with nothing edited."""
-    with mutated(module, [], tmp_path), poisoned_memory():
-        for check in CHECKS[module]:
-            check()
-
-
-@pytest.mark.parametrize(("module", "name"), PAIRS)
-def test_a_mutant_is_found_out(module, name, tmp_path):
-    with mutated(module, MUTANTS[module][name], tmp_path):
-        assert red(CHECKS[module]), f"{name} of {module} survives"
-
-
-@pytest.mark.parametrize("name", SPECIAL)
-def test_a_block_or_a_lost_atomic_is_found_out(name, tmp_path):
-    module, edits, check = SPECIAL[name]
-    with mutated(module, edits, tmp_path):
-        assert red([check]), f"{name} survives"
-
-
-def test_long_attention_passes():
-    long_attention()
-
-
-def test_an_edit_that_no_longer_fits_is_named(tmp_path):
-    with (
-        pytest.raises(AssertionError, match="has no 'no such text' any more"),
-        mutated("silu.triton_silu", [("no such text", "")], tmp_path),
-    ):
-        pass

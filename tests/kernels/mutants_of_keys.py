@@ -1,0 +1,350 @@
+"""Bugs to plant in the Triton kernels of keys and rows, and the ordinary checks that must find them.
+
+A mutant is one edit, (old text, new text). Edits stay inside the buffers, so that what fails is a check.
+"""
+
+# ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
+
+import pytest
+import test_bucketize
+import test_gather_rows
+import test_grid
+import test_hash_table
+import test_hash_table_erase
+import test_intersect
+import test_no_sync
+import test_packed_rows
+import test_padding
+import test_philox
+import test_schedules
+import test_segment_sum
+import test_sparse_optimizers
+import test_unique
+import torch
+from mutate import each
+
+from tritonrec.kernels import tuned
+
+IMPL = "triton"
+
+
+def hidden_step():
+    """A training step under `no_sync`, and two calls that would have read a value back."""
+    test_no_sync.test_the_host_never_waits_in_a_step("extremes")
+    for name in ("to_grid", "from_grid", "unique_count", "insert_free_rows"):
+        test_no_sync.test_the_host_never_waits_in_one_call(name)
+
+
+def interleaved(test, **arguments):
+    """A test of `test_schedules` in blocks of two lanes, under a few schedules."""
+
+    def check():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                tuned, "config", lambda *_: {"BLOCK": test_schedules.small_blocks.size, "num_warps": 1}
+            )
+            for seed in range(12):
+                test.hypothesis.inner_test(**arguments, drawn=(seed, True, 2))
+
+    return check
+
+
+REPEATED = [5, *test_schedules.CLASHING[:4], 5, -1, 5, *test_schedules.CLASHING[:4], -1]
+MANY = test_schedules.CLASHING[:12]
+
+
+HASH = [
+    *each(test_hash_table.test_every_key_is_legal, 0),
+    lambda: test_hash_table.test_old_keys_keep_their_rows_and_new_ones_follow_in_order(IMPL),
+    lambda: test_hash_table.test_collisions_fill_a_table_to_its_last_slot(IMPL),
+    lambda: test_hash_table.test_probes_walk_their_step_and_wrap_around_the_end(IMPL, 3, 7),
+    lambda: test_hash_table.test_a_full_table_refuses_and_is_left_as_it_was(IMPL),
+    lambda: test_hash_table.test_growth_keeps_rows_and_leaves_the_old_table_alone(IMPL),
+    lambda: (
+        test_hash_table_erase.test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_they_go_on(
+            IMPL
+        )
+    ),
+    lambda: test_hash_table_erase.test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(IMPL),
+    lambda: (
+        test_hash_table_erase.test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(
+            IMPL
+        )
+    ),
+    lambda: test_hash_table_erase.test_new_keys_take_free_rows_first(IMPL, torch.int64),
+    lambda: test_hash_table_erase.test_assigning_changes_the_rows_of_present_keys(IMPL, torch.int64),
+    lambda: test_padding.test_insert_takes_rows_for_the_keys_that_hold(IMPL, 4, 2),
+    lambda: test_padding.test_find_assign_and_erase_pass_over_what_does_not_hold(IMPL),
+    lambda: test_padding.test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(IMPL),
+]
+UNIQUE = [
+    *each(test_unique.test_equals_a_dict, "extremes", "all_equal", "skewed", "hot_key_last"),
+    *each(test_unique.test_counts_around_a_block, 257),
+    lambda: test_unique.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, True),
+    *each(test_padding.test_unique, "extremes"),
+]
+INTERSECT = [
+    *each(test_intersect.test_equals_all_pairs, "left_longer", "right_longer"),
+    lambda: test_intersect.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, 2**20 - 1),
+    lambda: test_padding.check_intersect(torch.arange(-9, 9), torch.arange(4, -20, -1), 12, 20, IMPL),
+]
+BUCKETIZE = [
+    *each(test_bucketize.test_counts_around_a_block, 1025),
+    lambda: test_bucketize.test_one_owner_takes_all_and_equal_keys_stay_in_order(IMPL),
+    *each(test_padding.test_bucketize, "extremes"),
+]
+SEGMENT_SUM = [
+    *(
+        lambda level=level, name=name: test_segment_sum.test_equals_the_reference(IMPL, level, name)
+        for level in ("window", "batch")
+        for name in ("odd_dim", "block_plus_one")
+    ),
+    lambda: test_segment_sum.test_accumulates_into_a_view_and_nothing_else(IMPL, "batch"),
+    lambda: test_segment_sum.test_a_sum_that_leaves_int64_is_an_error(IMPL, torch.float32, 1),
+    lambda: test_segment_sum.test_a_value_without_a_place_is_an_error(IMPL, float("nan")),
+    *each(test_padding.test_sums_are_of_the_occurrences_that_hold, 7),
+]
+ROWS = [
+    lambda: test_gather_rows.test_gather_moves_the_bits(IMPL, 7, 17, 129),
+    lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 33, 129),
+    lambda: test_gather_rows.test_scatter_moves_the_bits_and_nothing_else(IMPL, 17, 127),
+    lambda: test_gather_rows.test_scatter_from_rows_moves_the_bits_and_nothing_else(IMPL, 33, 1, 129),
+    lambda: test_gather_rows.test_scatter_from_rows_moves_the_bits_and_nothing_else(IMPL, 17, 40, 127),
+    lambda: test_gather_rows.test_rows_lie_further_apart_than_32_bits_count(IMPL),
+    *each(test_padding.test_rows_move_where_they_hold, 5),
+]
+SPARSE = [
+    *(
+        lambda name=name: test_sparse_optimizers.test_equals_the_reference(IMPL, name, 17)
+        for name in ("sgd", "rowwise_adagrad", "adam")
+    ),
+    *(
+        lambda name=name: test_sparse_optimizers.test_a_large_eps_counts(IMPL, name)
+        for name in ("rowwise_adagrad", "adam")
+    ),
+    *(
+        lambda name=name: test_sparse_optimizers.test_row_counts_around_a_tile(IMPL, name, 33)
+        for name in ("sgd", "adam")
+    ),
+    lambda: test_padding.test_updates_touch_the_rows_that_hold(IMPL, "adam", 5),
+]
+PHILOX = [
+    *each(test_philox.test_initial_rows_equal_the_reference, 5),
+    lambda: test_philox.test_random_indices_equal_the_reference(IMPL, 100003, 5),
+]
+GRID = [
+    lambda: test_grid.test_ties_go_to_even(IMPL),
+    *each(test_grid.test_what_has_no_place_is_named, 2.0**26),
+    lambda: test_grid.test_the_first_of_several_is_named(IMPL),
+    *each(test_grid.test_from_grid_equals_the_reference, -7.5),
+]
+PACKED = [
+    *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
+    lambda: test_packed_rows.test_equals_the_reference(IMPL, 9, 65),
+    lambda: test_packed_rows.test_equals_the_reference(IMPL, 33, 130),
+    lambda: test_packed_rows.test_views_of_wider_buffers_and_nothing_else(IMPL),
+    *each(test_packed_rows.test_a_sum_that_leaves_int64_is_an_error, 1),
+]
+CHECKS = {
+    "hash_table.triton_hash_table": HASH,
+    "triton_scratch": [*UNIQUE, *INTERSECT],
+    "unique.triton_unique": UNIQUE,
+    "intersect.triton_intersect": INTERSECT,
+    "bucketize.triton_bucketize": BUCKETIZE,
+    "segment_sum.triton_segment_sum": SEGMENT_SUM,
+    "packed_rows.triton_packed_rows": PACKED,
+    "gather_rows.triton_rows": ROWS,
+    "sparse_optimizers.triton_sparse_optimizers": SPARSE,
+    "philox.triton_philox": PHILOX,
+    "grid.triton_grid": GRID,
+}
+CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
+PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
+        tl.store(slot_rows_ptr + slot, row, mask=trying & (previous == seen))"""
+BUILD = "previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position)"
+PLAIN_BUILD = """previous = tl.load(holders_ptr + slot, mask=open_slot, other=-2)
+            tl.store(holders_ptr + slot, position, mask=open_slot & (previous == -1))"""
+COUNT = 'tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")'
+PLAIN_COUNT = """times = tl.load(counts_ptr + rank, mask=inside, other=0)
+    tl.store(counts_ptr + rank, times + 1, mask=inside)"""
+LEAST = 'tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")'
+PLAIN_LEAST = "tl.store(first_ptr + slot, position, mask=inside & (position < current))"
+MOST = 'tl.atomic_max(first_ptr + slot, position, mask=inside & (position > current), sem="relaxed")'
+STABLE = "place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1"
+UNSTABLE = "place = start + tl.sum(mine.to(tl.int64), axis=0) - tl.cumsum(mine.to(tl.int64), axis=0)"
+
+MUTANTS = {
+    "hash_table.triton_hash_table": {
+        "probe_stops_early": [("& (visit < num_groups):", "& (visit < 1):")],
+        "step_even": [("((hashed >> 32) | 1)", "((hashed >> 32) & -2)")],
+        "step_of_one": [("((hashed >> 32) | 1)", "((hashed >> 63) | 1)")],
+        "home_of_the_key": [("group = hashed & (num_groups - 1)", "group = key & (num_groups - 1)")],
+        "lost_insert": [("pending = pending & (won == 0)", "pending = pending & (trying == 0)")],
+        "rows_in_order_of_keys": [
+            ("number = torch.cumsum(wanted, 0)", "number = torch.cumsum(wanted, 0)[keys.argsort().argsort()]")
+        ],
+        "free_rows_off_by_one": [("reused = free_rows[(number - 1)", "reused = free_rows[number")],
+        "tombstone_as_empty": [("tl.max((slot_row == -1).to(tl.int32)", "tl.max((slot_row < 0).to(tl.int32)")],
+        "tombstone_not_left": [("new_row = tl.where(ends_here, -1, -2)", "new_row = tl.where(ends_here, -1, -1)")],
+        "leftover_key_found": [("(slot_key == key[:, None]) & (slot_row >= 0)", "(slot_key == key[:, None])")],
+        "last_slot_of_a_group_skipped": [("leave = lane >= 7", "leave = lane >= 6")],
+        "key_not_written": [("tl.store(slot_keys_ptr + slot, key, mask=won)", "")],
+        "refusal_ignored": [("wanted &= fits", "wanted &= True")],
+        "capacity_off_by_one": [("+ new <= slot_rows.numel()", "+ new < slot_rows.numel()")],
+        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+        "padding_inserted": [("wanted &= ~padding(keys.numel(), count)", "pass")],
+        "claim_without_atomic": [(CLAIM, PLAIN_CLAIM)],
+    },
+    "triton_scratch": {
+        "build_without_atomic": [(BUILD, PLAIN_BUILD)],
+        "table_is_not_a_ring": [("slot = (slot + 1) & (num_slots - 1)", "slot = tl.minimum(slot + 1, num_slots - 1)")],
+        "lookup_stops_early": [("pending = occupied & (holder_key != key)", "pending = occupied & (visit < 0)")],
+        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+    },
+    "unique.triton_unique": {
+        "first_occurrence_not_counted": [("mask=inside, sem=", "mask=inside & (representative != offsets), sem=")],
+        "count_without_atomic": [(COUNT, PLAIN_COUNT)],
+        "last_occurrence": [(LEAST, MOST), ("torch.full_like(holders, size)", "torch.full_like(holders, -1)")],
+        "dropped_block": [
+            ("inside = representative >= 0", "inside = (representative >= 0) & (offsets // BLOCK != 1)")
+        ],
+        "padding_of_the_inverse": [("mask=inside, other=0) - 1", "mask=inside, other=1) - 1")],
+    },
+    "intersect.triton_intersect": {
+        "position_off_by_one": [("tl.store(left_ptr + place, offsets,", "tl.store(left_ptr + place, offsets + 1,")],
+        "dropped_last_match": [("(place < length)", "(place < length - 1)")],
+        "dropped_block": [("listed = (matched >= 0)", "listed = (offsets // BLOCK != 1) & (matched >= 0)")],
+        "left_for_right": [("tl.store(right_ptr + place, matched", "tl.store(right_ptr + place, offsets")],
+        "counts_swapped": [
+            ("build(right, right_count)", "build(right, left_count)"),
+            ("holders, left_count)", "holders, right_count)"),
+        ],
+    },
+    "bucketize.triton_bucketize": {
+        "unstable": [(STABLE, UNSTABLE)],
+        "lost_count": [("tl.sum((owner == rank)", "tl.sum(((owner == rank) & (offsets > 0))")],
+        "low_half_of_the_hash": [("((mix64(key) >> 32) & 0xFFFFFFFF)", "(mix64(key) & 0xFFFFFFFF)")],
+        "padding_has_owners": [("held(num_keys, count_ptr)", "num_keys")],
+    },
+    "segment_sum.triton_segment_sum": {
+        "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
+        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
+        "unstable_order": [
+            (
+                "grouped, order = torch.sort(segments, stable=True)",
+                "grouped, order = torch.sort(segments.flip(0), stable=True); order = len(segments) - 1 - order",
+            )
+        ],
+        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
+        "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+        "padding_added": [("if count is not None:", "if False:")],
+    },
+    "packed_rows.triton_packed_rows": {
+        "no_room_for_the_sign": [("(8 * plane - 1)", "(8 * plane)")],
+        "a_byte_for_zeros": [("(some != 0)", "(some == some)")],
+        "last_columns_alone": [("span |= x ^ sign", "span = x ^ sign")],
+        "twenty_three_bits": [("(size >> 24) & 0xFFFFFFFFFF", "(size >> 23) & 0x1FFFFFFFFFF")],
+        "twenty_five_bits": [("(size >> 24)", "(size >> 25)")],
+        "magnitude_of_the_least": [("((size >> 24) & 0xFFFFFFFFFF)", "(size >> 24)")],
+        "float_where_an_integer_is_as_short": [("(width > 4) & exact", "(width > 3) & exact")],
+        "rounded": [("(width > 4) & exact", "(width > 4)")],
+        "integer_for_a_float": [("tl.where((width < 0)[:, None], bits, x)", "x")],
+        "high_byte_first": [("(x >> (8 * plane))", "(x >> (56 - 8 * plane))")],
+        "elements_side_by_side": [("place += dim", "place += 1")],
+        "last_plane_dropped": [("mask=planes > plane)", "mask=planes > plane + 1)")],
+        "rows_overlap": [("return ends - sizes,", "return (ends - sizes) // 2,")],
+        "sign_not_extended": [("(bits << unused) >> unused", "bits")],
+        "float_for_an_integer": [("floats.to(tl.int64), (bits", "bits, (bits")],
+        "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
+        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
+        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "wraps_around": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+    },
+    "gather_rows.triton_rows": {
+        "one_column_too_many": [("(columns < dim)", "(columns <= dim)")],
+        "one_column_too_few": [("(columns < dim)", "(columns < dim - 1)")],
+        "one_row_too_many": [("inside = (moves < num_held)", "inside = (moves <= num_held)")],
+        "offsets_of_32_bits": [
+            ("source_row[:, None] * source_row_stride", "(source_row[:, None] * source_row_stride).to(tl.int32)")
+        ],
+        "padding_not_zeroed": [("inside = (moves < num_moves)", "inside = (moves < num_held)")],
+        "offsets_of_32_bits_at_the_destination": [
+            ("destination_row[:, None] * destination_row_stride", "(destination_row[:, None] * destination_row_stride).to(tl.int32)")
+        ],
+        "rows_of_the_source_ignored": [("    if GATHER:\n", "    if GATHER and not SCATTER:\n")],
+        "rows_of_the_destination_ignored": [("    if SCATTER:\n", "    if SCATTER and not GATHER:\n")],
+        "padding_scattered": [("    if not SCATTER:\n", "    if GATHER:\n")],
+    },
+    "sparse_optimizers.triton_sparse_optimizers": {
+        "adagrad_without_eps": [("tl.sqrt_rn(total) + eps", "tl.sqrt_rn(total)")],
+        "adam_without_eps": [("tl.sqrt_rn(square) + eps", "tl.sqrt_rn(square)")],
+        "adagrad_state_not_written": [("tl.store(state_ptr + row * state_stride, total, mask=inside)", "pass")],
+        "adam_mean_not_written": [("tl.store(mean_place, mean, mask=mask)", "pass")],
+        "adam_square_not_written": [("tl.store(square_place, square, mask=mask)", "pass")],
+        "squares_not_squared": [("rest2 * (gradient * gradient)", "rest2 * gradient")],
+        "sum_for_mean": [("tl.full((ROWS, 1), 0.0, tl.float32) + dim)", "tl.full((ROWS, 1), 1.0, tl.float32))")],
+        "wrong_sign": [("other=0.0) - lr * gradient", "other=0.0) + lr * gradient")],
+        "second_tile_dropped": [("triton.cdiv(num_rows, rows)", "max(1, num_rows // rows)")],
+        "padding_updated": [("held(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
+    },
+    "philox.triton_philox": {
+        "nine_rounds": [("tl.static_range(10)", "tl.static_range(9)")],
+        "high_half_of_the_key": [("high_word(key + zero)", "high_word(zero)")],
+        "same_words_in_every_block": [("low_word(tag + block + zero)", "low_word(tag + zero)")],
+        "words_swapped": [("signed_unit(w1)", "signed_unit(w2)")],
+        "bound_by_remainder": [
+            ("((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32)", "(word.to(tl.uint64) % upper.to(tl.uint64))")
+        ],
+    },
+    "grid.triton_grid": {
+        "truncated": [("((scaled + magic) - magic)", "scaled")],
+        "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
+        "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
+        "divided_in_float32": [("sums.to(tl.float64) * unit / divisor", "(sums.to(tl.float64) * unit).to(tl.float32) / divisor")],
+    },
+}  # fmt: skip
+# An edit of the host code or of an atomic, with the check that is made for it.
+SPECIAL = {
+    "unique_length_read_back": (
+        "unique.triton_unique",
+        [("length = size if padded else int(num_unique)", "length = max(size, num_unique.item())")],
+        hidden_step,
+    ),
+    "intersect_by_nonzero": (
+        "intersect.triton_intersect",
+        [("rank = torch.cumsum(matched >= 0, 0)", "rank = torch.cumsum(matched >= 0, 0); torch.nonzero(matched)")],
+        hidden_step,
+    ),
+    "insert_asks_whether_it_fits": (
+        "hash_table.triton_hash_table",
+        [("wanted &= fits", "wanted &= bool(fits)")],
+        hidden_step,
+    ),
+    "divisor_copied_to_the_device": (
+        "grid.triton_grid",
+        [("torch.full((1,), divisor, dtype=torch.float64, device=sums.device)", "torch.tensor([divisor], dtype=torch.float64, device=sums.device)")],
+        hidden_step,
+    ),
+    "sum_read_back": ("grid.triton_grid", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
+    "claimed_by_the_first_to_come": (
+        "unique.triton_unique",
+        [("_first_kernel[grid](slots, first, size, count, **config)", "first = holders")],
+        interleaved(test_schedules.test_unique, keys=REPEATED),
+    ),
+    "minimum_without_atomic": (
+        "unique.triton_unique",
+        [(LEAST, PLAIN_LEAST)],
+        interleaved(test_schedules.test_unique, keys=REPEATED),
+    ),
+    "holder_without_atomic": (
+        "triton_scratch",
+        [(BUILD, PLAIN_BUILD)],
+        interleaved(test_schedules.test_intersect, left=MANY[2:], right=MANY),
+    ),
+    "slot_without_atomic": (
+        "hash_table.triton_hash_table",
+        [(CLAIM, PLAIN_CLAIM)],
+        interleaved(test_schedules.test_hash_table, batches=[MANY], erased=MANY[3:6]),
+    ),
+}  # fmt: skip
