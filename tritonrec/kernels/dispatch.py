@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch._library.custom_ops import OPDEFS
+from torch.autograd import forward_ad
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
@@ -47,9 +48,9 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
     """Whether nobody but the op would see a call with these arguments: it may leave the dispatcher out.
 
     False where ops are traced, transformed or watched (torch.compile, export, a TorchDispatchMode or
-    TorchFunctionMode, functorch, vmap, torch.jit, the profiler), for types outside `plain`, so for subclasses
-    and symbolic sizes, and for tensors without values or with a pending negation or conjugation: those must
-    meet the registered op.
+    TorchFunctionMode, functorch, vmap, forward-mode derivatives, torch.jit, the profiler), for types outside
+    `plain`, so for subclasses and symbolic sizes, and for tensors without values or with a pending negation
+    or conjugation: those must meet the registered op.
     """
     if torch.compiler.is_compiling():  # a statement of its own: a compiler does not trace what is behind it
         return False
@@ -58,6 +59,7 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and not torch.autograd.profiler._is_profiler_enabled  # one that another thread has started, for all
@@ -82,18 +84,21 @@ def written(*tensors: torch.Tensor | None) -> None:
 
 
 def plain_function(
-    forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+    forward: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+    base: type = torch.autograd.Function,
+) -> Any:
     """What ``register_autograd(backward, setup_context=save)`` generates of an op, for `in_plain_eager`."""
 
-    class Plain(torch.autograd.Function):
+    class Plain(base):
         @staticmethod
         def forward(ctx, *inputs):
             out = forward(*inputs)
             save(ctx, inputs, out)
             return out
 
-    Plain.backward = staticmethod(backward)  # type: ignore[method-assign]
+    Plain.backward = staticmethod(backward)
     return Plain
 
 

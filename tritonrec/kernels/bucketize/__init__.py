@@ -7,6 +7,7 @@ import torch
 from tritonrec.kernels.bucketize import reference
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held
+from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,7 +98,7 @@ def launch(keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor |
     return reference.bucketize(keys, world_size)
 
 
-@torch.library.custom_op("tritonrec::owner_of", mutates_args=())
+@custom_op("tritonrec::owner_of", mutates_args=())
 def _owner_of_op(keys: torch.Tensor, world_size: int, impl: str) -> torch.Tensor:
     return launch_owner_of(keys, world_size, impl)
 
@@ -107,7 +108,7 @@ def _owner_of_fake(keys: torch.Tensor, world_size: int, impl: str) -> torch.Tens
     return torch.empty_like(keys)
 
 
-@torch.library.custom_op("tritonrec::bucketize", mutates_args=())
+@custom_op("tritonrec::bucketize", mutates_args=())
 def _bucketize_op(
     keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_apart, check_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -195,7 +196,7 @@ def _scatter_cpu(
     over_ranges(run, len(places), len(places) * width)
 
 
-@torch.library.custom_op("tritonrec::gather_rows", mutates_args=())
+@custom_op("tritonrec::gather_rows", mutates_args=(), linear="source")
 def _gather_op(
     source: torch.Tensor, rows: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -226,7 +227,7 @@ _gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
 _Gather = plain_function(launch_gather, _gather_setup, _gather_backward)
 
 
-@torch.library.custom_op("tritonrec::scatter_rows", mutates_args=("destination",))
+@custom_op("tritonrec::scatter_rows", mutates_args=("destination",))
 def _scatter_op(
     destination: torch.Tensor,
     rows: torch.Tensor,

@@ -17,6 +17,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
 from tritonrec.kernels.padding import check_scalar, record
+from tritonrec.kernels.registration import custom_op
 
 DEFAULT_BITS = 36
 
@@ -132,13 +133,13 @@ def _launch_to_grid(
     return grid
 
 
-@torch.library.custom_op("tritonrec::to_grid", mutates_args=())
+@custom_op("tritonrec::to_grid", mutates_args=())
 def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
     return _launch_to_grid(values, bits, name, impl)
 
 
 # An op of its own: one that mutates an argument, if only at times, costs half as much again on small tensors.
-@torch.library.custom_op("tritonrec::to_grid_status", mutates_args=("status",))
+@custom_op("tritonrec::to_grid_status", mutates_args=("status",))
 def _to_grid_status(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor
 ) -> torch.Tensor:
@@ -171,7 +172,7 @@ def from_grid(
     return _from_grid(sums, divisor, bits, impl)
 
 
-@torch.library.custom_op("tritonrec::from_grid", mutates_args=())
+@custom_op("tritonrec::from_grid", mutates_args=())
 def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torch.Tensor:
     chosen = implementation(impl, sums)  # type: ignore[arg-type]
     if chosen == "reference":

@@ -7,6 +7,7 @@ import torch
 from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
 from tritonrec.kernels.padding import held, pad, record
+from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -230,7 +231,7 @@ def _unsigned(keys: torch.Tensor):
     return keys.contiguous().numpy().view("uint64")
 
 
-@torch.library.custom_op("tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows"))
+@custom_op("tritonrec::hash_insert", mutates_args=("slot_keys", "slot_rows"))
 def _insert_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -243,9 +244,7 @@ def _insert_op(
 
 
 # An op of its own, since each argument that may be mutated costs time on a CPU, given or not.
-@torch.library.custom_op(
-    "tritonrec::hash_insert_padded", mutates_args=("slot_keys", "slot_rows", "row_counter", "status")
-)
+@custom_op("tritonrec::hash_insert_padded", mutates_args=("slot_keys", "slot_rows", "row_counter", "status"))
 def _insert_padded_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -270,7 +269,7 @@ def _insert_fake(
     return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
 
 
-@torch.library.custom_op("tritonrec::hash_find", mutates_args=())
+@custom_op("tritonrec::hash_find", mutates_args=())
 def _find_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -286,7 +285,7 @@ def _find_fake(slot_keys, slot_rows, keys, impl, count=None):
     return torch.empty_like(keys)
 
 
-@torch.library.custom_op("tritonrec::hash_assign", mutates_args=("slot_rows",))
+@custom_op("tritonrec::hash_assign", mutates_args=("slot_rows",))
 def _assign_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -303,7 +302,7 @@ def _assign_fake(slot_keys, slot_rows, keys, rows, impl, count=None):
     return torch.empty_like(keys)
 
 
-@torch.library.custom_op("tritonrec::hash_erase", mutates_args=("slot_rows",))
+@custom_op("tritonrec::hash_erase", mutates_args=("slot_rows",))
 def _erase_op(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
@@ -319,7 +318,7 @@ def _erase_fake(slot_keys, slot_rows, keys, impl, count=None):
     return torch.empty_like(keys)
 
 
-@torch.library.custom_op("tritonrec::hash_grow", mutates_args=())
+@custom_op("tritonrec::hash_grow", mutates_args=())
 def _grow_op(
     slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,7 @@ from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.checks import check_arguments, check_values
 from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.workers import over_ranges
 
 __all__ = ["attention_backward", "attention_forward", "hstu_attention"]
@@ -256,7 +257,7 @@ def _attend(q, k, v, *described):
     return attention_forward(q.detach(), k.detach(), v.detach(), call)
 
 
-@torch.library.custom_op(
+@custom_op(
     "tritonrec::hstu_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor"
 )
 def _hstu_attention(q, k, v, *described):
@@ -268,7 +269,7 @@ def _(q, k, v, *described):
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-@torch.library.custom_op(
+@custom_op(
     "tritonrec::hstu_attention_backward",
     mutates_args=(),
     schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -282,7 +283,7 @@ def _(do, q, k, v, *described):
     return *(t.new_empty(t.shape) for t in (q, k, v)), *Call(*described).new_table_gradients()
 
 
-@torch.library.custom_op(
+@custom_op(
     "tritonrec::hstu_attention_backward_into",
     mutates_args=("dq", "dk", "dv"),
     schema=(

@@ -9,6 +9,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
 from tritonrec.kernels.padding import check_scalar, held, pad
+from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Padded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -118,7 +119,7 @@ def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
     return left_positions, right_positions
 
 
-@torch.library.custom_op("tritonrec::intersect", mutates_args=())
+@custom_op("tritonrec::intersect", mutates_args=())
 def _intersect_op(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -135,7 +136,7 @@ def _intersect_fake(left, right, impl, left_count=None, right_count=None):
     return left.new_empty(size), left.new_empty(size)
 
 
-@torch.library.custom_op("tritonrec::intersect_padded", mutates_args=())
+@custom_op("tritonrec::intersect_padded", mutates_args=())
 def _intersect_padded_op(
     left: torch.Tensor,
     right: torch.Tensor,

@@ -21,6 +21,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, contiguous_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -92,7 +93,7 @@ def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 _NO_BIAS = np.empty(0, np.float32)
 
 
-@torch.library.custom_op("tritonrec::linear", mutates_args=())
+@custom_op("tritonrec::linear", mutates_args=())
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: str) -> torch.Tensor:
     return rows_times(x.detach(), weight.detach().t(), None if bias is None else bias.detach(), impl)
 
@@ -201,7 +202,7 @@ def _accumulate_cpu(
     return min((place for place in bad if place[0] >= 0), key=lambda place: place[:3], default=None)
 
 
-@torch.library.custom_op("tritonrec::linear_weight_grad", mutates_args=("grid",))
+@custom_op("tritonrec::linear_weight_grad", mutates_args=("grid",))
 def _linear_weight_grad(
     grid: torch.Tensor,
     dy: torch.Tensor,

@@ -26,6 +26,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.linear import rows_times
 from tritonrec.kernels.norm_linear_silu import reference
 from tritonrec.kernels.norm_mul_dropout import norm_backward
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, contiguous_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -218,7 +219,7 @@ def _backward_in_place(
     return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
 
 
-@torch.library.custom_op("tritonrec::norm_linear_silu", mutates_args=())
+@custom_op("tritonrec::norm_linear_silu", mutates_args=())
 def _norm_linear_silu(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -240,7 +241,7 @@ def _(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear, im
     return _outputs(x, weight, keep_normed, keep_linear)
 
 
-@torch.library.custom_op("tritonrec::norm_linear_silu_backward", mutates_args=("dy",))
+@custom_op("tritonrec::norm_linear_silu_backward", mutates_args=("dy",))
 def _norm_linear_silu_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -21,6 +21,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.norm_mul_dropout import reference
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -207,7 +208,7 @@ def _reference_mask(
     return reference.mask(seed, DROPOUT, sample_ids, positions, dim, threshold_of(p), 1 / (1 - p))
 
 
-@torch.library.custom_op("tritonrec::norm_mul_dropout", mutates_args=())
+@custom_op("tritonrec::norm_mul_dropout", mutates_args=())
 def _norm_mul_dropout(
     x: torch.Tensor,
     u: torch.Tensor | None,
@@ -229,7 +230,7 @@ def _(x, u, weight, bias, eps, p, seed, sample_ids, positions, impl):
     return torch.empty(x.shape, device=x.device), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
 
 
-@torch.library.custom_op("tritonrec::norm_mul_dropout_backward", mutates_args=())
+@custom_op("tritonrec::norm_mul_dropout_backward", mutates_args=())
 def _norm_mul_dropout_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -256,7 +257,7 @@ def _(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl
     return row_terms(), du, row_terms(), row_terms()
 
 
-@torch.library.custom_op("tritonrec::norm_mul_dropout_backward_into", mutates_args=("du",))
+@custom_op("tritonrec::norm_mul_dropout_backward_into", mutates_args=("du",))
 def _norm_mul_dropout_backward_into(
     du: torch.Tensor,
     dy: torch.Tensor,

@@ -28,6 +28,7 @@ from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, wri
 from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import sum_error
 
@@ -196,7 +197,7 @@ def _launch_add(
         raise sum_error(name, (row, column), terms[0, column].item(), int(segments[row]), bits)
 
 
-@torch.library.custom_op("tritonrec::pack_rows", mutates_args=())
+@custom_op("tritonrec::pack_rows", mutates_args=())
 def _pack_rows(values: torch.Tensor, rows: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     return _launch_pack(values, rows, impl)
 
@@ -207,7 +208,7 @@ def _(values, rows, impl):
     return tuple(values.new_empty(length, dtype=torch.uint8) for length in (rows.shape[0], size))
 
 
-@torch.library.custom_op("tritonrec::add_packed_rows", mutates_args=("out",))
+@custom_op("tritonrec::add_packed_rows", mutates_args=("out",))
 def _add_packed_rows(
     out: torch.Tensor,
     segments: torch.Tensor,

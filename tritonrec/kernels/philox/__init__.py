@@ -22,6 +22,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import halves, philox4x32
+from tritonrec.kernels.registration import custom_op
 
 INITIAL_ROWS = 0 << 28
 RANDOM_INDICES = 1 << 28
@@ -62,7 +63,7 @@ def initial_rows(
     return _initial_rows(seed, table, keys, dim, scale, impl)
 
 
-@torch.library.custom_op("tritonrec::initial_rows", mutates_args=())
+@custom_op("tritonrec::initial_rows", mutates_args=())
 def _initial_rows(
     seed: int, table: int, keys: torch.Tensor, dim: int, scale: float, impl: str
 ) -> torch.Tensor:
@@ -136,7 +137,7 @@ def random_indices(
     return _random_indices(seed, stream, step, sample_ids, positions, count, upper, impl)
 
 
-@torch.library.custom_op("tritonrec::random_indices", mutates_args=())
+@custom_op("tritonrec::random_indices", mutates_args=())
 def _random_indices(
     seed: int,
     stream: int,

@@ -32,6 +32,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.offsets import check_lengths, check_offsets
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.relative_aggregate import reference
 from tritonrec.kernels.workers import over_ranges
 
@@ -159,7 +160,7 @@ def _plan(
     return offsets, times, sizes, float((lengths * lengths).sum()) * heads * (dim + 4)
 
 
-@torch.library.custom_op("tritonrec::relative_aggregate", mutates_args=())
+@custom_op("tritonrec::relative_aggregate", mutates_args=())
 def _relative_aggregate(
     v: torch.Tensor,
     table: torch.Tensor,
@@ -178,7 +179,7 @@ def _(v, table, seq_offsets, max_seq_len, timestamps, impl):
     return torch.empty(v.shape, device=v.device)
 
 
-@torch.library.custom_op("tritonrec::relative_aggregate_backward", mutates_args=())
+@custom_op("tritonrec::relative_aggregate_backward", mutates_args=())
 def _relative_aggregate_backward(
     do: torch.Tensor,
     v: torch.Tensor,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.sampled_softmax import reference
 from tritonrec.kernels.workers import over_ranges
 
@@ -142,7 +143,7 @@ def softmax_backward(
     return dhidden, dpositive, dnegatives
 
 
-@torch.library.custom_op("tritonrec::sampled_softmax", mutates_args=())
+@custom_op("tritonrec::sampled_softmax", mutates_args=())
 def _sampled_softmax(
     hidden: torch.Tensor,
     positive: torch.Tensor,
@@ -159,7 +160,7 @@ def _(hidden, positive, negatives, valid, scale, impl):
     return hidden.new_empty(hidden.shape[0])
 
 
-@torch.library.custom_op("tritonrec::sampled_softmax_backward", mutates_args=())
+@custom_op("tritonrec::sampled_softmax_backward", mutates_args=())
 def _sampled_softmax_backward(
     dloss: torch.Tensor,
     hidden: torch.Tensor,

@@ -22,6 +22,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.padding import check_scalar, held, record
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
 
@@ -169,7 +170,7 @@ def _accumulate_cpu(
     return numba_segment_sum.add_batch(*arguments, 2.0**bits, np.float32(2.0 ** (62 - bits)))
 
 
-@torch.library.custom_op("tritonrec::segment_sum_into", mutates_args=("out", "status"))
+@custom_op("tritonrec::segment_sum_into", mutates_args=("out", "status"))
 def _segment_sum_into(
     out: torch.Tensor,
     values: torch.Tensor,
@@ -204,7 +205,7 @@ def _sum(
     return out
 
 
-_segment_sum = torch.library.custom_op("tritonrec::segment_sum", _sum, mutates_args=())
+_segment_sum = custom_op("tritonrec::segment_sum", mutates_args=(), linear="values")(_sum)
 
 
 @_segment_sum.register_fake

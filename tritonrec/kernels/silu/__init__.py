@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.silu import reference
 from tritonrec.kernels.workers import over_ranges
 
@@ -66,7 +67,7 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
     return dx
 
 
-@torch.library.custom_op("tritonrec::silu", mutates_args=())
+@custom_op("tritonrec::silu", mutates_args=())
 def _silu(x: torch.Tensor, impl: str) -> torch.Tensor:
     return silu_forward(x.detach(), impl)
 
@@ -76,7 +77,7 @@ def _(x, impl):
     return torch.empty(x.shape, device=x.device)
 
 
-@torch.library.custom_op("tritonrec::silu_backward", mutates_args=())
+@custom_op("tritonrec::silu_backward", mutates_args=())
 def _silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
     return silu_backward(dy, x, impl)
 

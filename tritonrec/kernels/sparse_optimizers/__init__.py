@@ -28,6 +28,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.padding import check_scalar, held
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.sparse_optimizers import reference
 
@@ -91,7 +92,7 @@ def sparse_sgd(
     _sparse_sgd(weight, indices, grad, lr, impl, count)
 
 
-@torch.library.custom_op("tritonrec::sparse_sgd", mutates_args=("weight",))
+@custom_op("tritonrec::sparse_sgd", mutates_args=("weight",))
 def _sparse_sgd(
     weight: torch.Tensor,
     indices: torch.Tensor,
@@ -146,7 +147,7 @@ def sparse_rowwise_adagrad(
     _sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl, count)
 
 
-@torch.library.custom_op("tritonrec::sparse_rowwise_adagrad", mutates_args=("weight", "state"))
+@custom_op("tritonrec::sparse_rowwise_adagrad", mutates_args=("weight", "state"))
 def _sparse_rowwise_adagrad(
     weight: torch.Tensor,
     state: torch.Tensor,
@@ -213,7 +214,7 @@ def sparse_adam(
     _sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl, count)
 
 
-@torch.library.custom_op("tritonrec::sparse_adam", mutates_args=("weight", "exp_avg", "exp_avg_sq"))
+@custom_op("tritonrec::sparse_adam", mutates_args=("weight", "exp_avg", "exp_avg_sq"))
 def _sparse_adam(
     weight: torch.Tensor,
     exp_avg: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held, pad
+from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.unique.reference import unique as _unique_reference
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,7 +83,7 @@ def launch(
     return pad(order, size, 0), inverse, pad(counts, size, 0), keys.new_full((), order.numel())
 
 
-@torch.library.custom_op("tritonrec::unique", mutates_args=())
+@custom_op("tritonrec::unique", mutates_args=())
 def _unique_op(
     keys: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,7 +96,7 @@ def _unique_fake(keys: torch.Tensor, impl: str, count: torch.Tensor | None = Non
     return keys.new_empty(size), torch.empty_like(keys), keys.new_empty(size)
 
 
-@torch.library.custom_op("tritonrec::unique_padded", mutates_args=())
+@custom_op("tritonrec::unique_padded", mutates_args=())
 def _unique_padded_op(
     keys: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

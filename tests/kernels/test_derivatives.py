@@ -1,0 +1,304 @@
+"""Derivatives by torch.func and in forward mode: right, or refused by the name of the op, never dropped."""
+
+import warnings
+
+import pytest
+import torch
+from test_plain_eager import Noted
+from torch._library.custom_ops import OPDEFS
+from torch.autograd import forward_ad
+
+from tritonrec import ops
+from tritonrec.kernels.registration import custom_op
+
+GENERATOR = torch.Generator().manual_seed(5)
+ROWS, OFFSETS = torch.tensor([2, 0, 2, 3]), torch.tensor([0, 3, 3, 5])
+
+
+def some(*shape):
+    return torch.randn(shape, generator=GENERATOR) + 0.1
+
+
+# registered op -> a function of its differentiable arguments, their names and values
+CALLS = {
+    "gather_rows": (lambda x: ops.gather_rows(x, ROWS), {"source": some(4, 3)}),
+    "segment_sum": (lambda x: ops.segment_sum(x, ROWS, 5), {"values": some(4, 3)}),
+    "silu": (ops.silu, {"x": some(4, 3)}),
+    "linear": (ops.linear, {"x": some(4, 3), "weight": some(2, 3), "bias": some(2)}),
+    "norm_mul_dropout": (
+        lambda x, u, weight, bias: ops.norm_mul_dropout(x, u, weight, bias, 1e-5),
+        {"x": some(4, 3), "u": some(4, 3), "weight": some(3), "bias": some(3)},
+    ),
+    "norm_linear_silu": (
+        ops.norm_linear_silu,
+        {"x": some(4, 3), "norm_weight": some(3), "norm_bias": some(3)}
+        | {"weight": some(2, 3), "bias": some(2)},
+    ),
+    "relative_aggregate": (
+        lambda v, table: ops.relative_aggregate(v, table, OFFSETS, 4),
+        {"v": some(5, 2, 3), "table": some(2, 4)},
+    ),
+    "hstu_attention": (
+        lambda q, k, v, pos, ts: ops.hstu_attention(
+            q, k, v, OFFSETS, 4, alpha=0.7, scaling_seqlen=4, pos_weights=pos, ts_weights=ts,
+            timestamps=torch.tensor([0, 3, 9, 2, 40]),
+        ),
+        {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)}
+        | {"pos_weights": some(4), "ts_weights": some(5)},
+    ),
+    "sampled_softmax": (
+        lambda hidden, positive, negatives: ops.sampled_softmax(
+            hidden, positive, negatives, torch.tensor([[True, False], [True, True], [False, True]])
+        ),
+        {"hidden": some(3, 4), "positive": some(3, 4), "negatives": some(3, 2, 4)},
+    ),
+}  # fmt: skip
+LINEAR = {"gather_rows", "segment_sum"}
+OTHERS = sorted(CALLS.keys() - LINEAR)
+ARGUMENTS = [(name, argument) for name in OTHERS for argument in CALLS[name][1]]
+
+
+def test_these_are_all_differentiable_ops():
+    ours = {name.split("::")[1]: op for name, op in OPDEFS.items() if name.startswith("tritonrec::")}
+    assert CALLS.keys() == {name for name, op in ours.items() if op._backward_fn is not None}
+    assert len(ours) > 30
+
+
+def of_one(name, argument):
+    """The call as a function of one of its arguments, and the value of that."""
+    call, values = CALLS[name]
+    return lambda value: call(*{**values, argument: value}.values()), values[argument]
+
+
+def in_forward_mode(function, value, tangent):
+    """The tangent of function(value), None where there is none."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(value, tangent))).tangent
+
+
+def watched(function):
+    def call(value):
+        with Noted():
+            return function(value)
+
+    return call
+
+
+WAYS = {
+    "plain": in_forward_mode,
+    "watched": lambda function, value, tangent: in_forward_mode(watched(function), value, tangent),
+    "with a graph": lambda function, value, tangent: in_forward_mode(
+        function, value.clone().requires_grad_(), tangent
+    ),
+    "without gradients": lambda *arguments: torch.no_grad()(in_forward_mode)(*arguments),
+    "torch.func.jvp": lambda function, value, tangent: torch.func.jvp(function, (value,), (tangent,))[1],
+    "compiled": lambda function, value, tangent: torch.compile(
+        lambda *both: torch.func.jvp(function, both[:1], both[1:])[1], backend="aot_eager"
+    )(value, tangent),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", sorted(LINEAR))
+def test_a_linear_op_maps_tangents(name, way):
+    call, value = of_one(name, *CALLS[name][1])
+    tangent = some(*value.shape)
+    got, expected = WAYS[way](call, value, tangent), call(tangent)
+    assert torch.equal(got, expected) and expected.any()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_every_other_op_refuses_a_tangent(name, argument, way):
+    call, value = of_one(name, argument)
+    with pytest.raises(NotImplementedError, match=f"tritonrec::{name} has no .* {argument} came with a"):
+        WAYS[way](call, value, some(*value.shape))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_compiled_forward_mode_is_refused_too(name):
+    call, value = of_one(name, next(iter(CALLS[name][1])))
+    with pytest.raises(Exception, match=f"tritonrec::{name} has no forward-mode derivative"):
+        WAYS["compiled"](call, value, some(*value.shape))
+
+
+IN_PLACE = {
+    "scatter_rows destination": lambda x: ops.scatter_rows(x, ROWS[1:], some(3, 3)),
+    "scatter_rows values": lambda x: ops.scatter_rows(some(4, 3), ROWS[1:], x[1:]),
+    "segment_sum_into out": lambda x: ops.segment_sum(some(4, 3), ROWS, 4, out=x),
+    "segment_sum_into values": lambda x: ops.segment_sum(x, ROWS, 4, out=some(4, 3)),
+    "segment_sum values": lambda x: ops.segment_sum(x, ROWS, 4, level="batch"),
+    "sparse_sgd weight": lambda x: ops.sparse_sgd(x, ROWS[1:], some(3, 3), 0.1),
+    "sparse_sgd grad": lambda x: ops.sparse_sgd(some(4, 3), ROWS[1:], x[1:], 0.1),
+    "to_grid values": ops.to_grid,
+}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_no_tangent_is_lost_where_nothing_is_differentiable(case):
+    name, argument = case.split()
+    with pytest.raises(
+        NotImplementedError, match=f"tritonrec::{name} has no .* {argument} came with a tangent"
+    ):
+        in_forward_mode(IN_PLACE[case], some(4, 3), some(4, 3))
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [
+        lambda x: torch.ops.tritonrec.silu(x, "auto"),
+        lambda x: ops.registered.silu(x, "auto"),
+        lambda x: torch.no_grad()(ops.registered.silu)(x, "auto"),
+    ],
+)
+def test_registered_ops_refuse_themselves(registered):
+    with pytest.raises(NotImplementedError, match="tritonrec::silu"):
+        in_forward_mode(registered, some(4, 3), some(4, 3))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_tangent_a_level_changes_nothing(name):
+    call, values = CALLS[name]
+    leaves = [value.clone().requires_grad_() for value in values.values()]
+    with forward_ad.dual_level():
+        out = call(*leaves)
+        within = torch.autograd.grad(out.sum(), leaves)
+    assert torch.equal(out, call(*leaves))
+    assert all(map(torch.equal, within, torch.autograd.grad(call(*leaves).sum(), leaves)))
+
+
+class Squares(torch.autograd.Function):
+    """Rows of x squared, with both derivatives as a user writes them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_forward(x)
+        return ops.silu(x) * 0 + ops.gather_rows(x, ROWS).square()
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (x,) = ctx.saved_tensors
+        return 2 * ops.gather_rows(x, ROWS) * ops.gather_rows(tangent, ROWS)
+
+
+def test_a_step_of_autograd_may_have_a_forward_mode_of_its_own():
+    x, tangent = some(4, 3), some(4, 3)
+    assert torch.equal(in_forward_mode(Squares.apply, x, tangent), 2 * x[ROWS] * tangent[ROWS])
+
+
+@pytest.mark.parametrize("name", sorted(LINEAR))
+def test_forward_over_reverse_and_reverse_over_forward(name):
+    call, value = of_one(name, *CALLS[name][1])
+    weights = some(*value.shape)
+
+    def cubes(x):
+        return (call(x * weights) ** 3).sum()
+
+    double = [
+        outer(inner(cubes))(value)
+        for outer in (torch.func.jacfwd, torch.func.jacrev)
+        for inner in (torch.func.jacfwd, torch.func.jacrev)
+    ]
+    expected = torch.autograd.functional.hessian(cubes, value)
+    assert expected.any()
+    for got in double:
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_forward_over_reverse_is_refused(name):
+    call, value = of_one(name, next(iter(CALLS[name][1])))
+    with pytest.raises(NotImplementedError, match=f"tritonrec::{name} has no forward-mode derivative"):
+        torch.func.hessian(lambda x: call(x).square().sum())(value)
+
+
+@pytest.mark.parametrize("name", sorted(LINEAR))
+def test_a_leaf_outside_of_a_transform_keeps_its_graph(name):
+    call, value = of_one(name, *CALLS[name][1])
+    leaf, tangent = value.clone().requires_grad_(), some(*value.shape).requires_grad_()
+    primal, mapped = torch.func.jvp(call, (leaf,), (tangent,))
+    (expected,) = torch.autograd.grad(call(leaf).square().sum(), leaf)
+    assert torch.equal(torch.autograd.grad(primal.square().sum(), leaf)[0], expected)
+    (expected,) = torch.autograd.grad(call(tangent).square().sum(), tangent)
+    assert torch.equal(torch.autograd.grad(mapped.square().sum(), tangent)[0], expected) and expected.any()
+
+
+def weighted(call):
+    """A scalar of the call's result that tells its elements apart."""
+    return lambda *arguments: (call(*arguments) * torch.arange(1.0, 200)[: call(*arguments).numel()].view(
+        call(*arguments).shape)).sum()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_torch_func_are_those_of_autograd(name):
+    call, values = CALLS[name]
+    leaves = [value.clone().requires_grad_() for value in values.values()]
+    everything = tuple(range(len(values)))
+    got = torch.func.grad(weighted(call), everything)(*values.values())
+    expected = torch.autograd.grad(weighted(call)(*leaves), leaves)
+    assert all(map(torch.equal, got, expected)) and all(value.any() for value in expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_vmap_is_one_call_after_another(name):
+    call, values = CALLS[name]
+    pairs = [torch.stack([value, some(*value.shape)]) for value in values.values()]
+    expected = torch.stack([call(*(pair[i] for pair in pairs)) for i in range(2)])
+    assert torch.equal(torch.func.vmap(call)(*pairs), expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_each_sample(name):
+    call, values = CALLS[name]
+    pairs = [torch.stack([value, some(*value.shape)]) for value in values.values()]
+    gradients = torch.func.grad(weighted(call), tuple(range(len(values))))
+    if name == "norm_linear_silu":  # its backward overwrites what it is given
+        with pytest.raises(RuntimeError, match=r"Batching rule not implemented .*norm_linear_silu_back"):
+            torch.func.vmap(gradients)(*pairs)
+        return
+    each = [gradients(*(pair[i] for pair in pairs)) for i in range(2)]
+    for got, *expected in zip(torch.func.vmap(gradients)(*pairs), *each, strict=True):
+        assert torch.equal(got, torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"norm_linear_silu"}))
+def test_jacobians_row_by_row(name):
+    call, values = CALLS[name]
+    got = torch.func.jacrev(call, tuple(range(len(values))))(*values.values())
+    expected = torch.autograd.functional.jacobian(call, tuple(values.values()))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.any()
+
+
+def test_a_second_derivative_is_refused_by_name():
+    twice = torch.func.grad(lambda x: torch.func.grad(lambda y: ops.silu(y).sum())(x).square().sum())
+    with pytest.raises(NotImplementedError, match="tritonrec::silu_backward has no derivative"):
+        twice(some(4, 3))
+
+
+@pytest.fixture
+def always_warning():
+    """What torch says once in a process, it says again."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_registering_says_nothing(always_warning):
+    """torch warns of a kernel that is replaced; ours is, in every op."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @custom_op("tritonrec_tests::scaled", mutates_args=(), linear="x")
+        def scaled(x: torch.Tensor, factor: int = 2) -> torch.Tensor:
+            return x * factor
+
+    assert torch.equal(scaled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_transforms_see_defaults():
+    """The dispatcher leaves out arguments that have the value of their default."""
+    x = some(4, 3)
+    got = torch.func.grad(lambda x: torch.ops.tritonrec.gather_rows(x, ROWS, "auto", None).sum())(x)
+    assert torch.equal(got[:, 0], torch.tensor([1.0, 0, 2, 1]))

@@ -1,0 +1,98 @@
+"""How ops are registered: `torch.library.custom_op`, and derivatives that it leaves out without a word.
+
+An op of torch's has reverse-mode derivatives outside of torch.func only: it drops a tangent silently, which
+makes a wrong derivative, and torch.func.grad stops at the class torch generates. Here torch.func's reverse
+transforms (grad, vjp, jacrev) work; an op that is `linear` in an argument maps that argument's tangent, and
+every other op refuses one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack as innermost_transform
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library.autograd import make_autograd_impl
+from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from tritonrec.kernels.dispatch import plain_function
+
+
+def custom_op(
+    name: str, *, mutates_args: Iterable[str], schema: str | None = None, linear: str = ""
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Decorator: register a function as the op `name`, as `torch.library.custom_op` does.
+
+    Args:
+        linear: the argument in which the op is linear, so that its tangent goes the way of the argument.
+    """
+
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        by_torch = make_autograd_impl(op._opoverload, op)
+
+        def autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+            transformed = innermost_transform() is not None
+            if not transformed and forward_ad._current_level < 0:
+                return by_torch(keyset, *inputs)
+            if tangents := _tangents(inputs):
+                return _map_tangent(op, linear, inputs, tangents)
+            if transformed and torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+                return _step_of_transform(op, keyset, inputs)
+            return by_torch(keyset, *inputs)
+
+        with warnings.catch_warnings():  # of a kernel, torch's, that is replaced
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            op._lib.impl(op._name, autograd, "Autograd", with_keyset=True, allow_override=True)
+        return op
+
+    return register
+
+
+def _tangents(inputs: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+    """By position; torch has one level, 0. None inside of a torch.autograd.Function, which has its own."""
+    tensors = {at: value for at, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    found = {at: forward_ad.unpack_dual(value, level=0).tangent for at, value in tensors.items()}
+    return {at: tangent for at, tangent in found.items() if tangent is not None}
+
+
+def _map_tangent(
+    op: CustomOpDef, linear: str, inputs: tuple[Any, ...], tangents: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+    if [names[at] for at in tangents] == [linear]:
+        ((at, tangent),) = tangents.items()
+        before, after = inputs[:at], inputs[at + 1 :]
+        out = op(*before, forward_ad.unpack_dual(inputs[at], level=0).primal, *after)
+        if out.is_floating_point():
+            return forward_ad.make_dual(out, op(*before, tangent, *after), level=0)
+    given = ", ".join(names[at] for at in tangents)
+    raise NotImplementedError(
+        f"{op._qualname} has no forward-mode derivative, and {given} came with a tangent (torch.func.jvp, "
+        f"jacfwd, torch.autograd.forward_ad): take reverse mode (torch.func.vjp, jacrev, backward), or give "
+        f"it .detach()"
+    )
+
+
+def _step_of_transform(op: CustomOpDef, keyset: torch._C.DispatchKeySet, inputs: tuple[Any, ...]) -> Any:
+    """What torch generates of `register_autograd`, as a step of the innermost transform alone."""
+    schema = op._opoverload._schema.arguments
+    inputs += tuple(argument.default_value for argument in schema[len(inputs) :])
+
+    def forward(*given: Any) -> Any:
+        # Transforms around this one differentiate too; steps of autograd begin with that turned off.
+        below = torch._C._AutoDispatchBelowAutograd()
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), below:
+            return op._opoverload.redispatch(keyset & torch._C._after_autograd_keyset, *given)
+
+    def refuse(ctx, *gradients):
+        raise NotImplementedError(f"{op._qualname} has no derivative")
+
+    save, backward = op._setup_context_fn or (lambda *_: None), op._backward_fn or refuse
+    with enable_single_level_autograd_function():
+        return plain_function(forward, save, backward, _SingleLevelFunction).apply(*inputs)
