@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from itertools import pairwise
@@ -171,6 +172,30 @@ def test_joined_ranks_keep_apart(tmp_path):
         flows[packet.trusted_packet_sequence_id - 1].update(packet.track_event.flow_ids)
         flows[packet.trusted_packet_sequence_id - 1].update(packet.track_event.terminating_flow_ids)
     assert flows[0] and flows[0].isdisjoint(flows[1])
+
+
+def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
+    recorder = Recorder(0, 1)
+    recorder.add("compute", "compute", 0, 5, batch=0)
+    part = recorder.save(tmp_path / "part")
+    before = part.read_bytes()
+    out = tmp_path / "new" / "out"
+    with pytest.raises(FileNotFoundError):
+        save_joined([part, tmp_path / "absent"], out)
+    assert list(out.parent.iterdir()) == []
+    save_joined([part], out)
+    with pytest.raises(FileNotFoundError):
+        save_joined([part, part, tmp_path / "absent"], out)
+    assert out.read_bytes() == before and list(out.parent.iterdir()) == [out]
+
+    def interrupted(source, target):
+        target.write(source.read(3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfileobj", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_joined([part], out)
+    assert out.read_bytes() == before and list(out.parent.iterdir()) == [out]
 
 
 def test_ranks_of_different_runs_are_refused(tmp_path):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 # One thread track each, drawn in this order: the way of a batch from the log to the table and back.
 LANES = (
@@ -146,14 +146,17 @@ class Recorder:
         self._operators.append((thread, name, start_ns, end_ns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev."""
+        """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev.
+
+        The file is written whole or not at all, and one that was there is kept until then.
+        """
         from .writer import serialise
 
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         # Copies, so that a lane still running cannot grow a list under the writer.
         events = list(self._spans), list(self._counters), list(self._operators)
-        target.write_bytes(serialise(self.rank, self.metadata, *events))
+        with _whole(target) as file:
+            file.write(serialise(self.rank, self.metadata, *events))
         return target
 
 
@@ -188,15 +191,27 @@ def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[
     """Join the files of several ranks into one.
 
     A trace is a repeated field of packets, and protobuf messages merge by concatenation; tracks, flows and
-    sequences carry the rank in their ids, so nothing clashes.
+    sequences carry the rank in their ids, so nothing clashes. `out` is written whole or not at all.
     """
     target = Path(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as joined:
+    with _whole(target) as joined:
         for path in paths:
             with Path(path).open("rb") as part:
                 shutil.copyfileobj(part, joined)
     return target
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[BinaryIO]:
+    """A file beside `target`, in a folder that is made for it, to take its name once it is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _check_lane(lane: str) -> None:
