@@ -1,6 +1,8 @@
 """Promise: `profile` leaves a trace whose operators lie where they ran, and a whole flame graph or none."""
 
+import io
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -17,7 +19,7 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.profile import Profile, profile
 from tritonrec.harness.profile_flame import NO_SAMPLE, NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
 from tritonrec.harness.profile_operators import MAIN, operators
-from tritonrec.harness.profile_report import lane_times, own_times
+from tritonrec.harness.profile_report import lane_times, own_times, print_profile
 from tritonrec.harness.trace_report import trace_report
 from tritonrec.pipeline import WindowConfig
 from tritonrec.trace import Operator, Recorder, Span, Trace, read
@@ -119,8 +121,26 @@ def test_ranks_come_in_one_trace_with_their_operators_and_one_flame_graph(job, t
     assert words[words.index("--pid") + 1] == str(os.getpid()) and "--subprocesses" in words
     assert words[words.index("--rate") + 1] == "250"
     text = console.export_text()
-    for part in ("nestpipe", "compute", "tritonrec::", "outside operators", "mul", "ops.py:8", "flame.svg"):
+    for part in ("nestpipe", "compute", "segment_sum", "outside operators", "mul (ops.py:8)", "flame.svg"):
         assert part in text
+
+
+def test_no_row_takes_two_lines_of_eighty_columns(tmp_path):
+    recorder = Recorder(0, 1, {"mode": "dbp", "consistency": "batch", "world_size": 1, "micro_batches": 1})
+    longest = "tritonrec::norm_mul_dropout_backward_into"
+    for batch in range(3):
+        begin = 10**8 * batch
+        for lane, stage in (("compute", "compute"), ("communication", "exchange")):
+            recorder.add(lane, stage, begin, begin + 10**8, batch=batch)
+        recorder.operator("communication", longest, begin, begin + 9 * 10**7)
+    folder = "site-packages/tritonrec/kernels/norm_linear_silu/__init__.py:212"
+    frames = [(0, 0, 9, "all"), (1, 0, 9, f"_backward_in_place.&lt;locals&gt;.run ({folder})")]
+    (tmp_path / "flame.svg").write_text(svg(frames))
+    console = Console(record=True, width=80, file=io.StringIO())
+    print_profile(recorder.save(tmp_path / "trace"), tmp_path / "flame.svg", 1.5, console)
+    text = console.export_text()
+    assert " _backward_in_place.run (norm_linear_silu/__init__.py:212) " in text
+    assert re.search(r"│ communication │ 100.00 │ norm_mul_dropout_backward_into +│ +90.00 │ +1.0 │", text)
 
 
 def test_what_an_operator_is_called_by_and_where_it_ran(tmp_path):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..trace import LANES, Operator, Trace, read
 from ..trace.analysis import Interval, RankSummary, intersection, length, summarise, union
-from .profile_flame import Samples, count
+from .profile_flame import Function, Samples, count
 
 IN_TURN = ("sync", "sequential")
 """Modes that run every lane on the caller's thread."""
@@ -122,7 +122,8 @@ def _lane_table(lanes: dict[str, LaneTimes], step: float) -> Table:
         title="Lanes and their operators, ms per step, mean of the ranks",
         title_justify="left",
         caption="lanes work side by side; an operator's time is without those it calls; outside operators: "
-        "Python and waits. torch.profiler makes those lanes longer that call many operators.",
+        "Python and waits; operators without a library's name are tritonrec's. torch.profiler makes those "
+        "lanes longer that call many operators.",
         caption_justify="left",
     )
     table.add_column("lane")
@@ -143,7 +144,10 @@ def _operator_rows(times: LaneTimes, step: float) -> list[tuple[str, str, str]]:
     least = LEAST_SHARE * step
     longest = sorted(times.own, key=lambda name: -times.own[name])[:OPERATORS_SHOWN]
     shown = [name for name in longest if times.own[name] >= least]
-    rows = [(name, f"{times.own[name]:.2f}", f"{times.calls[name]:.1f}") for name in shown]
+    rows = [
+        (name.removeprefix("tritonrec::"), f"{times.own[name]:.2f}", f"{times.calls[name]:.1f}")
+        for name in shown
+    ]
     left = [name for name in times.own if name not in shown]
     if left:
         name = f"{len(left)} {'other' if shown else 'operator'}{'s' * (len(left) > 1)}"
@@ -159,12 +163,19 @@ def _function_table(samples: Samples) -> Table:
         title=f"Python functions, by {samples.working:,} samples of py-spy; {samples.waiting:,} waits are "
         "left out",
         title_justify="left",
+        caption="own: samples in the function itself; total: with what it calls",
+        caption_justify="left",
     )
-    table.add_column("function", overflow="fold")
-    table.add_column("file", overflow="fold")
+    table.add_column("function (file)", overflow="fold")
     table.add_column("own", justify="right")
-    table.add_column("with calls", justify="right")
+    table.add_column("total", justify="right")
     for each in samples.functions[:FUNCTIONS_SHOWN]:
         shares = (f"{count / samples.working:.1%}" for count in (each.own, each.total))
-        table.add_row(each.name, each.place, *shares)
+        table.add_row(_in_a_line(each), *shares)
     return table
+
+
+def _in_a_line(function: Function) -> str:
+    """``_launch.run (hstu_attention/__init__.py:240)``: a file with the one folder that tells it apart."""
+    name = function.name.replace(".<locals>", "")
+    return f"{name} ({'/'.join(function.place.split('/')[-2:])})"
