@@ -82,6 +82,7 @@ def test_train_reports_and_saves(tmp_path):
         (["train", "--data", SMALL, "--steps", "2", "--resume"], "directory of a checkpoint"),
         (["train", "--data", SMALL, "--lr", "-1"], "learning rate must be positive"),
         (["train", "--data", SMALL, "--mode", "sync", "--consistency", "window"], "reference of 'batch'"),
+        (["train", "--data", SMALL, "--mode", "sequential", "--depth", "3"], "depth is for dbp and nestpipe"),
         (["verify", "--world-size", "none"], "whole numbers from 1"),
         (["verify", "--modes", "fast"], "takes some of dbp, fwp, nestpipe"),
         (["verify", "--quick", "--full"], "exclude each other"),

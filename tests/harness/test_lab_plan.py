@@ -76,8 +76,11 @@ def test_expected_stands_beside_measured(tmp_path):
 def test_depth_is_that_of_the_table_unless_given():
     assert schedule_of("nestpipe", WindowConfig()).batches_in_flight == NESTPIPE.batches_in_flight
     assert schedule_of("dbp", WindowConfig(depth=2)).batches_in_flight == 2
-    assert schedule_of("sequential", WindowConfig(depth=2)).batches_in_flight == 1
     with pytest.raises(ValueError, match="got -1"):
         WindowConfig(depth=-1)
-    with pytest.raises(ValueError, match="several in flight are for dbp and nestpipe"):
-        schedule_of("fwp", WindowConfig(depth=2))
+    for mode in ("sequential", "fwp"):
+        assert schedule_of(mode, WindowConfig(depth=1)).batches_in_flight == 1
+        with pytest.raises(
+            ValueError, match=f"'{mode}' has one batch in flight, not 2: depth is for dbp and"
+        ):
+            schedule_of(mode, WindowConfig(depth=2))

@@ -61,9 +61,11 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
                 f"mode {mode!r} keeps no rows between batches: skip_fetch is for dbp and nestpipe"
             )
         schedule = keep_rows(schedule)
-    if config.depth > 1 and mode == "fwp":
-        raise ValueError("mode 'fwp' overlaps inside one batch: several in flight are for dbp and nestpipe")
-    if config.depth and mode != "sequential":
+    if config.depth > 1 and mode not in ("dbp", "nestpipe"):
+        raise ValueError(
+            f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for dbp and nestpipe"
+        )
+    if config.depth:
         schedule = replace(schedule, batches_in_flight=config.depth)
     return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
 
