@@ -3,8 +3,8 @@
 
 A row goes through a buffer of two halves of 32 bits, so that a plane takes its bytes from lanes of 32 bits
 and not of 64, and integers and floats share their planes. The request for the row ahead is written out, as in
-`segment_sum`: as a function it cost 0 to 13 % of the time of packing and adding 262,144 rows of 64 columns, and
-21 to 32 % of that of 4,096; inlined by numba, 0 to 6 % and 16 to 22 % (one thread).
+`segment_sum`: as a function it cost 0 to 13 % of the time of packing and adding 262,144 rows of 64 columns,
+and 21 to 32 % of that of 4,096; inlined by numba, 0 to 6 % and 16 to 22 % (one thread).
 """
 
 import numpy as np
