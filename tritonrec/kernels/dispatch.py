@@ -113,7 +113,12 @@ class Registered:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):  # what Python asks objects for
             raise AttributeError(name)
+        if not torch.compiler.is_compiling():  # which traces no look at what is registered
+            getattr(torch.ops.tritonrec, name)  # the error of a name that is not
         return partial(_run, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted(name.removeprefix("tritonrec::") for name in OPDEFS if name.startswith("tritonrec::"))
 
 
 def _run(name: str, *arguments: Any) -> Any:
