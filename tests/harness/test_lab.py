@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from tritonrec.distributed import RankPool
+from tritonrec.files import save_json
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
@@ -166,7 +167,7 @@ def test_the_report_says_what_is_emulated(result):
 
 @pytest.mark.multi_rank
 def test_the_document_and_the_picture(result, tmp_path):
-    report.save_json(report.as_json(result), tmp_path / "new" / "lab.json")
+    save_json(report.as_json(result), tmp_path / "new" / "lab.json")
     document = json.loads((tmp_path / "new" / "lab.json").read_text())
     assert (
         document["environment"]["link_mbit_per_second"] == 100 and document["environment"]["world_size"] == 2

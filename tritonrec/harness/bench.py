@@ -25,6 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..files import whole
+
 LEAST_BAND = 1.25
 HOW = (
     "ratio: median over the repeats of peer's median time over ours; band: the greatest ratio of the repeats "
@@ -266,8 +268,8 @@ def bench(
     now = summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
     show(now, console, before)
     if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(dump(now))
+        with whole(json_file) as part:
+            part.write_text(dump(now))
     if keep:
         record(now, history)
     if png:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..files import save_json
 from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers
 
 
@@ -97,7 +98,7 @@ def lab(
     result = checked(run)
     report.print_report(result, console)
     if json_file:
-        checked(lambda: report.save_json(report.as_json(result), json_file))
+        checked(lambda: save_json(report.as_json(result), json_file))
         console.print(f"figures written to {json_file}")
     if png:
         checked(lambda: report.draw_report(result, png))
@@ -191,7 +192,6 @@ def serve_bench(
     """
     from . import serve_bench as bench
     from . import serve_bench_report as report
-    from .lab.report import save_json
 
     def run():
         if not all(part.strip().isdigit() for part in bounds.split(",")):

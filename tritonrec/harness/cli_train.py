@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..files import save_json
 from .cli_options import (
     ConsistencyName,
     DataOption,
@@ -300,8 +300,7 @@ def train(
             summary = checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
         first = True
     if json_file and first:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+        save_json(summary, json_file)
     if png and first:
         checked(lambda: draw_slipstream(summary, png))
         Console().print(f"picture: {png}")

@@ -17,6 +17,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+from ..files import whole
+
 START_SECONDS, STOP_SECONDS = 30.0, 60.0
 
 NOT_INSTALLED = "py-spy is not installed: pip install 'tritonrec[profile]', or leave it out with --no-flame"
@@ -109,12 +111,8 @@ class PySpy:
             raise self._failure()
         if not count(self._svg.read_bytes()).working:
             raise FlameError(NO_SAMPLE)
-        part = target.with_name(f"{target.name}.part")
-        try:
+        with whole(target) as part:
             part.write_text(_named(self._svg.read_text(), title, processes))
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
 
     def __exit__(self, *exc: object) -> None:
         self._close()

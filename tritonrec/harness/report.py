@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from ..files import save_json
 from .cases import Case
 from .mutations import Mutation
 from .setup import Job
@@ -97,11 +96,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document whole or not at all."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new = target.with_name(target.name + ".new")
-        new.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        new.replace(target)
+        save_json(self.as_json(), path)
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from ..data import Batch, ClickLoader, Lookup
 from ..distributed import Communicators
 from ..embedding import TablePolicy
+from ..files import whole
 from ..pipeline import Task, Trainer, Window, WindowConfig, schedule_of
 from ..slipstream import RemainingLoader, Slipstream
 from ..trace import SupportsRecording
@@ -68,9 +69,8 @@ def record_reference(reference: Reference, steps: int, directory: str) -> None:
                 batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
                 state.update(used_state(tables, [batch.lookups() for batch in batches]))
             states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
-    path = Path(directory, reference.file_name)
-    save_file(states, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    with whole(Path(directory, reference.file_name)) as part:
+        save_file(states, part)
 
 
 class _Recorded(Mapping[str, torch.Tensor]):

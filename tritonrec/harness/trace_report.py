@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..files import save_json
 from ..trace import LANES, Trace, read
 from ..trace.analysis import EdgeReport, RankSummary, check_edges, summarise
 
@@ -57,10 +56,8 @@ def trace_report(
     _print_edges(console, report)
 
     if json_out is not None:
-        target = Path(json_out)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(_as_json(trace, summaries, report), indent=2) + "\n")
-        console.print(f"figures: {target}", soft_wrap=True)
+        save_json(_as_json(trace, summaries, report), json_out)
+        console.print(f"figures: {json_out}", soft_wrap=True)
     if png is not None:
         from ..trace.timeline import draw
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
+
+from ..files import whole
 
 # One thread track each, drawn in this order: the way of a batch from the log to the table and back.
 LANES = (
@@ -155,7 +157,7 @@ class Recorder:
         target = Path(path)
         # Copies, so that a lane still running cannot grow a list under the writer.
         events = list(self._spans), list(self._counters), list(self._operators)
-        with _whole(target) as file:
+        with whole(target) as part, part.open("wb") as file:
             file.write(serialise(self.rank, self.metadata, *events))
         return target
 
@@ -194,24 +196,11 @@ def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[
     sequences carry the rank in their ids, so nothing clashes. `out` is written whole or not at all.
     """
     target = Path(out)
-    with _whole(target) as joined:
+    with whole(target) as part, part.open("wb") as joined:
         for path in paths:
-            with Path(path).open("rb") as part:
-                shutil.copyfileobj(part, joined)
+            with Path(path).open("rb") as one:
+                shutil.copyfileobj(one, joined)
     return target
-
-
-@contextmanager
-def _whole(target: Path) -> Iterator[BinaryIO]:
-    """A file beside `target`, in a folder that is made for it, to take its name once it is whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _check_lane(lane: str) -> None:

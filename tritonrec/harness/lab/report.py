@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -207,14 +206,6 @@ def environment(plan: Plan) -> dict[str, Any]:
         "rounds": plan.rounds,
         "job": plan.job.as_json(),
     }
-
-
-def save_json(document: dict[str, Any], path: Path) -> None:
-    """Write it whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(document, indent=2) + "\n")
-    new.replace(path)
 
 
 PARTS = {

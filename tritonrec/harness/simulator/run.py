@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...files import save_json
 from . import cost_files, measured, planner, replay
 from .cluster import Workload
 from .curves import Point, all_workers, improvements, scaling, sweep
@@ -133,6 +133,5 @@ def _points(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def _write(document: dict[str, Any], path: Path, console: Console) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    save_json(document, path)
     console.print(f"figures: {path}", soft_wrap=True)
