@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
+
 
 def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     """Refuse offsets that do not cut [0, tokens) into sequences, naming the first bad entry.
@@ -11,6 +13,8 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     `offsets` is (B + 1,) int32 or int64, starts at 0, never decreases and ends at `tokens`. On an accelerator
     the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
+    if not isinstance(offsets, torch.Tensor):
+        raise not_a_tensor(name, offsets)
     if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
         raise ValueError(
             f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"

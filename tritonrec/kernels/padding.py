@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
+
 
 def check_scalar(name: str, scalar: torch.Tensor | None, like: torch.Tensor) -> None:
     """Refuse a count or a status that is not () int64 beside `like`; None passes."""
     if scalar is None:
         return
+    if not isinstance(scalar, torch.Tensor):
+        raise not_a_tensor(name, scalar)
     if scalar.dtype != torch.int64 or scalar.dim() != 0:
         raise ValueError(f"{name} must be () int64, got shape {tuple(scalar.shape)} {scalar.dtype}")
     if scalar.device != like.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import on_host
 from tritonrec.kernels.padding import held, padding
 
@@ -31,6 +32,8 @@ def check_rows(name: str, rows: torch.Tensor, limit: int, count: torch.Tensor | 
 
 def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype, in_place: bool = False) -> None:
     """Refuse anything but a matrix of `dtype`; one that is written in place needs contiguous rows as well."""
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(name, tensor)
     if tensor.dim() != 2 or tensor.dtype != dtype:
         raise ValueError(f"{name} must be 2-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
     if in_place and not _has_contiguous_rows(tensor):

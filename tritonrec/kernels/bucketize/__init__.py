@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.bucketize import reference
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held
@@ -54,6 +55,8 @@ def bucketize(
 
 
 def _validate(keys: torch.Tensor, world_size: int) -> None:
+    if not isinstance(keys, torch.Tensor):
+        raise not_a_tensor("keys", keys)
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if not 1 <= world_size < 1 << 31:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.padding import check_scalar, held, pad
@@ -81,6 +82,8 @@ def scatter_rows(
         _validate("values", values, source, "source")
         if source.shape != rows.shape:
             raise ValueError(f"rows and source must be equally many, got {len(rows)} and {len(source)}")
+    if not isinstance(values, torch.Tensor):
+        raise not_a_tensor("values", values)
     length = rows.shape[0] if source is None else values.shape[0]
     if values.shape != (length, destination.shape[1]) or values.dtype != destination.dtype:
         raise ValueError(
@@ -99,6 +102,10 @@ def scatter_rows(
 
 
 def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor, name_of_rows: str = "rows") -> None:
+    if not isinstance(matrix, torch.Tensor):
+        raise not_a_tensor(name, matrix)
+    if not isinstance(rows, torch.Tensor):
+        raise not_a_tensor(name_of_rows, rows)
     if matrix.dim() != 2:
         raise ValueError(f"{name} must be (R, D), got shape {tuple(matrix.shape)}")
     if rows.dtype != torch.int64 or rows.dim() != 1:
@@ -220,6 +227,8 @@ def _gather_backward(ctx, grad: torch.Tensor):
     from tritonrec.kernels.segment_sum import segment_sum
 
     rows, count = ctx.saved_tensors
+    if grad.dtype != torch.float32:
+        raise ValueError(f"gather_rows is differentiable in a float32 source, got {grad.dtype}: use .float()")
     return segment_sum(grad, rows, ctx.num_rows, impl=ctx.impl, count=count), None, None, None
 
 

@@ -14,6 +14,7 @@ import math
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
 from tritonrec.kernels.padding import check_scalar, record
@@ -91,6 +92,8 @@ def to_grid(
         ExactSumError: a value is not finite, or |value * 2**bits| >= 2**62.
         ValueError: another dtype, or bits out of range.
     """
+    if not isinstance(values, torch.Tensor):
+        raise not_a_tensor("values", values)
     if values.dtype != torch.float32:
         raise ValueError(f"values must be float32, got {values.dtype}")
     check_bits(bits)
@@ -164,6 +167,8 @@ def from_grid(
     Raises:
         ValueError: another dtype, a divisor that is zero or not finite, or bits out of range.
     """
+    if not isinstance(sums, torch.Tensor):
+        raise not_a_tensor("sums", sums)
     if sums.dtype != torch.int64:
         raise ValueError(f"sums must be int64, got {sums.dtype}")
     if divisor == 0 or not math.isfinite(divisor):

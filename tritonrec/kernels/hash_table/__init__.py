@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
 from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
@@ -220,6 +221,9 @@ def _validate(
     keys: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> None:
+    for name, tensor in (("slot_keys", slot_keys), ("slot_rows", slot_rows), ("keys", keys)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise not_a_tensor(name, tensor)
     size = slot_keys.shape[0] if slot_keys.dim() == 1 else -1
     if size < 8 or size & (size - 1) or slot_rows.shape != slot_keys.shape:
         raise ValueError(
@@ -234,13 +238,15 @@ def _validate(
         raise ValueError("slot_keys and slot_rows must be contiguous")
     if keys is not None and (keys.dtype != torch.int64 or keys.dim() != 1):
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
-    for other in (slot_rows, keys):
+    for name, other in (("slot_rows", slot_rows), ("keys", keys)):
         if other is not None and other.device != slot_keys.device:
-            raise ValueError(f"slot_keys is on {slot_keys.device}, the others on {other.device}")
+            raise ValueError(f"slot_keys is on {slot_keys.device}, {name} on {other.device}")
     check_scalar("count", count, slot_keys)
 
 
 def _validate_rows(name: str, rows: torch.Tensor, slot_rows: torch.Tensor) -> None:
+    if not isinstance(rows, torch.Tensor):
+        raise not_a_tensor(name, rows)
     if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
         raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
     if rows.device != slot_rows.device:

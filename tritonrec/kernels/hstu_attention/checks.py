@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.offsets import check_lengths, check_offsets
 
 INTEGERS = (torch.int32, torch.int64)
+OPTIONAL = (
+    "num_targets", "num_contexts", "delta_offsets", "attn_scale", "pos_weights", "ts_weights", "timestamps",
+    "query_timestamps",
+)  # fmt: skip
 
 
 def check_arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, contextual_seq_len: int
 ) -> None:
     """Refuse what does not fit, by shapes, dtypes and numbers: no value of a tensor is read."""
+    check_tensors(
+        OPTIONAL, q=q, k=k, v=v, seq_offsets=call.seq_offsets, num_targets=call.num_targets,
+        num_contexts=call.num_contexts, delta_offsets=call.delta_offsets, attn_scale=call.attn_scale,
+        pos_weights=call.pos_weights, ts_weights=call.ts_weights, timestamps=call.timestamps,
+        query_timestamps=call.query_timestamps,
+    )  # fmt: skip
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
         raise ValueError(

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
 from tritonrec.kernels.padding import check_scalar, held, pad
@@ -64,6 +65,8 @@ def intersect(
     This is K(t) ∩ K(t+1) of dual-buffer synchronisation (NestPipe, dual-buffer pipelining).
     """
     for name, keys in (("left", left), ("right", right)):
+        if not isinstance(keys, torch.Tensor):
+            raise not_a_tensor(name, keys)
         if keys.dtype != torch.int64 or keys.dim() != 1:
             raise ValueError(f"{name} must be 1-D int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if left.device != right.device:

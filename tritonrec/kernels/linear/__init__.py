@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.linear import reference
@@ -41,6 +42,7 @@ def linear(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
+    check_tensors(("bias",), x=x, weight=weight, bias=bias)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
@@ -142,6 +144,7 @@ def linear_weight_grad(
             holds a part of the sum and has to be discarded.
         ValueError: shapes, dtypes or offsets that do not fit.
     """
+    check_tensors(grid=grid, dy=dy, x=x, seq_offsets=seq_offsets)
     check_matrix("grid", grid, torch.int64, in_place=True)
     check_matrix("dy", dy, torch.float32)
     check_matrix("x", x, torch.float32)

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.linear import rows_times
 from tritonrec.kernels.norm_linear_silu import reference
@@ -58,6 +59,8 @@ def norm_linear_silu(
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
     """
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    check_tensors(("bias",), x=x, **parameters)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
@@ -70,11 +73,10 @@ def norm_linear_silu(
     ):  # fmt: skip
         if vector is not None and vector.shape != (length,):
             raise ValueError(f"{name} must be ({length},), got {tuple(vector.shape)}")
-    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     for name, tensor in parameters.items():
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
-    again = set(recompute)
+    again = {recompute} if isinstance(recompute, str) else set(recompute)
     if unknown := again.difference(RECOMPUTED):
         raise ValueError(f"recompute takes some of {RECOMPUTED}, got {sorted(unknown)}")
     return _norm_linear_silu(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.norm_mul_dropout import reference
 from tritonrec.kernels.philox import DROPOUT
@@ -56,6 +57,10 @@ def norm_mul_dropout(
     Raises:
         ValueError: shapes, dtypes or p that do not fit.
     """
+    check_tensors(
+        ("u", "sample_ids", "positions"),
+        x=x, u=u, weight=weight, bias=bias, sample_ids=sample_ids, positions=positions,
+    )  # fmt: skip
     if x.dim() != 2 or x.dtype != torch.float32:
         raise ValueError(f"x must be (L, D) float32, got {tuple(x.shape)} {x.dtype}")
     if u is not None and (u.shape != x.shape or u.dtype != x.dtype):
@@ -64,6 +69,8 @@ def norm_mul_dropout(
         raise ValueError(
             f"weight and bias must be ({x.shape[1]},), got {tuple(weight.shape)} and {tuple(bias.shape)}"
         )
+    if not weight.dtype == bias.dtype == x.dtype:
+        raise ValueError(f"weight and bias must be {x.dtype} like x, got {weight.dtype} and {bias.dtype}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
     p = dropout if training else 0.0

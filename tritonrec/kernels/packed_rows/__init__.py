@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
 from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
 from tritonrec.kernels.packed_rows import reference
@@ -120,6 +121,8 @@ def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]
 
 
 def _check_list(name: str, tensor: torch.Tensor, dtype: torch.dtype, like: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.dtype != dtype:
         raise ValueError(f"{name} must be 1-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
     if tensor.device != like.device:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import halves, philox4x32
@@ -52,6 +53,8 @@ def initial_rows(
     Raises:
         ValueError: an argument of another shape, dtype or range.
     """
+    if not isinstance(keys, torch.Tensor):
+        raise not_a_tensor("keys", keys)
     if keys.dim() != 1 or keys.dtype != torch.int64:
         raise ValueError(f"keys must be (K,) int64, got {tuple(keys.shape)} {keys.dtype}")
     if not 0 <= table < 2**32:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.offsets import check_lengths, check_offsets
@@ -61,6 +62,7 @@ def relative_aggregate(
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """
+    check_tensors(("timestamps",), v=v, table=table, seq_offsets=seq_offsets, timestamps=timestamps)
     if v.dim() != 3 or table.dim() != 2 or table.shape[0] != v.shape[1] or table.shape[1] == 0:
         raise ValueError(
             f"v must be (L, H, D) and table (H, R) with R >= 1, got v {tuple(v.shape)}, "

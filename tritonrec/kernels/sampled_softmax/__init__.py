@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.sampled_softmax import reference
@@ -42,6 +43,7 @@ def sampled_softmax(
     Raises:
         ValueError: shapes, dtypes or a temperature that do not fit.
     """
+    check_tensors(hidden=hidden, positive=positive, negatives=negatives, valid=valid)
     if (
         hidden.dim() != 2
         or positive.shape != hidden.shape

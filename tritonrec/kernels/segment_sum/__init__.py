@@ -18,7 +18,9 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.padding import check_scalar, held, record
@@ -67,13 +69,19 @@ def segment_sum(
     """
     if level not in ("window", "batch"):
         raise ValueError(f"level must be 'window' or 'batch', got {level!r}")
+    if not isinstance(values, torch.Tensor):
+        raise not_a_tensor("values", values)
     exact_terms = level == "batch" and values.dtype == torch.int64
     check_matrix("values", values, torch.int64 if exact_terms else torch.float32)
+    if not isinstance(segments, torch.Tensor):
+        raise not_a_tensor("segments", segments)
     if segments.dim() != 1 or segments.dtype != torch.int64 or segments.shape[0] != values.shape[0]:
         raise ValueError(
             f"segments must be ({values.shape[0]},) int64 to go with values {tuple(values.shape)}, "
             f"got {tuple(segments.shape)} {segments.dtype}"
         )
+    if segments.device != values.device:
+        raise ValueError(f"values is on {values.device}, segments on {segments.device}")
     if num_segments < 0:
         raise ValueError(f"num_segments must not be negative, got {num_segments}")
     check_bits(bits)
@@ -87,9 +95,12 @@ def segment_sum(
             return _SegmentSum.apply(*arguments)
         return _sum(*arguments)
     if out is None:
-        values = values.detach()
+        if forward_ad._current_level < 0:  # the op refuses a tangent, which this would drop
+            values = values.detach()
         out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
     check_matrix("out", out, torch.float32 if level == "window" else torch.int64, in_place=True)
+    if out.device != values.device:
+        raise ValueError(f"values is on {values.device}, out on {out.device}")
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):

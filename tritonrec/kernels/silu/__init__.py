@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.silu import reference
@@ -24,6 +25,8 @@ def silu(x: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
     Raises:
         ValueError: another dtype.
     """
+    if not isinstance(x, torch.Tensor):
+        raise not_a_tensor("x", x)
     if x.dtype != torch.float32:
         raise ValueError(f"x must be float32, got {x.dtype}")
     return _silu(x, impl)

@@ -26,6 +26,7 @@ import math
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.padding import check_scalar, held
 from tritonrec.kernels.registration import custom_op
@@ -42,6 +43,7 @@ def _check(
     count: torch.Tensor | None,
     **states: torch.Tensor,
 ) -> None:
+    check_tensors(weight=weight, indices=indices, grad=grad, **states)
     check_matrix("weight", weight, torch.float32, in_place=True)
     check_matrix("grad", grad, torch.float32)
     if indices.dim() != 1 or indices.dtype != torch.int64:

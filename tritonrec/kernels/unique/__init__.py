@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.registration import custom_op
@@ -45,6 +46,8 @@ def unique(
 
     This is the dedup before the key exchange, and again at the owner (MTGRBoost, two-stage ID dedup).
     """
+    if not isinstance(keys, torch.Tensor):
+        raise not_a_tensor("keys", keys)
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     check_scalar("count", count, keys)

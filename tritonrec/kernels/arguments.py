@@ -1,0 +1,29 @@
+"""What is refused before a kernel looks at shapes: arguments that are no tensors, or on different devices."""
+
+from __future__ import annotations
+
+import torch
+
+
+def not_a_tensor(name: str, value: object) -> TypeError:
+    """The error for an argument that has to be a tensor."""
+    if value is None:
+        return TypeError(f"{name} must be a torch.Tensor, got None")
+    kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    return TypeError(f"{name} must be a torch.Tensor, got {kind}: torch.as_tensor({name}) makes one")
+
+
+def check_tensors(optional: tuple[str, ...] = (), /, **tensors: object) -> None:
+    """Refuse what is no tensor (nor None, where it is `optional`), and one that is not where the first is."""
+    first: torch.Tensor | None = None
+    for name, tensor in tensors.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise not_a_tensor(name, tensor)
+        if first is None:
+            first = tensor
+        elif tensor.device != first.device:
+            raise ValueError(
+                f"{next(iter(tensors))} is on {first.device}, {name} on {tensor.device}: move one of them"
+            )
