@@ -102,7 +102,7 @@ def train(collection, steps=3):
             values = group.table.read(found.rows, distinct)
             group.table.write(distinct, values * 1.5)
             rows.append(values[inverse][:, : group.table.dim])
-        seen.append(collection.by_feature(collection.cut(rows, LOOKUPS), LOOKUPS))
+        seen.append(collection.by_feature(rows, LOOKUPS))
     return seen, collection.export()
 
 

@@ -228,30 +228,19 @@ class HashTableCollection:
             for group in self.groups
         ]
 
-    def cut(
-        self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
-    ) -> list[list[torch.Tensor]]:
-        """What goes by the rows of `keys`, for each group (n, ...), cut into views: one for each feature."""
-        found = []
-        for group, whole in zip(self.groups, rows, strict=True):
-            parts, start = [], 0
-            for name, _ in group.features:
-                parts.append(whole[start : start + len(lookups[name].ids)])
-                start += len(parts[-1])
-            found.append(parts)
-        return found
-
     def by_feature(
-        self, rows: Sequence[Sequence[torch.Tensor]], lookups: Mapping[str, SupportsLookup]
+        self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
     ) -> dict[str, torch.Tensor]:
         """Rows as the model gets them, pooled where the feature says so.
 
         Args:
-            rows: for each group and each of its features (n, dim) float32, as `cut` gives them.
-                Differentiable; let each of them require its gradient: that of a cut is a copy.
+            rows: for each group (n, dim) float32, the rows of `keys`. Differentiable.
         """
         found = {}
-        for group, parts in zip(self.groups, rows, strict=True):
+        for group, group_rows in zip(self.groups, rows, strict=True):
+            parts: Sequence[torch.Tensor] = (group_rows,)
+            if len(group.features) > 1:  # the gradient of a split is a copy
+                parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
             for (name, _), part in zip(group.features, parts, strict=True):
                 pooling, offsets = self.features[name].pooling, lookups[name].offsets
                 if pooling == "none":
@@ -272,7 +261,7 @@ class HashTableCollection:
             distinct, inverse, _ = ops.unique(keys)
             values = group.table.read(group.table.find(distinct), distinct)
             rows.append(ops.gather_rows(values[:, : group.table.dim], inverse))
-        return self.by_feature(self.cut(rows, lookups), lookups)
+        return self.by_feature(rows, lookups)
 
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and rows (n, row_width) float32, copied."""

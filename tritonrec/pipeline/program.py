@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 
 from .. import ops
@@ -250,27 +248,20 @@ class WindowProgram:
         """Forward and backward of one micro-batch."""
         i = _index(micro_batch)
         part = window.micro_batches[i]
-        lookups = part.lookups()
-        rows, places = [], []
+        rows = []
         for table in window.tables:
             assert table.embeddings is not None
-            places.append(table.asked.inverse[i])
-            rows.append(ops.gather_rows(table.embeddings, places[-1]))
-        leaves = self.tables.cut(rows, lookups)
-        for leaf in chain(*leaves):
-            leaf.requires_grad_()
+            rows.append(ops.gather_rows(table.embeddings, table.asked.inverse[i]).requires_grad_())
         seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, part.step)
-        losses = self.model(part, self.tables.by_feature(leaves, lookups), seed)
+        losses = self.model(part, self.tables.by_feature(rows, part.lookups()), seed)
         window.losses[i] = losses.detach()
         if part.loss_terms:
             losses.sum().backward()
-        cut = self.tables.cut(places, lookups)
-        for group, table, parts, where in zip(self.tables.groups, window.tables, leaves, cut, strict=True):
+        for leaf, table in zip(rows, window.tables, strict=True):
             if table.gradients is None:
-                table.gradients = self.sums.zeros(table.asked.rows, group.table.dim)
-            for leaf, to in zip(parts, where, strict=True):
-                if leaf.grad is not None:
-                    self.sums.add(leaf.grad, to, table.gradients, NAME)
+                table.gradients = self.sums.zeros(table.asked.rows, leaf.shape[1])
+            if leaf.grad is not None:
+                self.sums.add(leaf.grad, table.asked.inverse[i], table.gradients, NAME)
 
     def gradient_exchange(self, window: Window, micro_batch: int | None) -> None:
         """Send gradient rows to their owners and add them up there."""

@@ -64,8 +64,7 @@ class Synchronous:
                 for group, _keys, _found, values, _sums, places in shards
             ]
             seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
-            by_feature = self.tables.by_feature(self.tables.cut(rows, lookups[number]), lookups[number])
-            losses.append(self.model(batch, by_feature, seed))
+            losses.append(self.model(batch, self.tables.by_feature(rows, lookups[number]), seed))
             if batch.loss_terms:
                 losses[-1].sum().backward()
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
