@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 from tritonrec import ops
 from tritonrec.kernels.registration import custom_op
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:There is a performance drop"
-)  # of torch's vmap, sample by sample
+# What torch says of its own vmap, which goes sample by sample, and of what its functions are made with.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:`torch.jit.script`")
 GENERATOR = torch.Generator().manual_seed(5)
 ROWS, OFFSETS = torch.tensor([2, 0, 2, 3]), torch.tensor([0, 3, 3, 5])
 
