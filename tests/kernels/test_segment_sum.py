@@ -260,4 +260,4 @@ def test_registration(level):
     )
     out = torch.zeros(count, 13, dtype=torch.float32 if level == "window" else torch.int64)
     into = torch.ops.tritonrec.segment_sum_into.default
-    torch.library.opcheck(into, (out, values.detach(), segments, 36, "rows", "cpu"))
+    torch.library.opcheck(into, (out, values.detach(), segments, 36, "rows", "cpu", None, None))

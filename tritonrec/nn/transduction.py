@@ -189,8 +189,7 @@ class _Transduction(torch.autograd.Function):
     def backward(ctx, dy):
         call, own, dy = ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
-        if not torch.compiler.is_compiling():  # a compiler frees by itself, and knows no such call
-            ctx.maybe_clear_saved_tensors()  # unless the graph is kept; what is done with is free at once
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; what is done with below is free at once
         p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
         grads: dict[str, torch.Tensor | None] = {}
 

@@ -189,14 +189,14 @@ def _segment_sum_into(
     bits: int,
     name: str,
     impl: str,
-    count: torch.Tensor | None = None,
-    status: torch.Tensor | None = None,
+    count: torch.Tensor | None,
+    status: torch.Tensor | None,
 ) -> None:
     accumulate(out, values, segments, bits, name, impl, count, status)
 
 
 @_segment_sum_into.register_fake
-def _(out, values, segments, bits, name, impl, count=None, status=None):
+def _(out, values, segments, bits, name, impl, count, status):
     return None
 
 
