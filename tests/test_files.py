@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -43,3 +45,44 @@ def test_what_leads_elsewhere_is_not_replaced(tmp_path):
     link.symlink_to(target)
     save_json([2], link)
     assert link.is_symlink() and json.loads(target.read_text()) == [2]
+
+
+def test_long_names_and_permissions_stay(tmp_path):
+    target = tmp_path / ("x" * 250 + ".json")
+    save_json([1], target)
+    target.chmod(0o640)
+    save_json([2], target)
+    assert json.loads(target.read_text()) == [2] and target.stat().st_mode & 0o777 == 0o640
+
+
+def test_writers_of_one_file_do_not_see_each_other(tmp_path):
+    target = tmp_path / "report.json"
+    texts = [json.dumps([number] * 20_000) for number in range(4)]
+    mine = tmp_path / "report.json.part"
+    mine.write_text("a user's own")
+    found = []
+
+    def write(text):
+        for _ in range(50):
+            with whole(target) as part:
+                part.write_text(text)
+            found.append(target.read_text() in texts)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200 and all(found)
+    assert sorted(os.listdir(tmp_path)) == ["report.json", mine.name] and mine.read_text() == "a user's own"
+
+
+def test_what_the_output_goes_to_is_not_replaced(tmp_path):
+    """As in ``tritonrec plan --json /dev/stdout >> file``: what stands there was not written here."""
+    target = tmp_path / "out"
+    target.write_text("before\n")
+    code = "from tritonrec.files import whole\nwith whole('/dev/stdout') as part: part.open('a').close()"
+    with target.open("a") as out:
+        inode = os.fstat(out.fileno()).st_ino
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=60)
+    assert target.stat().st_ino == inode and target.read_text() == "before\n"

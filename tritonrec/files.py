@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,21 +16,36 @@ from typing import Any
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield where to write: a name beside `path`, in a folder made for it, that becomes `path` at the end.
 
-    After an error what was there before is there still. What is no regular file, such as ``/dev/stdout`` or a
-    pipe, is written to itself. Nothing is flushed to the disk: a process may end at any time, not the power.
+    After an error what was there before is there still, and of several writers the last wins. A link goes on
+    leading where it led, permissions stay; other hard links keep the old content. What is no regular file, as
+    a pipe, and what this process's output goes to (``/dev/stdout > file``), is written to itself. Nothing is
+    flushed to the disk: a process may end at any time, not the power.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not target.is_file():
+    if target.exists() and (not target.is_file() or _is_output(target)):
         yield target
         return
-    target = target.resolve()  # a link goes on leading where it led
-    part = target.with_name(f"{target.name}.part")
+    target = target.resolve()
+    part = target.with_name(f".{target.name[:50]}-{secrets.token_hex(8)}.part")
     try:
         yield part
+        if target.exists():
+            shutil.copymode(target, part)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _is_output(path: Path) -> bool:
+    """Whether it is the file that standard output or standard error are led to."""
+    for stream in (1, 2):
+        try:
+            if os.path.samestat(os.fstat(stream), path.stat()):
+                return True
+        except OSError:  # a closed stream
+            continue
+    return False
 
 
 def save_json(document: Any, path: str | os.PathLike[str]) -> None:

@@ -68,8 +68,12 @@ def meetings(places: list[torch.Tensor], complete: torch.Tensor, times: int, ran
     number = torch.empty_like(rows)
     number[rows] = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[complete[rows]]
     when = [complete[each] for each in places]
+    none, zeros = rows[:0], [0] * len(places)
     found = []
     for time, each in enumerate(rows.split(counts.tolist())):
+        if not len(each):
+            found.append(Meeting(none, Shares(none, zeros, zeros, none, zeros)))
+            continue
         then = [(at == time).nonzero().squeeze(1) for at in when]
         parts = [number[place[here]] for place, here in zip(places, then, strict=True)]
         shares = Shares.of(parts, len(each), rank)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
+from torch._subclasses.fake_tensor import is_fake
 
 from .exchange import BoundedLagAllToAll, Exchange
 
@@ -76,10 +78,12 @@ def _by_backend(name: str) -> Callable[..., dist.Work]:
     """A group's method that has the backend of its tensors do `name`; the host's where it has no tensors."""
 
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        first: Any = args[0] if args else None
-        while isinstance(first, list):
-            first = first[0]
+        first: Any = next(iter((*args, *kwargs.values())), None)
+        while isinstance(first, (list, tuple)):
+            first = first[0] if first else None
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        if type(first) is not torch.Tensor and is_fake(first):
+            raise NotImplementedError(f"{name}: a group of {NAME} sends values, which a fake tensor has not")
         return getattr(group._get_backend(device), name)(*args, **kwargs)
 
     return call
@@ -103,7 +107,8 @@ class BoundedLagGroup(dist.ProcessGroup):
     Everything else is done by the backends registered in it: gloo for tensors of the host and, where there is
     a GPU, NCCL for those of the device. What torch would pass on to them with the interpreter's lock held is
     passed on from here without: gloo's threads need that lock to drop a tensor while they hold a lock that
-    the next collective waits for, and a rank stood still for ever.
+    the next collective waits for, and a rank stood still for ever. So no dispatch mode sees collectives that
+    are called by `torch.distributed`; fake tensors are refused.
     """
 
     def __init__(
@@ -147,7 +152,6 @@ class BoundedLagGroup(dist.ProcessGroup):
     allgather = _by_backend("allgather")
     allreduce = _by_backend("allreduce")
     allreduce_coalesced = _by_backend("allreduce_coalesced")
-    barrier = _by_backend("barrier")
     broadcast = _by_backend("broadcast")
     reduce_scatter = _by_backend("reduce_scatter")
     send = _by_backend("send")
@@ -157,6 +161,14 @@ class BoundedLagGroup(dist.ProcessGroup):
     # Their names from torch 2.13 on.
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:  # type: ignore[override]
+        """What `dist.barrier` calls; on the host."""
+        opts = BarrierOptions() if opts is None else opts
+        if timeout is not None:
+            opts.timeout = timeout
+        host: Any = self._get_backend(torch.device("cpu"))
+        return host.barrier(opts)
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         if not sizes:
