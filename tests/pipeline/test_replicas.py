@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_accelerator import FakeAccelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,10 +52,12 @@ def gathered(communicators):
     return [torch.cat(lane.gather(mine)).tolist() for lane in lanes]
 
 
-def train(communicators, window, steps, sync=False, job=JOB):
+def train(communicators, window, steps, sync=False, job=JOB, late=None):
+    """`late`: an accelerator made of threads, whose lane of that name is slow."""
     model, tables, dense = job.build("adam")
     loader = job.loader(communicators.rank, communicators.world_size)
-    with Trainer(model, tables, dense, communicators, "nestpipe", window) as trainer:
+    streams = None if late is None else FakeAccelerator(communicators.rank, slow=late)
+    with Trainer(model, tables, dense, communicators, "nestpipe", window, streams=streams) as trainer:
         list(trainer.run(loader.batch(step) for step in range(steps)))
         if sync:
             trainer.sync()
@@ -124,6 +127,16 @@ def test_with_first_use_replicas_meet_as_soon_as_a_row_has_seen_its_last_micro_b
             assert sum(sooner) == total if world == replicas else sum(sooner) < total
             if consistency == "batch":
                 assert torch.equal(rows[0], same[0]) and torch.equal(rows[1], same[1])
+
+
+@pytest.mark.parametrize("late", ["communication", "replica"])
+def test_on_an_accelerator_that_is_late_replicas_meet_all_the_same(pool, late):
+    window = WindowConfig(3, seed=4, first_use=True, skip_fetch=True)
+    wanted = pool.run(train, 4, window, 4, replicas=2)
+    found = pool.run(train, 4, window, 4, False, JOB, late, replicas=2)
+    for (ids, rows, dense, sent), same in zip(wanted, found, strict=True):
+        assert torch.equal(ids, same[0]) and torch.equal(rows, same[1]) and sent == same[3]
+        assert all(torch.equal(dense[name], same[2][name]) for name in dense)
 
 
 def test_averaged_replicas_are_equal_after_each_average_and_differ_from_exact_ones(pool):
