@@ -65,11 +65,13 @@ def all_collectives(communicators):
     )
     assert gather.wait() and scatter.wait(TIMEOUT) and gather.is_completed()
     group.barrier(timeout=TIMEOUT).wait()
-    try:
-        with FakeTensorMode():
-            dist.all_reduce(torch.ones(1), group=group)
-    except NotImplementedError as error:
-        seen["fake"] = str(error)
+    seen["fake"] = []
+    for collective in (dist.all_reduce, lambda x, group: dist.all_to_all_single(x, x, group=group)):
+        try:
+            with FakeTensorMode():
+                collective(torch.ones(WORLD), group=group)
+        except NotImplementedError as error:
+            seen["fake"].append(str(error))
     seen["coalesced"] = gathered.tolist(), scattered.tolist()
 
     rows = [[100 * step + 10 * rank + to for to in range(WORLD) for _ in range(to)] for step in range(6)]
@@ -101,7 +103,10 @@ def test_a_group_of_the_backend_is_a_process_group(pool):
     for rank, seen in enumerate(pool.run(all_collectives, WORLD)):
         assert seen["backend"] == "bls" and seen["sum"] == 6 and seen["broadcast"] == 7
         assert seen["gather"] == [0, 1, 2] and seen["objects"] == ["0", "1", "2"]
-        assert seen["fake"] == "allreduce: a group of bls sends values, which a fake tensor has not"
+        assert seen["fake"] == [
+            f"{name}: a group of bls sends values, which a fake tensor has not"
+            for name in ("allreduce", "all_to_all_single")
+        ]
         assert seen["coalesced"] == ([[0, 1, 2], [0, 10, 20]], [[3 * rank + 3], [3 * rank + 12]])
         assert seen["message"] == (0 if rank == 2 else 10 * rank)
         assert seen["in flight"] == 3 and seen["completed"] == [True] * 5 + [False]

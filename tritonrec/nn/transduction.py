@@ -189,7 +189,9 @@ class _Transduction(torch.autograd.Function):
     def backward(ctx, dy):
         call, own, dy = ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; what is done with below is free at once
+        # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
+        # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
+        ctx.maybe_clear_saved_tensors()
         p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
         grads: dict[str, torch.Tensor | None] = {}
 

@@ -184,9 +184,11 @@ class WindowProgram:
     def _meetings(self, table: TableWindow) -> list[Meeting]:
         """After which micro-batch the replicas add up which rows: its last use, or the last micro-batch."""
         count = self.config.window_micro_batches
-        complete = torch.full((len(table.keys),), 0 if table.replica_last_use else count - 1)
-        for place, last in zip(table.places, table.replica_last_use, strict=False):
-            complete[place] = torch.maximum(complete[place], last.long())
+        complete = torch.full((len(table.keys),), count - 1)
+        if table.replica_last_use:
+            complete.zero_()
+            for place, last in zip(table.places, table.replica_last_use, strict=True):
+                complete[place] = torch.maximum(complete[place], last.long())
         return meetings(table.places, complete, count, self.communicators.replica.rank)
 
     def _fetch(

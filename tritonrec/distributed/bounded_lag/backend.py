@@ -74,6 +74,11 @@ class _Together(dist.Work):
         return all(work.is_completed() for work in self._works)
 
 
+def _refuse_fake(name: str, first: object) -> None:
+    if type(first) is not torch.Tensor and is_fake(first):
+        raise NotImplementedError(f"{name}: a group of {NAME} sends values, which a fake tensor has not")
+
+
 def _by_backend(name: str) -> Callable[..., dist.Work]:
     """A group's method that has the backend of its tensors do `name`; the host's where it has no tensors."""
 
@@ -81,9 +86,8 @@ def _by_backend(name: str) -> Callable[..., dist.Work]:
         first: Any = next(iter((*args, *kwargs.values())), None)
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
+        _refuse_fake(name, first)
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
-        if type(first) is not torch.Tensor and is_fake(first):
-            raise NotImplementedError(f"{name}: a group of {NAME} sends values, which a fake tensor has not")
         return getattr(group._get_backend(device), name)(*args, **kwargs)
 
     return call
@@ -141,6 +145,7 @@ class BoundedLagGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> _Pending:
         """What `dist.all_to_all_single` calls; without split sizes rows are cut into equal parts."""
+        _refuse_fake("all_to_all_single", input)
         receive = self._splits("output", output, output_split_sizes)
         send = self._splits("input", input, input_split_sizes)
         if not output.is_contiguous():
