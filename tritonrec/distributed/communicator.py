@@ -6,8 +6,9 @@ common order: each lane issues its own in the schedule's order, which is the sam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -132,6 +133,8 @@ class Communicators:
         routing, retrieval, communication, checkpoint, shard_control: over this rank's sharding group.
         replica_routing, replica: over its replica group.
         reduce, control: over all ranks.
+        stop: set on a rank that was asked to stop after its step; ranks may see it at different steps, see
+            `Trainer.stopping`.
     """
 
     routing: Communicator
@@ -143,6 +146,7 @@ class Communicators:
     replica: Communicator
     reduce: Communicator
     control: Communicator
+    stop: threading.Event = field(default_factory=threading.Event)
 
     @property
     def rank(self) -> int:
@@ -175,13 +179,18 @@ class Communicators:
         return self.replica.rank == 0
 
     @classmethod
-    def local(cls) -> Communicators:
+    def local(cls, stop: threading.Event | None = None) -> Communicators:
         """For a run of one rank."""
-        return cls(**{each.name: Communicator() for each in fields(cls)})
+        return cls(*(Communicator() for _ in range(9)), stop or threading.Event())
 
     @classmethod
     def over(
-        cls, ranks: Sequence[int], timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"
+        cls,
+        ranks: Sequence[int],
+        timeout: timedelta = TIMEOUT,
+        replicas: int = 1,
+        backend: str = "gloo",
+        stop: threading.Event | None = None,
     ) -> Communicators | None:
         """Groups over `ranks`, `replicas` of which hold the same part; collective over the whole world.
 
@@ -190,10 +199,11 @@ class Communicators:
         Args:
             backend: of `torch.distributed`. Ranks that train on accelerators need one for tensors there
                 beside gloo for those on the host: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
+            stop: the `stop` of the result.
         """
         if replicas < 1 or len(ranks) % replicas:
             raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
-        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout, backend)
+        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout, backend, stop)
 
     @classmethod
     def on(
@@ -206,10 +216,12 @@ class Communicators:
         names = mesh.mesh_dim_names or ()
         if sorted(names) != ["replicate", "shard"]:
             raise ValueError(f"the mesh needs the dimensions 'shard' and 'replicate', got {names}")
-        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout, backend)
+        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout, backend, None)
 
     @classmethod
-    def _of(cls, mesh: torch.Tensor, timeout: timedelta, backend: str) -> Communicators | None:
+    def _of(
+        cls, mesh: torch.Tensor, timeout: timedelta, backend: str, stop: threading.Event | None
+    ) -> Communicators | None:
         """Groups on a mesh (L, G) of ranks; process groups count their ranks in ascending order."""
         if bool((mesh.diff(dim=0) <= 0).any()) or bool((mesh.diff(dim=1) <= 0).any()):
             raise ValueError(
@@ -234,4 +246,4 @@ class Communicators:
             found.update({"shard_control": found["control"]} if found else {})
         else:
             groups(mesh.t(), "shard_control")
-        return cls(**found) if found else None
+        return cls(**found, stop=stop or threading.Event()) if found else None
