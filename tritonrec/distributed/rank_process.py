@@ -28,6 +28,7 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 LOOPBACK = "127.0.0.1"
 
 
@@ -139,10 +140,16 @@ def _end_with_launcher(task: RankTask, lifeline: Connection, stop: threading.Eve
             stop.set()
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
-    if task.from_main_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if task.from_main_thread:
+        end_with_parent()
         if os.getppid() != task.launcher:  # it ended before that, so no signal will come
             os._exit(1)
+
+
+def end_with_parent() -> None:
+    """On Linux, let the kernel kill this process when the thread that started it ends."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
