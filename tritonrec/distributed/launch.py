@@ -16,8 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .communicator import TIMEOUT, Communicators
+from .communicator import TIMEOUT
+from .groups import Communicators
 from .rank_process import MEETING, WORKING, RankTask, serve, server
+from .watch import RankDiedError, read_reports
 
 GRACE = 3.0
 """Seconds that the other ranks get to tell their story after one has failed."""
@@ -27,17 +29,6 @@ START_TIMEOUT = timedelta(minutes=5)
 
 IMPORTING = "importing what it needs"
 READING = "reading its task"
-
-
-class RankDiedError(RuntimeError):
-    """A rank ended, failed, or stayed silent beyond its timeout.
-
-    The message has one line per rank that has something to say; `details` holds their tracebacks.
-    """
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
 
 
 @contextmanager
@@ -66,7 +57,15 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
             f"has printed nothing never came: {error}"
         ) from error
     try:
-        yield Communicators.over(range(world_size), timeout, replicas, backend)
+        communicators = Communicators.over(range(world_size), timeout, replicas, backend)
+        assert communicators is not None
+        try:
+            yield communicators
+        except BaseException as error:
+            communicators.watch.fail(error)
+            raise
+        finally:
+            communicators.watch.close()
     finally:
         dist.destroy_process_group()
 
@@ -219,9 +218,13 @@ class RankPool:
     def _silent(self, places: dict[int, str], since: float) -> list[str]:
         """A line for each rank that did not answer, without those that only waited for one of them."""
         behind = [rank for rank, place in places.items() if place not in (MEETING, WORKING)]
-        waited = time.monotonic() - since
+        waited, reports = time.monotonic() - since, {}
+        if self._store is not None:
+            with suppress(RuntimeError):
+                reports = read_reports(self._store, list(places))
         return [
             f"rank {rank} did not answer within {waited:.1f} s: it was {places[rank]}"
+            + (f", last seen {reports[rank].place}, {reports[rank].age}" if rank in reports else "")
             for rank in sorted(behind or places)
         ]
 

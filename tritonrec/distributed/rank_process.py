@@ -11,14 +11,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from .communicator import Communicators
+from .groups import Communicators
+from .watch import Watch
 
 ENTERING = "in `enter`, before it met the others"
 MEETING = "waiting to meet the others"
@@ -65,30 +66,28 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
     try:
         world = max(task.meshes)[0]
         # Connected before `enter`, which may leave the launcher's network.
-        store = client_of(task.store_port, task.start_timeout) if world > 1 else None
+        store, reports = (client_of(task) if world > 1 else None for _ in range(2))
         if task.enter is not None:
             connection.send(("at", ENTERING))
             task.enter(task.rank)
         connection.send(("at", MEETING))
         if store is not None:
             _meet(store, task, world)
-        groups = {
-            mesh: Communicators.local(stop)
-            if mesh == (1, 1)
-            else Communicators.over(range(mesh[0]), task.timeout, mesh[1], stop=stop)
-            for mesh in task.meshes
-        }
+        watch = Watch(reports, task.rank, world, task.timeout)
+        groups = {mesh: _groups(mesh, task.timeout, watch, stop) for mesh in task.meshes}
         connection.send(("ok", None))
         while True:
             request = connection.recv()
             if request is None:
                 return
             stop.clear()
+            watch.begin_task()
             connection.send(("at", WORKING))
             function, mesh, args = request
             try:
                 connection.send(("ok", function(groups[mesh], *args)))
             except Exception as error:
+                watch.fail(error)
                 connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
     except EOFError:
         pass
@@ -110,9 +109,19 @@ def server() -> dist.TCPStore:
     )
 
 
-def client_of(port: int, timeout: timedelta) -> dist.TCPStore:
-    """A connection to the `server` of that port."""
-    return dist.TCPStore(LOOPBACK, port, None, False, timeout, wait_for_workers=False)
+def client_of(task: RankTask) -> dist.TCPStore:
+    """A connection to the launcher's `server`."""
+    return dist.TCPStore(LOOPBACK, task.store_port, None, False, task.start_timeout, wait_for_workers=False)
+
+
+def _groups(
+    mesh: tuple[int, int], timeout: timedelta, watch: Watch, stop: threading.Event
+) -> Communicators | None:
+    """This rank's groups; None where the mesh is without it."""
+    if mesh == (1, 1):
+        return replace(Communicators.local(), stop=stop)
+    groups = Communicators.over(range(mesh[0]), timeout, mesh[1], watch=watch)
+    return groups and replace(groups, stop=stop)
 
 
 def _meet(store: dist.Store, task: RankTask, world: int) -> None:
