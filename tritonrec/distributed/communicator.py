@@ -20,7 +20,7 @@ SAVE_TIMEOUT = timedelta(minutes=30)
 """The same for the group that saves, where ranks wait for each other's disks as long as all are there: one
 that stands still or has died is noticed within the timeout of the other groups."""
 
-_LOST = re.compile("gloo|onnection|imed out|NCCL|HCCL|Socket", re.IGNORECASE)
+_LOST = re.compile("gloo|connection|timed out|timeout|NCCL|HCCL|socket", re.IGNORECASE)
 """How backends' messages say that another rank is missing; all other errors are this rank's own."""
 
 

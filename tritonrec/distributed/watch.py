@@ -175,7 +175,9 @@ class Watch:
                 limit = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
                 silent = [peer for peer in missing if limit[peer] <= 0]
                 if silent or now - began > patience.total_seconds():
-                    raise RankDiedError(self._missed(silent or missing, silent, reports, now - began))
+                    raise RankDiedError(
+                        self._missed(silent or missing, silent, reports, now - began, group, number)
+                    )
             time.sleep(0.005)
         if number > 1:  # everybody has left the meeting before
             self.store.delete_key(f"{group} {number - 1} {self.rank}")
@@ -225,14 +227,14 @@ class Watch:
         silent: Sequence[int],
         reports: dict[int, Report],
         waited: float,
-        group: str = "",
-        number: int = 0,
+        group: str,
+        number: int,
     ) -> str:
         """A line for each of the `ranks` that this one waited for."""
         place, lines = self._place(group, number), []
         for rank in ranks[:SHOWN]:
             report = reports.get(rank)
-            began = report is not None and dict(report.calls).get(group, 0) >= number > 0
+            began = report is not None and dict(report.calls).get(group, 0) >= number
             missed = f"has not {'finished' if began else 'reached'} {place} within {waited:.3g} s"
             if waited < 0.9 * self.timeout and rank in silent:
                 missed = f"ended before {place} was done"
@@ -249,7 +251,7 @@ class Watch:
     def _place(self, group: str, number: int) -> str:
         """What this thread is doing, in words."""
         stage, _ = self._doing.get(threading.get_ident(), ("", 0.0))
-        return f"stage {stage}" if stage else f"collective {number} of {group}" if number else group
+        return f"stage {stage}" if stage else f"collective {number} of group {group.partition(' of ')[0]}"
 
     def _failed(self, reports: dict[int, Report]) -> str:
         """A line about the rank whose failure came first, empty if none has failed in this task."""
