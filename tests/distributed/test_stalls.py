@@ -17,12 +17,15 @@ from tritonrec.distributed import RankDiedError, RankPool, Watch
 from tritonrec.distributed.watch import Report, read_reports
 
 pytestmark = pytest.mark.multi_rank
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 BOUND = 1.5 * TIMEOUT + 10
 """The timeout of a collective that may have begun a little after the stall, three reports, ends of lanes."""
 
 
-@pytest.mark.parametrize("where, stage", [("compute", "in compute(3, 0)"), ("save", "save(4)")])
+@pytest.mark.parametrize(
+    "where, stage",
+    [pytest.param("compute", "in compute(3, 0)", marks=pytest.mark.slow), ("save", "save(4)")],
+)
 def test_a_pool_names_a_stopped_rank_and_its_stage(tmp_path, where, stage):
     with RankPool((2,), timedelta(seconds=TIMEOUT)) as pool:
         assert pool.run(work, 2, "", 1, None, 2) == [2, 2]  # all kernels are loaded
@@ -83,6 +86,7 @@ def test_a_stopped_rank_is_named_under_torchrun(tmp_path, where, stage):
     assert "rank 1 has not " in message and stage in message and "s ago" in message
 
 
+@pytest.mark.slow
 def test_rank_0_is_named_though_it_serves_the_store(tmp_path):
     with Ranks(tmp_path, "compute", 0, agent=False) as ranks:
         seconds, message = ranks.ending_of(1)
@@ -99,6 +103,7 @@ def test_a_rank_that_fails_is_named_with_its_error(tmp_path):
     assert "the disk of this rank is gone" in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_stage(tmp_path):
     with Ranks(tmp_path, "die", 1) as ranks:
         seconds, message = ranks.ending_of(0)
