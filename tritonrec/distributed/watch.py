@@ -284,14 +284,22 @@ class Watch:
     def _report_on(self) -> None:
         while not self._closed.wait(self.interval):
             self._report()
-            if self.rank:
-                with suppress(RuntimeError):
-                    assert self.store is not None
+            if self.rank and not self._closed.is_set():
+                assert self.store is not None
+                with self._unless_gone():
                     self._known = read_reports(self.store, [0])
+
+    @contextmanager
+    def _unless_gone(self) -> Iterator[None]:
+        """Report no more once the store is gone, as it is where the rank that serves it has ended."""
+        try:
+            yield
+        except RuntimeError:
+            self.close()
 
     def _report(self) -> None:
         assert self.store is not None
-        with self._reporting, suppress(RuntimeError):  # of a store that is gone: nobody can read this
+        with self._reporting, self._unless_gone():
             self._number += 1
             doing = sorted(list(self._doing.values()), key=lambda item: item[1])
             report = Report(
