@@ -1,4 +1,4 @@
-"""Promise: a change of structure moves no bit: every model still ends at the SHA-256 recorded in digests.json.
+"""Promise: a change of structure moves no bit: every model ends at the SHA-256 recorded in digests.json.
 
 `python tests/harness/test_digests.py` records the file again, after a change that is meant to move bits.
 """
