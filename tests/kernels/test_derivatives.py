@@ -262,8 +262,11 @@ def test_gradients_of_each_sample(name):
             torch.func.vmap(gradients)(*pairs)
         return
     each = [gradients(*(pair[i] for pair in pairs)) for i in range(2)]
-    for got, *expected in zip(torch.func.vmap(gradients)(*pairs), *each, strict=True):
-        assert torch.equal(got, torch.stack(expected))
+    for argument, got, *expected in zip(values, torch.func.vmap(gradients)(*pairs), *each, strict=True):
+        if (name, argument) == ("linear", "weight"):  # torch's product, in batches under vmap
+            torch.testing.assert_close(got, torch.stack(expected))
+        else:
+            assert torch.equal(got, torch.stack(expected))
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"norm_linear_silu"}))
