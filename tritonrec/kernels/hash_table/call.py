@@ -6,6 +6,8 @@ import torch
 
 from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
+from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_table
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import held, pad, record
 from tritonrec.kernels.registration import custom_op
 
@@ -36,6 +38,11 @@ def launch_insert(
 ) -> Pair:
     """`hash_insert` without validation of shapes and the dispatcher, for callers inside the package."""
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    written: dict[str, torch.Tensor | None] = {
+        "slot_keys": slot_keys, "slot_rows": slot_rows, "status": status,
+        "next_row": next_row if isinstance(next_row, torch.Tensor) else None,
+    }  # fmt: skip
+    check_no_overlap(written, {"keys": keys, "free_rows": free_rows, "count": count})
     size = keys.numel()
     if free_rows is None:
         free_rows = keys.new_empty(0)
@@ -156,6 +163,8 @@ def launch_assign(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`hash_assign` without validation of shapes and the dispatcher, for callers inside the package."""
+    read = {"slot_keys": slot_keys, "keys": keys, "rows": rows, "count": count}
+    check_no_overlap({"slot_rows": slot_rows}, read)
     _check_range("rows", rows, count)
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     if chosen == "triton":
@@ -187,6 +196,7 @@ def launch_erase(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`hash_erase` without validation and without the dispatcher, for callers inside the package."""
+    check_no_overlap({"slot_rows": slot_rows}, {"slot_keys": slot_keys, "keys": keys, "count": count})
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     if chosen == "triton":
         from tritonrec.kernels.hash_table import triton_hash_table
@@ -240,6 +250,7 @@ def _insert_op(
     free_rows: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_insert(slot_keys, slot_rows, keys, next_row, free_rows)
     return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
 
 
@@ -258,6 +269,7 @@ def _insert_padded_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`next_row` counts where there is no `row_counter`."""
     first_row = next_row if row_counter is None else row_counter
+    check_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, status)
     return launch_insert(slot_keys, slot_rows, keys, first_row, free_rows, impl, count, status)
 
 
@@ -277,6 +289,7 @@ def _find_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_table(slot_keys, slot_rows, keys, count)
     return launch_find(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -294,6 +307,7 @@ def _assign_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_assign(slot_keys, slot_rows, keys, rows, count)
     return launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
 
 
@@ -310,6 +324,7 @@ def _erase_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_table(slot_keys, slot_rows, keys, count)
     return launch_erase(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -322,6 +337,7 @@ def _erase_fake(slot_keys, slot_rows, keys, impl, count=None):
 def _grow_op(
     slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_table(slot_keys, slot_rows)
     return launch_grow(slot_keys, slot_rows, impl)
 
 

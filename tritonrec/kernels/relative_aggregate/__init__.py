@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.offsets import check_lengths, check_offsets
@@ -62,6 +62,13 @@ def relative_aggregate(
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """
+    _check(v, table, seq_offsets, timestamps)
+    return _relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps, impl)
+
+
+def _check(
+    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, timestamps: torch.Tensor | None
+) -> None:
     check_tensors(("timestamps",), v=v, table=table, seq_offsets=seq_offsets, timestamps=timestamps)
     if v.dim() != 3 or table.dim() != 2 or table.shape[0] != v.shape[1] or table.shape[1] == 0:
         raise ValueError(
@@ -74,7 +81,11 @@ def relative_aggregate(
         raise ValueError(
             f"timestamps must be ({v.shape[0]},) int64, got {tuple(timestamps.shape)} {timestamps.dtype}"
         )
-    return _relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps, impl)
+
+
+def _check_values(v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int) -> None:
+    check_offsets("seq_offsets", seq_offsets, v.shape[0])
+    check_lengths(seq_offsets, max_seq_len)
 
 
 def aggregate_forward(
@@ -171,8 +182,8 @@ def _relative_aggregate(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
-    check_offsets("seq_offsets", seq_offsets, v.shape[0])
-    check_lengths(seq_offsets, max_seq_len)
+    _check(v, table, seq_offsets, timestamps)
+    _check_values(v, seq_offsets, max_seq_len)
     return aggregate_forward(v.detach(), table.detach(), seq_offsets, max_seq_len, timestamps, impl)
 
 
@@ -191,6 +202,10 @@ def _relative_aggregate_backward(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(v, table, seq_offsets, timestamps)
+    check_tensors(v=v, do=do)
+    check_shape("do", do, v.shape, v.dtype)
+    _check_values(v, seq_offsets, max_seq_len)
     return aggregate_backward(
         do.detach(), v.detach(), table.detach(), seq_offsets, max_seq_len, timestamps, impl
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.arguments import check_shape, check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.silu import reference
@@ -25,11 +25,15 @@ def silu(x: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
     Raises:
         ValueError: another dtype.
     """
+    _check(x)
+    return _silu(x, impl)
+
+
+def _check(x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise not_a_tensor("x", x)
     if x.dtype != torch.float32:
         raise ValueError(f"x must be float32, got {x.dtype}")
-    return _silu(x, impl)
 
 
 def silu_forward(x: torch.Tensor, impl: str) -> torch.Tensor:
@@ -72,6 +76,7 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
 
 @custom_op("tritonrec::silu", mutates_args=())
 def _silu(x: torch.Tensor, impl: str) -> torch.Tensor:
+    _check(x)
     return silu_forward(x.detach(), impl)
 
 
@@ -82,7 +87,10 @@ def _(x, impl):
 
 @custom_op("tritonrec::silu_backward", mutates_args=())
 def _silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
-    return silu_backward(dy, x, impl)
+    check_tensors(x=x, dy=dy)
+    _check(x)
+    check_shape("dy", dy, x.shape, x.dtype)
+    return silu_backward(dy.detach(), x.detach(), impl)
 
 
 @_silu_backward.register_fake
