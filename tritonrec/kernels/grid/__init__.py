@@ -183,7 +183,7 @@ def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torc
     if chosen == "reference":
         return reference.from_grid(sums, divisor, bits).to(sums.device)
     sums = sums.contiguous()
-    values = torch.empty(sums.shape, device=sums.device)
+    values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:
         return values
     if chosen == "cpu":
@@ -199,4 +199,4 @@ def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torc
 
 @_from_grid.register_fake
 def _(sums, divisor, bits, impl):
-    return torch.empty(sums.shape, device=sums.device)
+    return torch.empty(sums.shape, dtype=torch.float32, device=sums.device)

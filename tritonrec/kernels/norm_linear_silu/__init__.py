@@ -97,7 +97,7 @@ def _outputs(
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
     tokens, columns = len(x), len(weight)
     z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
-    means, rstds = (torch.empty(tokens, device=x.device) for _ in range(2))
+    means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     return x.new_empty(tokens, columns), z, normed, means, rstds
 
 
@@ -169,7 +169,8 @@ def _backward_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     chosen = _chosen(impl, x)
     has_z, has_normed = len(z) == len(x), len(normed) == len(x)
-    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    terms = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(3))
+    dx, dnorm_weight, dnorm_bias = terms
     again = x.new_empty(len(x) * (not has_normed), x.shape[1])
     if len(x) == 0:
         return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
@@ -277,7 +278,7 @@ def _norm_linear_silu_backward(
 
 @_norm_linear_silu_backward.register_fake
 def _(dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl):
-    terms = [torch.empty(x.shape, device=x.device) for _ in range(2)]
+    terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
     kept = normed.shape[0] == x.shape[0]
     return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
 

@@ -75,7 +75,7 @@ def _initial_rows(
         return reference.initial_rows(halves(seed), table, INITIAL_ROWS, keys.cpu(), dim, scale).to(
             keys.device
         )
-    rows = torch.empty(keys.numel(), dim, device=keys.device)
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel() == 0:
         return rows
     keys = keys.contiguous()
