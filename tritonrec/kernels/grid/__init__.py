@@ -17,7 +17,7 @@ import torch
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
-from tritonrec.kernels.padding import check_scalar, record
+from tritonrec.kernels.padding import check_scalar, check_status, record
 from tritonrec.kernels.registration import custom_op
 
 DEFAULT_BITS = 36
@@ -65,7 +65,9 @@ def check_summed(
         status: () int64, as those ops left it. shape: of their `values`. bits, name: as given to them.
     Raises:
         ExactSumError: a value could not be added; the results of that call and what came of them are void.
+        ValueError: `status` is not () int64, or holds no position of `shape`.
     """
+    check_status(status, math.prod(shape))
     code = int(status)
     if code:
         index = tuple(int(i) for i in np.unravel_index(code - 1, shape))

@@ -28,7 +28,7 @@ from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
 from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
-from tritonrec.kernels.padding import check_scalar
+from tritonrec.kernels.padding import check_scalar, check_status
 
 __all__ = [
     "HashTableFullError",
@@ -75,6 +75,8 @@ def hash_insert(
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.
+        ValueError: shapes, dtypes or devices that do not fit; a row outside [0, 2**31) (on an accelerator: an
+            asynchronous device assertion).
     """
     _validate(slot_keys, slot_rows, keys, count)
     check_scalar("status", status, slot_keys)
@@ -85,10 +87,8 @@ def hash_insert(
     if isinstance(next_row, torch.Tensor):
         check_scalar("next_row", next_row, slot_keys)
         row_counter = next_row
-    elif 0 <= next_row < 1 << 31:
-        first_row = next_row
     else:
-        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
+        first_row = next_row
     if in_plain_eager(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status):
         written(slot_keys, slot_rows, row_counter, status)
         return call.launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status)
@@ -105,7 +105,9 @@ def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:
         status: () int64, as `hash_insert` left it. slot_rows: (M,) int32, that table.
     Raises:
         HashTableFullError: a call was refused; it changed nothing, and its new keys have no rows.
+        ValueError: `status` is not () int64, or negative, which no call writes.
     """
+    check_status(status)
     refused = int(status)
     if refused:
         raise HashTableFullError(
