@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
@@ -76,10 +77,17 @@ def scatter_rows(
             accelerator: an asynchronous device assertion).
         ValueError: shapes, dtypes or devices that do not fit; `destination` shares memory with another
             argument.
+
+    Differentiable in destination and values, as `Tensor.index_copy_`: rows that are written get no gradient,
+    and values the gradient of the row they went to; with `source` the sum over the rows they went to, for
+    float32 (`segment_sum`, window level).
     """
     _check_scatter(destination, rows, values, count, source)
     differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)
-    if differentiated or not in_plain_eager(destination, rows, values, count, source):
+    if differentiated and forward_ad._current_level < 0:  # the op refuses a tangent
+        _ScatterRows.apply(destination, rows, values, impl, source, count)
+        return
+    if not in_plain_eager(destination, rows, values, count, source):
         torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
         return
     written(destination)
@@ -262,3 +270,39 @@ def _scatter_op(
 @_scatter_op.register_fake
 def _scatter_fake(destination, rows, values, impl, count=None, source=None):
     return None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """`scatter_rows` as a step of autograd: an op that returns nothing has no derivative of its own."""
+
+    @staticmethod
+    def forward(destination, rows, values, impl, source, count):
+        scatter_rows(destination, rows, values, impl, source=source, count=count)
+        return destination
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        destination, rows, values, ctx.impl, source, count = inputs
+        ctx.mark_dirty(destination)
+        ctx.save_for_backward(rows, source, count)
+        ctx.num_values, ctx.dtype = len(values), values.dtype
+
+    @staticmethod
+    def backward(ctx, grad):
+        from tritonrec.kernels.segment_sum import segment_sum
+
+        rows, source, count = ctx.saved_tensors
+        kept = taken = None
+        if ctx.needs_input_grad[0]:
+            kept = grad.clone()
+            scatter_rows(kept, rows, kept.new_zeros(len(rows), kept.shape[1]), ctx.impl, count=count)
+        if ctx.needs_input_grad[2]:
+            taken = gather_rows(grad, rows, ctx.impl, count=count)
+            if source is not None and ctx.dtype != torch.float32:
+                raise ValueError(
+                    "scatter_rows with source is differentiable in float32 values, got "
+                    f"{ctx.dtype}: use .float()"
+                )
+            if source is not None:
+                taken = segment_sum(taken, source, ctx.num_values, impl=ctx.impl, count=count)
+        return kept, None, taken, None, None, None

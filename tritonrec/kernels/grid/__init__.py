@@ -18,7 +18,7 @@ from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import check_scalar, record
+from tritonrec.kernels.padding import check_scalar, check_status, record
 from tritonrec.kernels.registration import custom_op
 
 DEFAULT_BITS = 36
@@ -66,7 +66,9 @@ def check_summed(
         status: () int64, as those ops left it. shape: of their `values`. bits, name: as given to them.
     Raises:
         ExactSumError: a value could not be added; the results of that call and what came of them are void.
+        ValueError: `status` is not () int64, or holds no position of `shape`.
     """
+    check_status(status, math.prod(shape))
     code = int(status)
     if code:
         index = tuple(int(i) for i in np.unravel_index(code - 1, shape))
@@ -197,7 +199,7 @@ def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torc
     if chosen == "reference":
         return reference.from_grid(sums, divisor, bits).to(sums.device)
     sums = sums.contiguous()
-    values = torch.empty(sums.shape, device=sums.device)
+    values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:
         return values
     if chosen == "cpu":
@@ -213,4 +215,4 @@ def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torc
 
 @_from_grid.register_fake
 def _(sums, divisor, bits, impl):
-    return torch.empty(sums.shape, device=sums.device)
+    return torch.empty(sums.shape, dtype=torch.float32, device=sums.device)

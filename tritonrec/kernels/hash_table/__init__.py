@@ -28,6 +28,7 @@ from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
 from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
 from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_table
+from tritonrec.kernels.padding import check_status
 
 __all__ = [
     "HashTableFullError",
@@ -74,6 +75,8 @@ def hash_insert(
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.
+        ValueError: shapes, dtypes or devices that do not fit; a row outside [0, 2**31) (on an accelerator: an
+            asynchronous device assertion).
     """
     check_insert(slot_keys, slot_rows, keys, next_row, free_rows, count, status)
     first_row, row_counter = (0, next_row) if isinstance(next_row, torch.Tensor) else (next_row, None)
@@ -93,7 +96,9 @@ def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:
         status: () int64, as `hash_insert` left it. slot_rows: (M,) int32, that table.
     Raises:
         HashTableFullError: a call was refused; it changed nothing, and its new keys have no rows.
+        ValueError: `status` is not () int64, or negative, which no call writes.
     """
+    check_status(status)
     refused = int(status)
     if refused:
         raise HashTableFullError(

@@ -8,7 +8,7 @@ from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
 from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_table
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import held, pad, record
+from tritonrec.kernels.padding import held, pad, padding, record
 from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -19,11 +19,28 @@ class HashTableFullError(RuntimeError):
 
 
 def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    """Refuse row numbers outside [0, 2**31); on an accelerator the check is queued, and nothing waits."""
     if not on_host(rows):
+        inside = (rows >= 0) & (rows < 1 << 31)
+        if count is not None:
+            inside |= padding(rows.numel(), count)
+        torch._assert_async(inside.all(), f"{name} must be in [0, 2**31)")
         return
     rows = _first(rows, count)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
         raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
+
+
+def _check_next_row(next_row: int | torch.Tensor) -> None:
+    """Refuse a first row outside [0, 2**31), or a counter outside [0, 2**31], where all rows are taken."""
+    if isinstance(next_row, torch.Tensor) and not on_host(next_row):
+        inside = (next_row >= 0) & (next_row <= 1 << 31)
+        torch._assert_async(inside, "next_row must be in [0, 2**31]")
+    elif isinstance(next_row, torch.Tensor):
+        if not 0 <= int(next_row) <= 1 << 31:
+            raise ValueError(f"next_row must be in [0, 2**31], got {int(next_row)}")
+    elif not 0 <= next_row < 1 << 31:
+        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
 
 
 def launch_insert(
@@ -44,6 +61,7 @@ def launch_insert(
     }  # fmt: skip
     check_no_overlap(written, {"keys": keys, "free_rows": free_rows, "count": count})
     size = keys.numel()
+    _check_next_row(next_row)
     if free_rows is None:
         free_rows = keys.new_empty(0)
     else:

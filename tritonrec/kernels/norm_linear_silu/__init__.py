@@ -108,7 +108,7 @@ def _outputs(
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
     tokens, columns = len(x), len(weight)
     z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
-    means, rstds = (torch.empty(tokens, device=x.device) for _ in range(2))
+    means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     return x.new_empty(tokens, columns), z, normed, means, rstds
 
 
@@ -180,7 +180,8 @@ def _backward_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     chosen = _chosen(impl, x)
     has_z, has_normed = len(z) == len(x), len(normed) == len(x)
-    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    terms = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(3))
+    dx, dnorm_weight, dnorm_bias = terms
     again = x.new_empty(len(x) * (not has_normed), x.shape[1])
     if len(x) == 0:
         return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
@@ -255,8 +256,36 @@ def _(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear, im
     return _outputs(x, weight, keep_normed, keep_linear)
 
 
-@custom_op("tritonrec::norm_linear_silu_backward", mutates_args=("dy",))
+@custom_op("tritonrec::norm_linear_silu_backward", mutates_args=())
 def _norm_linear_silu_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    z: torch.Tensor,
+    normed: torch.Tensor,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dz (L, out), and what the op into dy returns."""
+    dz = dy.clone(memory_format=torch.contiguous_format)
+    rest = _norm_linear_silu_backward_into(
+        dz, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl
+    )
+    return dz, *rest
+
+
+@_norm_linear_silu_backward.register_fake
+def _(dy, *rest):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), *_backward_into_fake(dy, *rest)
+
+
+@custom_op("tritonrec::norm_linear_silu_backward_into", mutates_args=("dy",))
+def _norm_linear_silu_backward_into(
     dy: torch.Tensor,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -302,9 +331,9 @@ def _norm_linear_silu_backward(
     )
 
 
-@_norm_linear_silu_backward.register_fake
-def _(dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl):
-    terms = [torch.empty(x.shape, device=x.device) for _ in range(2)]
+@_norm_linear_silu_backward_into.register_fake
+def _backward_into_fake(dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl):
+    terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
     kept = normed.shape[0] == x.shape[0]
     return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
 
@@ -316,9 +345,8 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy, *_):
     x, norm_weight, norm_bias, weight, bias, z, normed, means, rstds = ctx.saved_tensors
-    dz = dy.clone(memory_format=torch.contiguous_format)  # dy is the caller's
-    dx, dnorm_weight, dnorm_bias, again = _norm_linear_silu_backward(
-        dz, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, ctx.impl
+    dz, dx, dnorm_weight, dnorm_bias, again = _norm_linear_silu_backward(
+        dy, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, ctx.impl
     )
     normed = again if len(again) else normed
     return (

@@ -120,7 +120,7 @@ def norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), means (L,), rstds (L,): without the checks and the dispatcher, for hot callers."""
     chosen = implementation(impl, x)  # type: ignore[arg-type]
-    y, means, rstds = torch.empty(x.shape, device=x.device), x.new_empty(len(x)), x.new_empty(len(x))
+    y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
     if y.numel() == 0:
         return y, means, rstds
     if chosen == "reference":
@@ -166,9 +166,9 @@ def norm_backward(
     du overwrites the tensor given for it (rows contiguous, any row stride); new without.
     """
     chosen = implementation(impl, x)  # type: ignore[arg-type]
-    dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     if du is None:
-        du = torch.empty(x.shape, device=x.device) if u is not None else x.new_empty(0, x.shape[1])
+        du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
     if dx.numel() == 0:
         return dx, du, dweight, dbias
     if chosen == "reference":
@@ -257,7 +257,7 @@ def _norm_mul_dropout(
 
 @_norm_mul_dropout.register_fake
 def _(x, u, weight, bias, eps, p, seed, sample_ids, positions, impl):
-    return torch.empty(x.shape, device=x.device), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
+    return x.new_empty(x.shape), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
 
 
 @custom_op("tritonrec::norm_mul_dropout_backward", mutates_args=())
@@ -285,7 +285,7 @@ def _norm_mul_dropout_backward(
 @_norm_mul_dropout_backward.register_fake
 def _(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl):
     def row_terms():
-        return torch.empty(x.shape, device=x.device)
+        return x.new_empty(x.shape)
 
     du = row_terms() if u is not None else x.new_empty(0, x.shape[1])
     return row_terms(), du, row_terms(), row_terms()
@@ -327,7 +327,7 @@ def _norm_mul_dropout_backward_into(
 
 @_norm_mul_dropout_backward_into.register_fake
 def _(du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl):
-    dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     return dx, dweight, dbias
 
 

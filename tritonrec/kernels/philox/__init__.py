@@ -33,7 +33,14 @@ __all__ = ["DROPOUT", "INITIAL_ROWS", "RANDOM_INDICES", "derive_seed", "initial_
 
 
 def derive_seed(seed: int, stream: int, step: int) -> int:
-    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed)."""
+    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed).
+
+    Raises:
+        ValueError: a number that is no int64.
+    """
+    for name, number in (("seed", seed), ("stream", stream), ("step", step)):
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")
     w0, w1, _, _ = philox4x32((*halves(step), *halves(stream)), halves(seed))
     word = w1 << 32 | w0
     return word - (1 << 64) if word >> 63 else word
@@ -80,7 +87,7 @@ def _initial_rows(
         return reference.initial_rows(halves(seed), table, INITIAL_ROWS, keys.cpu(), dim, scale).to(
             keys.device
         )
-    rows = torch.empty(keys.numel(), dim, device=keys.device)
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel() == 0:
         return rows
     keys = keys.contiguous()

@@ -105,12 +105,12 @@ def aggregate_forward(
     if chosen == "triton":
         from tritonrec.kernels.relative_aggregate import triton_relative
 
-        out = torch.empty(v.shape, device=v.device)
+        out = v.new_empty(v.shape)
         triton_relative.forward(v, table, seq_offsets, max_seq_len, timestamps, out)
         return out
     from tritonrec.kernels.relative_aggregate import numba_relative
 
-    out = torch.zeros(v.shape)
+    out = v.new_zeros(v.shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
     arguments = (*flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times, out.view(-1).numpy())
 
@@ -140,12 +140,12 @@ def aggregate_backward(
     if chosen == "triton":
         from tritonrec.kernels.relative_aggregate import triton_relative
 
-        dv, dtable = torch.empty(v.shape, device=v.device), torch.empty(shape, device=v.device)
+        dv, dtable = v.new_empty(v.shape), v.new_empty(shape)
         triton_relative.backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable)
         return dv, dtable
     from tritonrec.kernels.relative_aggregate import numba_relative
 
-    dv, dtable = torch.zeros(v.shape), torch.empty(shape)
+    dv, dtable = v.new_zeros(v.shape), v.new_empty(shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
     arguments = (
         *flat_heads(do), *flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times,
@@ -189,7 +189,7 @@ def _relative_aggregate(
 
 @_relative_aggregate.register_fake
 def _(v, table, seq_offsets, max_seq_len, timestamps, impl):
-    return torch.empty(v.shape, device=v.device)
+    return v.new_empty(v.shape)
 
 
 @custom_op("tritonrec::relative_aggregate_backward", mutates_args=())
@@ -213,7 +213,7 @@ def _relative_aggregate_backward(
 
 @_relative_aggregate_backward.register_fake
 def _(do, v, table, seq_offsets, max_seq_len, timestamps, impl):
-    return torch.empty(v.shape, device=v.device), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
+    return v.new_empty(v.shape), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
 
 
 def _save(ctx, inputs, output):

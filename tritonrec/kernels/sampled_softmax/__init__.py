@@ -188,7 +188,7 @@ def _sampled_softmax_backward(
 
 @_sampled_softmax_backward.register_fake
 def _(dloss, hidden, positive, negatives, valid, scale, impl):
-    return tuple(torch.empty(tensor.shape, device=hidden.device) for tensor in (hidden, positive, negatives))
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (hidden, positive, negatives))
 
 
 def _save(ctx, inputs, output):

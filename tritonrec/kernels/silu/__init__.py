@@ -42,7 +42,7 @@ def silu_forward(x: torch.Tensor, impl: str) -> torch.Tensor:
     x = x.contiguous()
     if chosen == "reference":
         return reference.forward(x)
-    y = torch.empty(x.shape, device=x.device)
+    y = x.new_empty(x.shape)
     if chosen == "triton":
         from tritonrec.kernels.silu import triton_silu
 
@@ -61,7 +61,7 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
     dy, x = dy.contiguous(), x.contiguous()
     if chosen == "reference":
         return reference.backward(dy, x)
-    dx = torch.empty(x.shape, device=x.device)
+    dx = x.new_empty(x.shape)
     if chosen == "triton":
         from tritonrec.kernels.silu import triton_silu
 
@@ -82,7 +82,7 @@ def _silu(x: torch.Tensor, impl: str) -> torch.Tensor:
 
 @_silu.register_fake
 def _(x, impl):
-    return torch.empty(x.shape, device=x.device)
+    return x.new_empty(x.shape)
 
 
 @custom_op("tritonrec::silu_backward", mutates_args=())
@@ -95,7 +95,7 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor
 
 @_silu_backward.register_fake
 def _(dy, x, impl):
-    return torch.empty(x.shape, device=x.device)
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
