@@ -12,6 +12,7 @@ import torch
 from .. import ops
 from .optimizer import RowOptimizer
 from .policy import TablePolicy
+from .state_check import check_state
 from .table import DynamicTable
 
 Pooling = Literal["none", "sum", "mean"]
@@ -288,10 +289,15 @@ class HashTableCollection:
         return self._by_table([group.table.state() for group in self.groups])
 
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over `state` of all tables, or of the part of their keys that this rank owns."""
-        for group in self.groups:
+        """Take over `state` of all tables, or of the part of their keys that this rank owns.
+
+        Raises ValueError naming every table and column in which it is not the state of these tables.
+        """
+        parts = [group.table.state() for group in self.groups]
+        check_state(state, self._by_table(parts))
+        for group, own in zip(self.groups, parts, strict=True):
             columns: dict[str, dict[str, torch.Tensor]] = {}
-            for part, empty in group.table.state().items():
+            for part, empty in own.items():
                 members = []
                 for member, name in enumerate(group.layout.names):
                     held = dict(state[_part_name(name, part)])

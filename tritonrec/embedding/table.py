@@ -66,7 +66,9 @@ class DynamicTable:
         self.layout, self.seed, self.scale, self.policy = layout, seed, scale, policy or TablePolicy()
         self._rows = Rows(dim, self.row_width, layout, seed, scale, slots, chunk_rows, self.policy)
         self._sweeps = Sweeps(self._rows)
-        self._candidates = Candidates(self.policy.admission, slots) if self.policy.admission > 1 else None
+        self._candidates: Candidates | None = None
+        if self.policy.admission > 1:
+            self._candidates = Candidates(self.policy.admission, self.policy.admission_window, slots)
         self._counted = ChangeLog()  # keys of candidates
 
     @property
@@ -89,13 +91,16 @@ class DynamicTable:
 
         Args:
             keys: (K,) int64, distinct.
-            step: the step's number; larger than the last one's where the table evicts or counts heat.
+            step: the step's number; larger than the last one's where the table evicts or counts heat, and
+                below 2**31 where it goes by time at all.
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
                 None for a single rank. Each rank calls `lookup` in every step, if without keys.
 
-        At step t: sweeps erase and demote, sparing the keys of this lookup and of the last; then uses are
-        counted and keys that are asked for often enough get rows.
+        At step t: sweeps erase and demote, sparing the keys of this lookup and of the last, and forget keys
+        that wait for admission; then uses are counted and keys that are asked for often enough get rows.
         """
+        if self._candidates is not None and not 0 <= step < 2**31:
+            raise ValueError(f"{self._rows.names()}: step must be in [0, 2**31) with admission, got {step}")
         self._sweeps.maintain(keys, step, all_reduce)
         with self._rows.lock:
             if self._candidates is None:
@@ -103,10 +108,11 @@ class DynamicTable:
                 new, rejected = int(inserted.sum()), 0
                 self._rows.touched.add(keys)
             else:
+                self._counted.add(self._candidates.sweep(step))
                 rows = self._rows.index.find(keys)
                 absent = (rows < 0).nonzero().squeeze(1)
                 self._counted.add(keys[absent])
-                admitted = absent[self._candidates.count(keys[absent])]
+                admitted = absent[self._candidates.count(keys[absent], step)]
                 new, rejected = len(admitted), len(absent) - len(admitted)
                 rows[admitted] = self._rows.insert(keys[admitted])[0]
                 keys = keys[rows >= 0]
@@ -206,7 +212,8 @@ class DynamicTable:
 
             rows         rows (n, row_width) float32; with eviction score (n,) int32; with heat
                          heat (n,) uint8; with either recent (n,) bool, used by the last lookup
-            candidates   counts (n,) int32, only where admission is above 1
+            candidates   counts (n,) int32 and last (n,) int32, the last step that asked, only where
+                         admission is above 1
 
         The states of all ranks together, divided by keys in any way, are the state of another world size.
         """
@@ -226,7 +233,9 @@ class DynamicTable:
         group, candidates = state.get("rows", {}), state.get("candidates", {})
         recent = ["recent"] if self._sweeps.timed else []
         _check_columns("rows", group, ["keys", "rows", *self._rows.full.notes, *recent])
-        _check_columns("candidates", candidates, ["keys", "counts"] if self._candidates is not None else [])
+        _check_columns(
+            "candidates", candidates, ["keys", "counts", "last"] if self._candidates is not None else []
+        )
         keys = group["keys"]
         self._rows.check_values(keys, group["rows"])
         with self._rows.copying:
@@ -240,7 +249,7 @@ class DynamicTable:
                     self._sweeps.recent = torch.cat([self._sweeps.recent, keys[group["recent"]]])
                 if self._candidates is not None:
                     self._candidates.forget(keys)
-                    self._candidates.load(candidates["keys"], candidates["counts"])
+                    self._candidates.load(candidates)
                     self._counted.add(torch.cat([keys, candidates["keys"]]))
             self._rows.store(keys, group["rows"])
         self._sweeps.step = None
@@ -250,8 +259,8 @@ class DynamicTable:
     def memory(self) -> dict[str, int]:
         """Bytes allocated on this rank, by what they are for, and bytes that cold rows do not take.
 
-        key_structure, candidates (keys and counts of what is not admitted yet), metadata (scores, heat, lists
-        of free rows), fp32_values, fp16_values, saved_by_fp16 (of the rows in use).
+        key_structure, candidates (keys, counts and steps of what is not admitted yet), metadata (scores,
+        heat, lists of free rows), fp32_values, fp16_values, saved_by_fp16 (of the rows in use).
         """
         half, waiting = self._rows.half, self._candidates
         return {

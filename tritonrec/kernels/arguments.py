@@ -33,3 +33,13 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: 
     """Refuse a tensor of another shape or dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise ValueError(f"{name} must be {tuple(shape)} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a world size outside [1, 2**31) and a rank outside [0, world_size), naming both."""
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, world_size))
+    if not whole or not 0 <= rank < world_size < 1 << 31:
+        raise ValueError(
+            f"rank must be in [0, world_size) and world_size in [1, 2**31), got rank {rank!r} and "
+            f"world_size {world_size!r}"
+        )
