@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ class Saver:
         directory, rank, world_size, gather: see `save`.
         full_every: each full checkpoint is followed by this many less one that hold changes only. After a
             save that failed, at the start, and where files of the last checkpoint are gone, comes a full one.
+        around: a context for the thread's work on a save, from its step.
 
     Raises:
         CheckpointError: another run saves into the directory, or it cannot be made.
@@ -56,12 +58,13 @@ class Saver:
         world_size: int = 1,
         gather: Gather = alone,
         full_every: int = 1,
+        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ):
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         check_rank(rank, world_size)
         self.directory, self.rank, self.world_size, self.gather = Path(directory), rank, world_size, gather
-        self.full_every = full_every
+        self.full_every, self.around = full_every, around
         self.blocked = self.waited = self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -160,15 +163,16 @@ class Saver:
 
     def _write(self, began: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
-            self._last = save(
-                self.directory,
-                *arguments,
-                rank=self.rank,
-                world_size=self.world_size,
-                gather=self.gather,
-                lock=self._lock,
-                **options,
-            )
+            with self.around(arguments[0]):
+                self._last = save(
+                    self.directory,
+                    *arguments,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    gather=self.gather,
+                    lock=self._lock,
+                    **options,
+                )
             self._since_full = self._since_full + 1 if options else 1
             self.seconds = time.perf_counter() - began
         except Exception as error:

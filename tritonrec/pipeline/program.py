@@ -9,6 +9,7 @@ from ..data import Batch, split
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from ..nn import attach_grids, detach_grids
+from .headers import exchange
 from .routes import answer, ask, column_sums
 from .shares import Meeting, even_shares, meetings
 from .streams import to_device, to_host
@@ -90,19 +91,17 @@ class WindowProgram:
             asked = ask(list(keys), group.layout.ids, world, dedup, config.first_use)
             window.tables.append(TableWindow(asked))
             window.counts.occurrences += sum(map(len, keys))
-        # One row for each rank: keys of every table and micro-batch, and this rank's terms of the loss.
+        # One row for each rank: keys of every table and micro-batch.
         counts = torch.tensor(
             [table.asked.arriving for table in window.tables], dtype=torch.int64
         )  # (G, M, W)
-        terms = torch.full((world, 1), sum(batch.loss_terms for batch in window.batches), dtype=torch.int64)
-        answers = self.communicators.routing.all_to_all_equal(
-            torch.cat([counts.permute(2, 0, 1).flatten(1), terms], 1)
+        terms = sum(batch.loss_terms for batch in window.batches)
+        answers, headers = exchange(
+            self.communicators, counts.permute(2, 0, 1).flatten(1), window.step, terms
         )
-        window.row_terms = int(answers[:, -1].sum())
-        window.terms = self._sum_over_replicas(window.row_terms)
-        if not config.average_every:
-            window.row_terms = window.terms
-        received = answers[:, :-1].view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
+        window.stop, window.terms = headers.stop, headers.terms
+        window.row_terms = headers.shard_terms if config.average_every else window.terms
+        received = answers.view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
         for table, receive in zip(window.tables, received, strict=True):
             table.receive = receive
             table.received_keys = self._route(window, table, table.asked.keys)
@@ -111,6 +110,15 @@ class WindowProgram:
             window.counts.exchanged += table.asked.rows
             if self.replicated:
                 self._tell_replicas(window, table)
+
+    def end_run(self, step: int, batches: int) -> None:
+        """Agree with all ranks that the run ends after `step` and so many batches; no stage may be under way.
+
+        Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
+        """
+        sizes = len(self.tables.groups) * self.config.window_micro_batches
+        nothing = torch.zeros(self.communicators.shards, sizes, dtype=torch.int64)
+        exchange(self.communicators, nothing, step, ended=batches)
 
     def _tell_replicas(self, window: Window, table: TableWindow) -> None:
         """Gather what each replica of this part is asked for: keys, and their last use if it is known."""
@@ -371,12 +379,6 @@ class WindowProgram:
                 keys, rows = keys[going], ops.gather_rows(rows, to_device(going, rows.device))
             group.table.write(keys, to_host(rows))
             counted.counts.written += len(keys)
-
-    def _sum_over_replicas(self, terms: int) -> int:
-        total = self.communicators.replica_routing.all_reduce(
-            torch.tensor([terms], dtype=torch.int64), "terms of the loss"
-        )
-        return int(total)
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")

@@ -15,6 +15,7 @@ from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
+from .agreement import demand_same_training
 from .executor import Delay, Executor, StageFailedError
 from .program import WindowProgram
 from .replicas import ReplicaAverage
@@ -122,7 +123,10 @@ class Trainer:
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
+        self._communicators = communicators
         self._finished = 0  # the last step whose results are there
+        self._batches = 0  # of this run
+        self._stopping = False
         self._number = 0
         self._pending: deque[Window] = deque()
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
@@ -163,6 +167,7 @@ class Trainer:
                 f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a backend "
                 f"that can, such as 'cpu:gloo,cuda:nccl'"
             )
+        demand_same_training(communicators, model, tables, dense, mode, self.config, self._schedule, device)
         self._program = WindowProgram(model, tables, dense, communicators, self.config, device, two)
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
@@ -208,7 +213,12 @@ class Trainer:
             )
         if not 1 <= len(batches) <= self.config.accumulate:
             raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
-        return list(self.run(batches))[-1]
+        source, before = iter(batches), self._batches
+        results = [self.progress(source)]
+        while self._pending or self._results:
+            results.append(self.progress(source))
+        self._batches = before  # a single step is no run, whose end the ranks would have to agree on
+        return results[-1]
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
@@ -237,6 +247,17 @@ class Trainer:
                     raise
         return self._results.popleft()
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank was asked to stop (`Communicators.stop`); true after the same result on all ranks.
+
+        To stop there, end the batches that `run` reads; those read ahead are trained::
+
+            until = itertools.takewhile(lambda step: not trainer.stopping, steps)
+            for result in trainer.run(loader.batch(step) for step in until):
+        """
+        return self._stopping
+
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
@@ -246,6 +267,7 @@ class Trainer:
             executor.submit(window.number, window)
             self._pending.append(window)
         if not self._pending:
+            self._end_run()
             raise StopIteration
         window = self._pending[0]
         executor.wait(window.number)
@@ -308,25 +330,36 @@ class Trainer:
             )
         window = Window(self._number, batches, first // count)
         self._number += 1
+        self._batches += len(batches)
         return window
 
     def _plain(self, iterator: Iterator[Batch]) -> None:
         window = self._next_window(iterator)
         if window is None:
+            self._end_run()
             raise StopIteration
         if self.reference is None:
             assert self._schedule is not None
             run_in_turn(self._schedule, self.program, window, self._span)
             self._finish(window)
             return
+        self._stopping |= self._communicators.stop.is_set()
         with self.recorder.span("compute", "compute", batch=window.step):
             losses = self.reference.step(window.batches)
         terms = sum(batch.loss_terms for batch in window.batches)
         for batch, each in zip(window.batches, losses, strict=True):
             self._results.append(StepResult(batch.step, batch.sample_ids, each, terms))
 
+    def _end_run(self) -> None:
+        """Agree with the other ranks that the batches have ended here, once after the last of them."""
+        batches, self._batches = self._batches, 0
+        if batches and self._program is not None:
+            with self._communicators.watch.doing(f"the end of its run, after {batches} batches"):
+                self._program.end_run(self._finished, batches)
+
     def _finish(self, window: Window) -> None:
         self._finished = window.step
+        self._stopping |= window.stop
         window.counts.row_bytes = sum(each.bytes for each in window.sent.values())
         self.counts.add(window.counts)
         if self._average is not None:
@@ -339,7 +372,8 @@ class Trainer:
     @contextmanager
     def _span(self, lane: str, task: Task, window: Window):
         """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
-        with self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch) as args:
+        span = self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch)
+        with self._communicators.watch.doing(task), span as args:
             yield
             if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
                 args["bytes"] = window.sending(task.stage, task.micro_batch or 0).bytes

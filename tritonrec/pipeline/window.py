@@ -113,6 +113,7 @@ class Window:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
+    stop: bool = False  # whether a rank was asked to stop before its keys were routed
     counts: LookupCounts = field(default_factory=LookupCounts)
     sent: dict[tuple[str, int], Sent] = field(default_factory=dict)  # by stage and micro-batch
 
