@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..launch import RankDiedError
+from ..watch import RankDiedError
 from .messages import TAG, Deadline, SupportsMessages
 
 CALLS_TAG = TAG - 1

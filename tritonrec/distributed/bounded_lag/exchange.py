@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ..communicator import TIMEOUT
-from ..launch import RankDiedError
+from ..watch import RankDiedError
 from .checks import check_out, check_values, checked_counts, disagreement
 from .messages import (
     EAGER,
