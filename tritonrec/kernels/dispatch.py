@@ -11,6 +11,8 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
 
+from .caches import prepare_triton
+
 Impl = Literal["auto", "triton", "cpu", "reference"]
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
 """What ops on keys and rows are called with; a float for an int meets the registered op, which refuses it."""
@@ -30,6 +32,8 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     CPU kernel needs a CPU tensor.
     """
     on_cpu = tensor.is_cpu
+    if not on_cpu and not torch.compiler.is_compiling():
+        prepare_triton()
     if impl == "auto":
         return "cpu" if on_cpu else "triton"
     if impl == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":

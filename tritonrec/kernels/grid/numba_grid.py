@@ -5,7 +5,8 @@ half to even, is the only rounding and compiles to one vector instruction.
 """
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 
 @njit(cache=True, nogil=True)
