@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -86,6 +87,7 @@ def test_swapped_manifests_are_refused_and_no_base(tmp_path):
         (b"[" * 200_000, "nested too deeply"),
         (b'{"a":' * 200_000, "nested too deeply"),
         (b"\xff\xfe\x00\xd8", "was altered"),
+        (b'"\xff' + b" " * 100_000, "UnicodeDecodeError"),
         (b'"\\ud800"', "was altered"),
         (b"9" * 10_000, "was altered"),
         (b"\0" * 1000, "was altered"),
@@ -98,7 +100,7 @@ def test_swapped_manifests_are_refused_and_no_base(tmp_path):
 def test_what_is_no_manifest_is_refused_by_name(tmp_path, text, words):
     path = save(tmp_path, 7, {}, {}, {}).path
     path.write_bytes(text)
-    refused(tmp_path, str(path), words)
+    assert len(refused(tmp_path, str(path), words)) < 1000
     save(tmp_path, 8, {}, {}, {})
     assert load(tmp_path).step == 8
 
@@ -273,27 +275,60 @@ def test_a_file_of_another_part_is_refused_under_any_name(tmp_path):
     refused(tmp_path, "step-000000000040/t.0000-7fff", "was written for", "the manifest names it for")
 
 
+def file_of(header: object, payload: bytes = bytes(12)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+W = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+PART = {"part": "{}"}
+
+
 @pytest.mark.parametrize(
-    "header, words",
+    "content, words",
     [
-        (b"\xff" * 8, "header"),
-        (b"\0" * 8, "header"),
-        ((1 << 20).to_bytes(8, "little") + b"{}", "header"),
-        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "no file of a checkpoint"),
-        ((2).to_bytes(8, "little") + b"{}", "KeyError"),
-        (b"", "no file of a checkpoint"),
+        (b"", "its header has 0 bytes"),
+        (b"\xff" * 8, "its header has"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "its header has 1048576 bytes, and it has 10"),
+        (file_of(b"[" * 200_000), "RecursionError"),
+        (file_of(b'{"\xff": 1}'), "UnicodeDecodeError"),
+        (file_of([]), "AttributeError"),
+        (file_of({"dense/w": W}), "KeyError"),
+        (file_of({"dense/w": W, "__metadata__": {"part": None}}), "TypeError"),
+        (file_of({"dense/w": W, "__metadata__": PART}, bytes(13)), "its header is that of"),
+        (
+            file_of({"dense/w": W | {"data_offsets": [0, 1 << 40]}, "__metadata__": PART}),
+            "its header is that of",
+        ),
+        (file_of({"dense/w": W | {"data_offsets": [0, 12.0]}, "__metadata__": PART}), "SafetensorError"),
+        (file_of({"dense/w": W | {"dtype": "X"}, "__metadata__": PART}), "SafetensorError"),
+        (file_of({"dense/w": W | {"shape": [2**63, 2**63]}, "__metadata__": PART}), "SafetensorError"),
+        (file_of({"dense/w": W, "__metadata__": {"part": '{"table": "t"}'}}), "it was written for"),
     ],
 )
-def test_a_tensor_file_whose_header_lies_is_refused_by_name(tmp_path, header, words):
+def test_a_tensor_file_whose_header_lies_is_refused_by_name(tmp_path, content, words):
     save(tmp_path, 7, {"w": torch.ones(3)}, {}, {})
     (old,) = (tmp_path / "step-000000000007").iterdir()
-    old.write_bytes(header)
 
-    def change(body: dict) -> None:
-        digest = manifest_module.hashlib.sha256(header).hexdigest()
+    def put(content: bytes) -> None:
+        (path,) = (tmp_path / "step-000000000007").iterdir()
+        digest = hashlib.sha256(content).hexdigest()
         file = f"step-000000000007/dense.{digest[:16]}.safetensors"
-        old.rename(tmp_path / file)
-        body["dense"] = {"file": file, "bytes": len(header), "sha256": digest}
+        path.write_bytes(content)
+        path.rename(tmp_path / file)
+        entry = {"file": file, "bytes": len(content), "sha256": digest}
+        resealed(tmp_path, 7, lambda body: body.update(dense=entry))
 
-    resealed(tmp_path, 7, change)
-    assert re.search(words, refused(tmp_path, "step-000000000007/dense.", "no file of a checkpoint"), re.I)
+    put(file_of({"dense/w": W, "__metadata__": PART}, old.read_bytes()[-12:]))
+    assert load(tmp_path).dense["w"].tolist() == [1] * 3  # the same, made here
+    put(content)
+    refused(tmp_path, "step-000000000007/dense.", "was altered, or is no file of a checkpoint", words)
+
+
+def test_a_file_as_long_as_its_entry_says_is_not_read_beyond_its_header(tmp_path):
+    """A terabyte of zeros behind a header of a few bytes, and a manifest that fits it."""
+    save(tmp_path, 7, {"w": torch.ones(3)}, {}, {})
+    (path,) = (tmp_path / "step-000000000007").iterdir()
+    os.truncate(path, 1 << 40)
+    resealed(tmp_path, 7, lambda body: body["dense"].update(bytes=1 << 40))
+    refused(tmp_path, str(path), "its header is that of", f"and it has {1 << 40}")

@@ -37,6 +37,11 @@ def steps(directory: Path | str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def in_words(error: BaseException) -> str:
+    """The error and its kind; the repr of one about a byte that is no text holds the whole text."""
+    return f"{type(error).__name__}: {error}"
+
+
 def size_of(path: Path) -> int:
     """Bytes of the regular file at `path`; OSError for anything else, which reading could wait for."""
     status = os.stat(path)

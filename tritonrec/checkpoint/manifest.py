@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from . import slices
-from .files import CheckpointError, folder_of, manifest_of, size_of
+from .files import CheckpointError, folder_of, in_words, manifest_of, size_of
 
 VERSION = 2
 FORMAT = "tritonrec-checkpoint"
@@ -78,7 +78,9 @@ def read_manifest(path: Path, advice: str = "") -> dict[str, Any]:
             f"{path} cannot be read: its {size} bytes of JSON take more memory than there is{advice}"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a manifest, or was altered: {error!r}{advice}") from error
+        raise CheckpointError(
+            f"{path} is not a manifest, or was altered: {in_words(error)}{advice}"
+        ) from error
     if not _is_number(version) or version != VERSION:
         newer = _is_number(version) and version > VERSION
         raise CheckpointError(

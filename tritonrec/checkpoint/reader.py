@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import ops
 from ..kernels.arguments import check_rank
 from . import slices
-from .files import CheckpointError, manifest_of, size_of, steps
-from .manifest import ERASED, read_manifest
+from .files import CheckpointError, in_words, manifest_of, size_of, steps
+from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
 from .writer import columns_of, difference
 
 
@@ -119,6 +119,25 @@ def _dense_difference(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor])
     )
 
 
+def _first_flaw(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | None:
+    """Why a file of `size` bytes, read to its header's end, is not that of `part`, in words."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(size, MAX_HEADER_BYTES) - 8:
+        return f"its header has {length} bytes, and it has {size}"
+    try:
+        header = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        written = json.loads(header["__metadata__"]["part"])
+        whole = 8 + length + max(ends, default=0)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever JSON holds, it may be of any type
+        return f"its header gives {in_words(error)}"
+    if whole != size:
+        return f"its header is that of {whole} bytes, and it has {size}"
+    return None if written == part else f"it was written for {written}, and the manifest names it for {part}"
+
+
 class _Reader:
     def __init__(self, directory: Path, rank: int, world_size: int, advice: str):
         self.directory, self.rank, self.world_size, self.advice = directory, rank, world_size, advice
@@ -129,15 +148,29 @@ class _Reader:
     def read(self, entry: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of a file whose bytes are those that were written, for the given part of a table."""
         path = self.directory / entry["file"]
+        size: int | None = None
         try:
-            size = size_of(path)  # before it is read: a file may have grown beyond the memory
-            content = path.read_bytes() if size == entry["bytes"] else b""
+            size = size_of(path)
+            if size != entry["bytes"]:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, but {entry['bytes']} were written{self.advice}"
+                )
+            with path.open("rb") as file:  # the header first: the rest may be more than the memory holds
+                flaw = _first_flaw(file, size, part)
+                if flaw:
+                    raise CheckpointError(
+                        f"{path} was altered, or is no file of a checkpoint: {flaw}{self.advice}"
+                    )
+                file.seek(0)
+                content = file.read()
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing, but the manifest names it{self.advice}") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}{self.advice}") from error
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes, but {entry['bytes']} were written{self.advice}")
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{path} has {size} bytes, more than there is memory for{self.advice}"
+            ) from error
         digest = hashlib.sha256(content).hexdigest()
         if digest != entry["sha256"]:
             raise CheckpointError(
@@ -146,18 +179,13 @@ class _Reader:
         self.files.append(entry["file"])
         self.bytes_read += len(content)
         try:
-            tensors = parse(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            written = json.loads(header["__metadata__"]["part"])
-        except MemoryError:
-            raise
-        except Exception as error:  # of safetensors, torch or json: a header can be wrong in many ways
-            raise CheckpointError(f"{path} is no file of a checkpoint: {error!r}{self.advice}") from error
-        if written != part:
+            return parse(content)
+        except (
+            Exception
+        ) as error:  # of safetensors or torch: dtypes, shapes and offsets can be wrong in many ways
             raise CheckpointError(
-                f"{path} was written for {written}, and the manifest names it for {part}{self.advice}"
-            )
-        return tensors
+                f"{path} was altered, or is no file of a checkpoint: {in_words(error)}{self.advice}"
+            ) from error
 
     def table(self, name: str, table: Mapping[str, Any]) -> dict[str, Tensor]:
         """The columns of the rows that this rank owns, from the newest layer down, keys ascending."""
