@@ -17,6 +17,8 @@ from .streams import to_device
 from .window import Sent, WindowConfig
 
 NAME = "embedding gradient"
+LOSS_BITS = 24
+"""Losses are larger than gradients, and no more than looked at: a grid of 2**-24 reaches 2**39."""
 
 
 @dataclass
@@ -116,6 +118,20 @@ class Sums:
         """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
         divisor = float(max(terms, 1))
         return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
+
+    def total(self, losses: torch.Tensor) -> torch.Tensor:
+        """(1,) the sum of losses (B,) float32, of the type that sums have: on the grid of `LOSS_BITS`."""
+        if not self.exact:
+            return losses.double().sum().float().view(1)
+        one = torch.zeros_like(losses, dtype=torch.int64)
+        total = ops.segment_sum(
+            losses.unsqueeze(1), one, 1, level="batch", bits=LOSS_BITS, name="losses of the samples"
+        )
+        return total.view(1)
+
+    def mean_loss(self, mean: torch.Tensor) -> float:
+        """The mean loss per term, from what `over` makes of a `total` of all ranks."""
+        return float(mean) * (2.0 ** (self.config.grid_bits - LOSS_BITS) if self.exact else 1.0)
 
     def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
         """`means`, or FloatingPointError; sums on the grid are finite already."""
