@@ -44,7 +44,7 @@ class InFlight:
         return self._steps is not None
 
     def begin(self, steps: Callable[[], str]) -> None:
-        """Windows are in flight from now on; `steps` says which.
+        """Windows are in flight from now on; `steps` says which, as in "steps 4 to 6 are".
 
         Raises RuntimeError where another trainer has some.
         """
@@ -62,8 +62,8 @@ class InFlight:
 
 
 def in_flight_message(action: str, steps: str) -> str:
-    """The text of a refusal, for an `action` while `steps` are in flight."""
+    """The text that refuses an `action`; `steps` as in "steps 4 to 6 are"."""
     return (
-        f"{action} is refused while {steps} are in flight, whose lanes change it: take their results first "
+        f"{action} is refused while {steps} in flight, whose lanes change it: take their results first "
         "with list(trainer.run([])), or let the batches end at the step whose state is needed"
     )

@@ -112,7 +112,7 @@ class DenseOptimizer:
         """
         self.in_flight.check("a step")
         if self.in_flight.held:
-            self._note_changes()
+            self.note_changes()
         else:
             self._take_weights()
         for name, gradient in gradients.items():
@@ -124,6 +124,20 @@ class DenseOptimizer:
         """Windows are in flight from now on (`InFlight.begin`), and start from the parameters' values."""
         self.in_flight.begin(steps)
         self._take_weights()
+
+    def note_changes(self) -> None:
+        """Compare the parameters with what the last update left, for `demand_unchanged`.
+
+        It raises here where that takes no wait for a device, and at the next update otherwise.
+        """
+        self.demand_unchanged()
+        flags = [
+            (weight.view(torch.int32) != held.view(torch.int32)).any() for _, weight, held in self._weights()
+        ]
+        if flags:
+            self._changed = torch.stack(flags)
+            if self._changed.device.type == "cpu":
+                self.demand_unchanged()
 
     def demand_unchanged(self) -> None:
         """Raise RuntimeError naming a parameter that somebody else changed while windows were in flight."""
@@ -151,17 +165,6 @@ class DenseOptimizer:
             held.copy_(rows[name])
             self._give_weight(name)
         self.in_flight.update = -1
-
-    def _note_changes(self) -> None:
-        """Compare the parameters with the rows; on an accelerator the answer is read at the next update."""
-        self.demand_unchanged()
-        flags = [
-            (weight.view(torch.int32) != held.view(torch.int32)).any() for _, weight, held in self._weights()
-        ]
-        if flags:
-            self._changed = torch.stack(flags)
-            if self._changed.device.type == "cpu":
-                self.demand_unchanged()
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, the parameter as rows, the weights in this optimizer's rows)."""

@@ -258,7 +258,12 @@ class WindowProgram:
         seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, part.step)
         by_feature = self.tables.by_feature(rows, part.lookups())
         self.flight.check_modes()
-        window.losses[i] = train_micro_batch(self.model, part, by_feature, seed, window.settings)
+        try:
+            window.losses[i] = train_micro_batch(self.model, part, by_feature, seed, window.settings)
+        except RuntimeError:  # of autograd, where a parameter changed between forward and backward
+            self.dense.note_changes()
+            self.dense.demand_unchanged()
+            raise
         self.flight.check_modes()
         for leaf, table in zip(rows, window.tables, strict=True):
             if table.gradients is None:

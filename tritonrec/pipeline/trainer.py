@@ -221,12 +221,10 @@ class Trainer:
 
     def _begin(self, window: Window) -> None:
         """The window is in flight."""
+        self._flight.begin()
         self._pending.append(window)
-        try:
-            self._flight.begin()
-        except BaseException:
-            self._pending.pop()
-            raise
+        self._read = window.update
+        self._number += 1
 
     def _end(self, window: Window) -> None:
         """The oldest window in flight is done."""
@@ -306,8 +304,6 @@ class Trainer:
                 "optimizer is done or in flight: steps must rise, since Adam's bias correction, eviction and "
                 "dropout go by their numbers; to begin anew make new tables and a new optimizer, or load them"
             )
-        self._read = window.update
-        self._number += 1
         return window
 
     def _plain(self, iterator: Iterator[Batch]) -> None:
