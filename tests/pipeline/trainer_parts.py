@@ -1,5 +1,7 @@
 """A small model, its tables and its optimizer, for tests of what surrounds a training run."""
 
+from functools import cache
+
 import torch
 
 from tritonrec import nn
@@ -49,8 +51,13 @@ def trainer(made, mode="nestpipe", level="batch", communicators=None, **window):
 
 
 def batches(count=6, size=7, rank=0, world_size=1):
+    return [_batch(step, size, rank, world_size) for step in range(count)]
+
+
+@cache
+def _batch(step, size, rank, world_size):
     loader = NextItemLoader(load("zipf:users=60,items=80,seed=1"), size, 9, 1, 3, rank, world_size)
-    return [loader.batch(step) for step in range(count)]
+    return loader.batch(step)
 
 
 def state(made):
