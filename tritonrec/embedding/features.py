@@ -119,7 +119,7 @@ class KeyLayout:
         if not self.bits:
             return ops.initial_rows(seed, self.table_ids[0], keys, dim, scale)
         members, ids = self.unpack(keys)
-        rows = torch.empty(len(keys), dim, device=keys.device)
+        rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
         for member in torch.unique(members).tolist():
             here = members == member
             rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
@@ -333,7 +333,7 @@ class HashTableCollection:
         """Rows (n, row_width) float32 that `ids` of a logical table start from."""
         group, member = self._group(table)
         keys = group.layout.pack(member, ids, table)
-        rows = torch.zeros(len(ids), group.table.row_width)
+        rows = torch.zeros(len(ids), group.table.row_width, dtype=torch.float32)
         rows[:, : group.table.dim] = group.layout.initial_rows(
             self.seed, keys, group.table.dim, group.table.scale
         )

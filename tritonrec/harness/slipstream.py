@@ -243,7 +243,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
 
 
 def _each_rank(communicators: Communicators, value: int) -> list[int]:
-    return torch.cat(communicators.control.gather(torch.tensor([value]))).tolist()
+    return torch.cat(communicators.control.gather(torch.tensor([value], dtype=torch.int64))).tolist()
 
 
 def _quantiles(changes: torch.Tensor) -> Mapping[str, float]:

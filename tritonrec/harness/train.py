@@ -202,7 +202,7 @@ def _resume(
 
 
 def _barrier(communicators: Communicators) -> None:
-    communicators.control.all_reduce(torch.zeros(1), "barrier")
+    communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "barrier")
 
 
 def save_trace(communicators: Communicators, recorder, path: str) -> None:

@@ -122,7 +122,9 @@ def first_not_invariant(
         return _outputs(model, of, tables.peek(of.lookups()), seed)
 
     together = outputs(batch)
-    alone = [outputs(batch.select(torch.tensor([index]))) for index in range(batch.num_samples)]
+    alone = [
+        outputs(batch.select(torch.tensor([index], dtype=torch.int64))) for index in range(batch.num_samples)
+    ]
     for place, (name, whole) in enumerate(together):
         parts = [each[place][1] for each in alone if len(each) == len(together)]
         if len(parts) == batch.num_samples and sum(len(part) for part in parts) == len(whole):

@@ -27,3 +27,9 @@ def check_tensors(optional: tuple[str, ...] = (), /, **tensors: object) -> None:
             raise ValueError(
                 f"{next(iter(tensors))} is on {first.device}, {name} on {tensor.device}: move one of them"
             )
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor of another shape or dtype."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")

@@ -13,12 +13,7 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     `offsets` is (B + 1,) int32 or int64, starts at 0, never decreases and ends at `tokens`. On an accelerator
     the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
-    if not isinstance(offsets, torch.Tensor):
-        raise not_a_tensor(name, offsets)
-    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
-        raise ValueError(
-            f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"
-        )
+    check_offsets_shape(name, offsets)
     if offsets.device.type != "cpu":
         whole = (offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all()
         torch._assert_async(whole, f"{name} does not cut [0, {tokens}) into sequences")
@@ -32,6 +27,16 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     if values[-1] != tokens:
         raise ValueError(
             f"{name} must end at the {tokens} tokens, got {name}[{len(values) - 1}] = {values[-1]}"
+        )
+
+
+def check_offsets_shape(name: str, offsets: torch.Tensor) -> None:
+    """Refuse what is not (B + 1,) int32 or int64; no value is read."""
+    if not isinstance(offsets, torch.Tensor):
+        raise not_a_tensor(name, offsets)
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
+        raise ValueError(
+            f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"
         )
 
 

@@ -35,8 +35,12 @@ def custom_op(
     def register(function: Callable[..., Any]) -> CustomOpDef:
         op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
         by_torch = make_autograd_impl(op._opoverload, op)
+        arguments = enumerate(op._opoverload._schema.arguments)
+        written = [at for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
         def autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+            if written and torch.is_grad_enabled():
+                _refuse_gradients(op, inputs, written)
             transformed = innermost_transform() is not None
             if not transformed and forward_ad._current_level < 0:
                 return by_torch(keyset, *inputs)
@@ -52,6 +56,23 @@ def custom_op(
         return op
 
     return register
+
+
+def _refuse_gradients(op: CustomOpDef, inputs: tuple[Any, ...], written: list[int]) -> None:
+    """A tensor that is written in place would keep the graph it had before, which makes a wrong derivative.
+
+    Integers have no derivative: an op that writes to them alone takes what requires a gradient.
+    """
+    if not any(isinstance(inputs[at], torch.Tensor) and inputs[at].is_floating_point() for at in written):
+        return
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+    tensors = {name: x for name, x in zip(names, inputs, strict=False) if isinstance(x, torch.Tensor)}
+    given = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if given:
+        raise RuntimeError(
+            f"{op._qualname} writes to {', '.join(names[at] for at in written)} and has no derivative, and "
+            f"{', '.join(given)} requires a gradient: call it under torch.no_grad(), or with .detach()"
+        )
 
 
 def _tangents(inputs: tuple[Any, ...]) -> dict[int, torch.Tensor]:

@@ -95,7 +95,7 @@ class WindowProgram:
         counts = torch.tensor(
             [table.asked.arriving for table in window.tables], dtype=torch.int64
         )  # (G, M, W)
-        terms = torch.full((world, 1), sum(batch.loss_terms for batch in window.batches))
+        terms = torch.full((world, 1), sum(batch.loss_terms for batch in window.batches), dtype=torch.int64)
         answers = self.communicators.routing.all_to_all_equal(
             torch.cat([counts.permute(2, 0, 1).flatten(1), terms], 1)
         )
@@ -157,7 +157,9 @@ class WindowProgram:
                 mine = table.places[self.communicators.replica.rank]
                 legs = answer(mine[inverse], table.receive, None)[0], legs[1]
                 table.meetings = self._meetings(table)
-                table.mean_gradient = torch.empty(len(table.keys), group.table.dim, device=self.device)
+                table.mean_gradient = torch.empty(
+                    len(table.keys), group.table.dim, dtype=torch.float32, device=self.device
+                )
             table.wanted, table.returned = (leg.to(self.device) for leg in legs)
             table.row_gradient = self.sums.zeros(own, group.table.dim)
         self._buffers[window.number % 2] = window
@@ -185,7 +187,7 @@ class WindowProgram:
     def _meetings(self, table: TableWindow) -> list[Meeting]:
         """After which micro-batch the replicas add up which rows: its last use, or the last micro-batch."""
         count = self.config.window_micro_batches
-        complete = torch.full((len(table.keys),), count - 1)
+        complete = torch.full((len(table.keys),), count - 1, dtype=torch.int64)
         if table.replica_last_use:
             complete.zero_()
             for place, last in zip(table.places, table.replica_last_use, strict=True):
@@ -382,7 +384,9 @@ class WindowProgram:
             counted.counts.written += len(keys)
 
     def _sum_over_replicas(self, terms: int) -> int:
-        total = self.communicators.replica_routing.all_reduce(torch.tensor([terms]), "terms of the loss")
+        total = self.communicators.replica_routing.all_reduce(
+            torch.tensor([terms], dtype=torch.int64), "terms of the loss"
+        )
         return int(total)
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,8 @@ class TableWindow:
     meetings: list[Meeting] = field(default_factory=list)  # [i]: rows whose replicas' sums are complete
     wanted: Leg = field(default_factory=Leg)  # buffer rows to send with each micro-batch
     returned: Leg = field(default_factory=Leg)  # buffer rows whose gradients come with each
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))  # (K, row width)
+    # (K, row width)
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
     # the window
     embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
     gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid

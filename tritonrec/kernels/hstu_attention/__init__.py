@@ -41,7 +41,7 @@ from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_p
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.checks import check_arguments, check_values
+from tritonrec.kernels.hstu_attention.checks import check_arguments, check_backward, check_into, check_values
 from tritonrec.kernels.hstu_attention.masks import Mask
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.workers import over_ranges
@@ -261,6 +261,7 @@ def _attend(q, k, v, *described):
     "tritonrec::hstu_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor"
 )
 def _hstu_attention(q, k, v, *described):
+    check_arguments(q, k, v, Call(*described))
     return _attend(q, k, v, *described)
 
 
@@ -275,7 +276,9 @@ def _(q, k, v, *described):
     schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _hstu_attention_backward(do, q, k, v, *described):
-    return attention_backward(do, q, k, v, Call(*described))
+    call = Call(*described)
+    check_backward(do, q, k, v, call)
+    return attention_backward(do, q, k, v, call)
 
 
 @_hstu_attention_backward.register_fake
@@ -292,13 +295,10 @@ def _(do, q, k, v, *described):
     ),
 )
 def _hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described):
-    for name, to, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
-            raise ValueError(
-                f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
-                f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
-            )
-    return attention_backward(do, q, k, v, Call(*described), (dq, dk, dv))[3:]
+    call = Call(*described)
+    check_backward(do, q, k, v, call)
+    check_into({"dq": dq, "dk": dk, "dv": dv}, do, q, k, v, call)
+    return attention_backward(do, q, k, v, call, (dq, dk, dv))[3:]
 
 
 @_hstu_attention_backward_into.register_fake

@@ -64,6 +64,19 @@ def intersect(
     Distinctness is not checked: keys come from `unique`. With repeated keys the matches are unspecified.
     This is K(t) ∩ K(t+1) of dual-buffer synchronisation (NestPipe, dual-buffer pipelining).
     """
+    _check(left, right, left_count, right_count)
+    if in_plain_eager(left, right, left_count, right_count):
+        return launch(left, right, impl, left_count, right_count, padded)  # type: ignore[return-value]
+    op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
+    return op(left, right, impl, left_count, right_count)
+
+
+def _check(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_count: torch.Tensor | None,
+    right_count: torch.Tensor | None,
+) -> None:
     for name, keys in (("left", left), ("right", right)):
         if not isinstance(keys, torch.Tensor):
             raise not_a_tensor(name, keys)
@@ -73,10 +86,6 @@ def intersect(
         raise ValueError(f"left is on {left.device}, right on {right.device}")
     check_scalar("left_count", left_count, left)
     check_scalar("right_count", right_count, right)
-    if in_plain_eager(left, right, left_count, right_count):
-        return launch(left, right, impl, left_count, right_count, padded)  # type: ignore[return-value]
-    op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
-    return op(left, right, impl, left_count, right_count)
 
 
 def launch(
@@ -130,6 +139,7 @@ def _intersect_op(
     left_count: torch.Tensor | None = None,
     right_count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(left, right, left_count, right_count)
     return launch(left, right, impl, left_count, right_count)  # type: ignore[return-value]
 
 
@@ -147,6 +157,7 @@ def _intersect_padded_op(
     left_count: torch.Tensor | None = None,
     right_count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(left, right, left_count, right_count)
     return launch(left, right, impl, left_count, right_count, padded=True)  # type: ignore[return-value]
 
 
