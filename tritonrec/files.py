@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and folders that go with their process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,3 +56,38 @@ def save_json(document: Any, path: str | os.PathLike[str]) -> None:
     text = json.dumps(document, indent=2) + "\n"
     with whole(path) as part:
         part.write_text(text)
+
+
+class ScratchFolder(tempfile.TemporaryDirectory):
+    """A temporary folder that goes with this process, also when the process is killed.
+
+    A small process in a session of its own reads from a pipe that closes when this one ends, by whatever
+    signal, and removes the folder then. Use it like `tempfile.TemporaryDirectory`.
+    """
+
+    def __init__(self, prefix: str = "tritonrec-", folder: str | os.PathLike[str] | None = None):
+        super().__init__(prefix=prefix, dir=folder)
+        self._remover = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _REMOVE, self.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def cleanup(self) -> None:
+        """Remove the folder now."""
+        super().cleanup()
+        self._remover.communicate()
+
+
+# Ranks may be writing there until they notice the end of their launcher, so it looks again for a while.
+_REMOVE = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""

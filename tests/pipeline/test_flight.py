@@ -1,4 +1,4 @@
-"""Promise: outside of windows in flight model, tables and optimizer are the caller's, inside the trainer's."""
+"""Promise: while windows are in flight model, tables and optimizer are the trainer's, else the caller's."""
 
 import copy
 import io
@@ -117,9 +117,7 @@ READERS_AND_WRITERS = {
     "write": lambda model, tables, dense: tables.groups[0].table.write(ids_of(tables), torch.ones(3, 18)),
     "erase": lambda model, tables, dense: tables.groups[0].table.erase(ids_of(tables)),
     "table export": lambda model, tables, dense: tables.groups[0].table.export(),
-    "table load": lambda model, tables, dense: tables.groups[0].table.load(
-        ids_of(tables), torch.ones(3, 18)
-    ),
+    "table load": lambda model, tables, dense: tables.groups[0].table.load(ids_of(tables), torch.ones(3, 18)),
     "table state": lambda model, tables, dense: tables.groups[0].table.state(),
     "take_evicted": lambda model, tables, dense: tables.groups[0].table.take_evicted(),
     "rows": lambda model, tables, dense: dense.rows,
@@ -274,7 +272,7 @@ def test_a_parameter_that_its_optimizer_does_not_hold_is_refused(mode):
     for given in (model.mix.named_parameters(), [("mix.weight", model.mix.weight)]):
         with pytest.raises(ValueError, match="given to the dense optimizer"):
             trainer((model, tables, type(dense)(given, dense.rule)), mode)
-    with pytest.raises(TypeError, match="must be a tritonrec DenseOptimizer.*got AdamW"):
+    with pytest.raises(TypeError, match=r"must be a tritonrec DenseOptimizer.*got AdamW"):
         trainer((model, tables, torch.optim.AdamW(model.parameters())), mode)
     with pytest.raises(TypeError, match=r"parameter mix\.weight is torch\.bfloat16"):
         type(dense)(model.bfloat16().named_parameters(), dense.rule)

@@ -37,6 +37,15 @@ class Ranker(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 
+class NoParameters(torch.nn.Module):
+    """A loss per sample from the rows alone."""
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        score = (rows[:tokens] * rows[tokens : 2 * tokens]).sum(1)
+        return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
+
+
 def parts(model=Ranker, optimizer="adam", lr=0.05):
     rule = RowOptimizer(optimizer, lr=lr)
     model = model()
@@ -63,7 +72,11 @@ def _batch(step, size, rank, world_size):
 def state(made):
     model, tables, dense = made
     exported = [part for pair in tables.export().values() for part in pair]
-    return [*exported, *dense.rows.values(), *(parameter.detach().clone() for parameter in model.parameters())]
+    return [
+        *exported,
+        *dense.rows.values(),
+        *(parameter.detach().clone() for parameter in model.parameters()),
+    ]
 
 
 def same(a, b):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ class Saver:
         directory, rank, world_size, gather: see `save`.
         full_every: each full checkpoint is followed by this many less one that hold changes only. After a
             save that failed, and at the start, comes a full one.
+        around: a context for the thread's work on a save, from its step.
 
     Attributes:
         blocked: seconds that the last `save` kept its caller: waiting for the save before, and copying.
@@ -46,11 +48,12 @@ class Saver:
         world_size: int = 1,
         gather: Gather = alone,
         full_every: int = 1,
+        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ):
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         self.directory, self.rank, self.world_size, self.gather = directory, rank, world_size, gather
-        self.full_every = full_every
+        self.full_every, self.around = full_every, around
         self.blocked = self.waited = self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -132,14 +135,15 @@ class Saver:
 
     def _write(self, began: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
-            self._last = save(
-                self.directory,
-                *arguments,
-                rank=self.rank,
-                world_size=self.world_size,
-                gather=self.gather,
-                **options,
-            )
+            with self.around(arguments[0]):
+                self._last = save(
+                    self.directory,
+                    *arguments,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    gather=self.gather,
+                    **options,
+                )
             self._since_full = self._since_full + 1 if options else 1
             self.seconds = time.perf_counter() - began
         except Exception as error:

@@ -13,7 +13,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from tritonrec.data import csv_log
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
+from tritonrec.files import ScratchFolder
 
 PACKAGE = "recbole==1.2.1"
 FOLDER = "recbole/dataset_example/ml-100k/"
@@ -70,7 +70,7 @@ def fetch() -> Path:
     if missing:
         cache.mkdir(parents=True, exist_ok=True)
         # In the cache itself, so that the rename at the end stays on one file system.
-        with tempfile.TemporaryDirectory(prefix="ml-100k-", dir=cache) as scratch:
+        with ScratchFolder("ml-100k-", cache) as scratch:
             wheel = _download(Path(scratch))
             for name in missing:
                 _keep(wheel, name, Path(scratch))

@@ -1,6 +1,19 @@
 """Process groups, exchanges and launch, over torch.distributed."""
 
-from .communicator import TIMEOUT, Communicator, Communicators
-from .launch import RankDiedError, RankPool, from_environment
+from .agreement import RanksDisagreeError, demand_equal
+from .communicator import TIMEOUT, Communicator
+from .groups import Communicators
+from .launch import RankPool, from_environment
+from .watch import RankDiedError, Watch
 
-__all__ = ["TIMEOUT", "Communicator", "Communicators", "RankDiedError", "RankPool", "from_environment"]
+__all__ = [
+    "TIMEOUT",
+    "Communicator",
+    "Communicators",
+    "RankDiedError",
+    "RankPool",
+    "RanksDisagreeError",
+    "Watch",
+    "demand_equal",
+    "from_environment",
+]

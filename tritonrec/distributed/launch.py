@@ -6,20 +6,20 @@ import multiprocessing
 import os
 import pickle
 import socket
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from .communicator import TIMEOUT, Communicators
+from .communicator import TIMEOUT
+from .groups import Communicators
+from .rank_process import MEETING, WORKING, RankTask, serve, server
+from .watch import RankDiedError, read_reports
 
 GRACE = 3.0
 """Seconds that the other ranks get to tell their story after one has failed."""
@@ -28,21 +28,7 @@ START_TIMEOUT = timedelta(minutes=5)
 """How long the processes of a pool may take to import what they need and to meet."""
 
 IMPORTING = "importing what it needs"
-ENTERING = "in `enter`, before it met the others"
-MEETING = "waiting to meet the others"
 READING = "reading its task"
-WORKING = "at work"
-
-
-class RankDiedError(RuntimeError):
-    """A rank ended, failed, or stayed silent beyond its timeout.
-
-    The message has one line per rank that has something to say; `details` holds their tracebacks.
-    """
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
 
 
 @contextmanager
@@ -71,68 +57,17 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
             f"has printed nothing never came: {error}"
         ) from error
     try:
-        yield Communicators.over(range(world_size), timeout, replicas, backend)
+        communicators = Communicators.over(range(world_size), timeout, replicas, backend)
+        assert communicators is not None
+        try:
+            yield communicators
+        except BaseException as error:
+            communicators.watch.fail(error)
+            raise
+        finally:
+            communicators.watch.close()
     finally:
         dist.destroy_process_group()
-
-
-def _serve(
-    rank: int,
-    meshes: tuple[tuple[int, int], ...],
-    store: str,
-    timeout: timedelta,
-    start_timeout: timedelta,
-    connection: Connection,
-    enter: Callable[[int], None] | None,
-) -> None:
-    """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text).
-
-    On the way it tells ("at", place), so that a rank that gets stuck can be told from those that wait for it.
-    """
-    torch.set_num_threads(1)
-    try:
-        if enter is not None:
-            connection.send(("at", ENTERING))
-            enter(rank)
-        connection.send(("at", MEETING))
-        world = max(meshes)[0]
-        if world > 1:
-            _meet(store, rank, world, timeout, start_timeout)
-        groups = {
-            mesh: Communicators.local()
-            if mesh == (1, 1)
-            else Communicators.over(range(mesh[0]), timeout, mesh[1])
-            for mesh in meshes
-        }
-        connection.send(("ok", None))
-        while True:
-            request = connection.recv()
-            if request is None:
-                return
-            connection.send(("at", WORKING))
-            function, mesh, args = request
-            try:
-                connection.send(("ok", function(groups[mesh], *args)))
-            except Exception as error:
-                connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
-    except (EOFError, KeyboardInterrupt):
-        pass
-    except Exception as error:
-        with suppress(OSError):
-            connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
-    finally:
-        if dist.is_initialized():
-            with suppress(Exception):
-                dist.destroy_process_group()
-
-
-def _meet(path: str, rank: int, world: int, timeout: timedelta, start_timeout: timedelta) -> None:
-    """Make the default process group once all ranks are there; they need not start within `timeout`."""
-    store = dist.FileStore(path, world)
-    store.set(f"rank {rank}", "here")
-    store.wait([f"rank {each}" for each in range(world)], start_timeout)
-    store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 class RankPool:
@@ -146,8 +81,10 @@ class RankPool:
         start_timeout: how long all ranks together may take to start, run `enter` and meet, and later to read
             the task that `run` gives them.
 
-    Use as a context manager. Each process runs torch on one thread. After a `RankDiedError` the pool has to
-    be closed: ranks may still wait for one that will not come.
+    Use as a context manager. Each process runs torch on one thread, and ends when this one does, however it
+    ends. SIGINT, SIGTERM and SIGHUP ask a rank to stop after its step, as `request_stop` does; a second one
+    ends it. After a `RankDiedError` the pool has to be closed: ranks may still wait for one that will not
+    come.
 
     What bounds a wait::
 
@@ -171,24 +108,28 @@ class RankPool:
             raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
         self.meshes = tuple(sorted(meshes))
         self.timeout, self.start_timeout = timeout, start_timeout
-        self._directory = tempfile.TemporaryDirectory(prefix="tritonrec-")
-        store = os.path.join(self._directory.name, "store")
+        ranks = self.meshes[-1][0]
+        self._store = server() if ranks > 1 else None
+        port = self._store.port if self._store is not None else 0
+        main = threading.current_thread() is threading.main_thread()
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
+        self._lifelines: list[Connection] = []
         self.processes = []
         self._started = time.monotonic()
         with _one_thread_each():
-            for rank in range(self.meshes[-1][0]):
+            for rank in range(ranks):
                 here, there = context.Pipe()
+                lifeline, own = context.Pipe(duplex=False)
+                task = RankTask(rank, self.meshes, timeout, start_timeout, enter, port, os.getpid(), main)
                 process = context.Process(
-                    target=_serve,
-                    args=(rank, self.meshes, store, timeout, start_timeout, there, enter),
-                    name=f"rank {rank}",
-                    daemon=True,
+                    target=serve, args=(task, there, lifeline), name=f"rank {rank}", daemon=True
                 )
                 process.start()
                 there.close()
+                lifeline.close()
                 self._connections.append(here)
+                self._lifelines.append(own)
                 self.processes.append(process)
         self._ready = False
         self._sending: list[threading.Thread] = []  # by rank; a rank that reads nothing holds its thread up
@@ -214,6 +155,15 @@ class RankPool:
         for thread in self._sending:
             thread.start()
         return self._collect(range(world_size), READING, since)
+
+    def request_stop(self) -> None:
+        """Set `Communicators.stop` on every rank: the task under way stops after its step, if it looks there.
+
+        Returns at once; a signal handler and another thread may call it while `run` waits.
+        """
+        for own in self._lifelines:
+            with suppress(OSError):  # of a rank that has ended
+                own.send_bytes(b"stop")
 
     def _collect(self, ranks: range, at: str, since: float) -> list[Any]:
         """Answers of `ranks`, which were all `at` one place at the time `since`."""
@@ -268,9 +218,13 @@ class RankPool:
     def _silent(self, places: dict[int, str], since: float) -> list[str]:
         """A line for each rank that did not answer, without those that only waited for one of them."""
         behind = [rank for rank, place in places.items() if place not in (MEETING, WORKING)]
-        waited = time.monotonic() - since
+        waited, reports = time.monotonic() - since, {}
+        if self._store is not None:
+            with suppress(RuntimeError):
+                reports = read_reports(self._store, list(places))
         return [
             f"rank {rank} did not answer within {waited:.1f} s: it was {places[rank]}"
+            + (f", last seen {reports[rank].place}, {reports[rank].age}" if rank in reports else "")
             for rank in sorted(behind or places)
         ]
 
@@ -294,9 +248,9 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        for connection in self._connections:
+        for connection in [*self._connections, *self._lifelines]:
             connection.close()
-        self._directory.cleanup()
+        self._store = None
 
     def __enter__(self) -> RankPool:
         return self

@@ -15,7 +15,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..files import whole
+from ..distributed.rank_process import end_with_parent
+from ..files import ScratchFolder, whole
 
 LEAST_BAND = 1.25
 HOW = (
@@ -61,7 +61,7 @@ def suites(root: Path, only: str) -> list[Path]:
 def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
     """pytest-benchmark's report of the suites, or of what in them is named `only`."""
     files = suites(root, only)
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder() as folder:
         path = Path(folder) / "bench.json"
         command = [
             sys.executable,
@@ -79,7 +79,9 @@ def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
             command += ["-k", only]
         # Inside a worker of pytest-xdist, pytest-benchmark would not time and leave no report.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=own)
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, env=own, preexec_fn=end_with_parent
+        )
         if done.returncode or not path.exists():
             raise RuntimeError(f"the benchmark suites failed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
         return json.loads(path.read_text())

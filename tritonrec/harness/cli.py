@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -131,6 +132,15 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+def _leave(number: int, _frame: object) -> None:
+    """End as after an exception: ranks, network namespaces and temporary folders go."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Entry point of the console script."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _leave)
     app()

@@ -286,9 +286,12 @@ def train(
     elif png:
         raise typer.BadParameter("--png goes with --slipstream")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with from_environment(timedelta(seconds=timeout), replicas) as communicators:
-            summary = checked(lambda: job_of_a_rank(communicators, *args))
-            first = communicators.rank == 0
+
+        def train_this_rank() -> tuple[dict[str, Any], bool]:
+            with from_environment(timedelta(seconds=timeout), replicas) as communicators:
+                return job_of_a_rank(communicators, *args), communicators.rank == 0
+
+        summary, first = checked(train_this_rank)
     elif world_size % replicas:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
     elif world_size == 1:

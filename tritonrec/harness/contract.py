@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..distributed import TIMEOUT, RankDiedError, RankPool
+from ..files import ScratchFolder
 from ..pipeline import ScheduleError, check, schedule_of
 from .cases import Case, Reference
 from .mutations import MUTATIONS, Mutation
@@ -35,7 +35,7 @@ class Verifier:
     def __init__(self, job: Job, meshes: Iterable[int | tuple[int, int]], timeout: timedelta = TIMEOUT):
         self.job, self._timeout = job, timeout
         self._pool = RankPool(meshes, timeout)
-        self._references = tempfile.TemporaryDirectory(prefix="tritonrec-")
+        self._references = ScratchFolder()
         self._recorded: dict[Reference, int] = {}
 
     def record(self, cases: Iterable[Case]) -> None:
@@ -79,7 +79,7 @@ class Verifier:
         if not case.restart:
             return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
         half = case.steps // 2
-        with tempfile.TemporaryDirectory(prefix="tritonrec-") as saved:
+        with ScratchFolder() as saved:
             stretch = Stretch(0, half, save=saved)
             before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
             rest = Stretch(half, case.steps, load=saved)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sysconfig
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from ..files import whole
+from ..distributed.rank_process import end_with_parent
+from ..files import ScratchFolder, whole
 
 START_SECONDS, STOP_SECONDS = 30.0, 60.0
 
@@ -63,7 +63,7 @@ class PySpy:
         tool = _find()
         if tool is None:
             raise FlameError(NOT_INSTALLED)
-        self._folder = tempfile.TemporaryDirectory(prefix="tritonrec-")
+        self._folder = ScratchFolder()
         self._svg, self._log = (Path(self._folder.name) / name for name in ("flame.svg", "log"))
         self._command = [
             tool, "record", "--pid", str(pid), "--threads", "--function", "--rate", str(rate),
@@ -76,7 +76,11 @@ class PySpy:
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=end_with_parent,
                 )
             deadline = time.monotonic() + START_SECONDS
             while _SAMPLING not in self._log.read_bytes():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
+from ..files import ScratchFolder
 from ..trace import Recorder
 
 MAIN = "main"
@@ -38,7 +38,7 @@ def operators(recorder: Recorder) -> Iterator[dict[int, str]]:
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler:
         yield names
     offset = (before + _offset_ns()) // 2
-    with tempfile.TemporaryDirectory(prefix="tritonrec-") as scratch:
+    with ScratchFolder() as scratch:
         file = Path(scratch) / "operators.json"
         profiler.export_chrome_trace(str(file))
         # Microseconds with three digits, since an epoch: a float does not hold them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed import Communicators, RankPool
+from ..files import ScratchFolder
 from ..pipeline import Mode
 from ..trace import Recorder, save_joined
 from ..trace.analysis import check_edges, summarise
@@ -46,7 +46,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     sound = True
-    with RankPool((WORLD_SIZE,)) as pool, tempfile.TemporaryDirectory(prefix="tritonrec-") as scratch:
+    with RankPool((WORLD_SIZE,)) as pool, ScratchFolder() as scratch:
         for mode in MODES:
             case = Case(mode, "batch", WORLD_SIZE, MICRO_BATCHES, False, "adam", STEPS)
             part = f"{scratch}/{mode}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import checkpoint
-from ..distributed import Communicators
+from ..distributed import Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection
 
 
@@ -33,6 +33,7 @@ class RunSaver:
             world_size=communicators.shards,
             gather=communicators.checkpoint.gather_texts,
             full_every=full_every,
+            around=lambda step: communicators.watch.doing(f"save({step})"),
         )
         self._incremental = full_every > 1 and self._saves
         if self._incremental:
@@ -77,4 +78,5 @@ def restore(
     accept(loaded.meta)
     dense.load(loaded.dense)
     tables.load_state(loaded.tables)
+    demand_equal(communicators.control, {"step of the checkpoint": loaded.step})
     return loaded.step

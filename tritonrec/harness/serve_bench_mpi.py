@@ -11,13 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from ..distributed.rank_process import end_with_parent
+from ..files import ScratchFolder
 
 
 def mpiexec() -> str | None:
@@ -34,7 +36,7 @@ def run_with_mpi(
     world_size: int, rounds: int, seed: int, sizes: list[int], advance: Callable[[], None]
 ) -> list[dict[int, dict[str, list[float]]]]:
     """Per round and size, each backend's seconds on every rank. Raises RuntimeError where mpiexec fails."""
-    with tempfile.TemporaryDirectory(prefix="tritonrec-") as directory:
+    with ScratchFolder() as directory:
         out = Path(directory) / "out.json"
         words = [out, rounds, seed, ",".join(map(str, sizes))]
         process = subprocess.Popen(
@@ -52,6 +54,7 @@ def run_with_mpi(
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             text=True,
+            preexec_fn=end_with_parent,
         )
         assert process.stdout is not None
         for line in process.stdout:

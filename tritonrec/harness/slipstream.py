@@ -16,14 +16,14 @@ import torch
 from rich.console import Console
 
 from ..data import ClickLoader
-from ..distributed import Communicators
+from ..distributed import Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..pipeline import Trainer
 from ..slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from .evaluate import evaluate_model
 from .setup import Job
 from .slipstream_report import print_slipstream
-from .train import Run, gathered, progress_bar, state_digest, totals
+from .train import Run, gathered, progress_bar, settings_of, state_digest, totals
 
 TURNS = 10
 """How often the runs take turns."""
@@ -84,6 +84,7 @@ def train_slipstream(
     ``inputs``, ``steps``, ``cpu_seconds`` and ``wall_seconds`` after the classification, ``counts`` of keys,
     rows and bytes, ``metrics``, and ``digest``.
     """
+    demand_equal(communicators.control, {**settings_of(run), **vars(slipstream)})
     _demand(run)
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import checkpoint
-from ..distributed import Communicator, Communicators
+from ..distributed import Communicator, Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ..nn import HSTUConfig
 from ..pipeline import Mode, Trainer, WindowConfig
@@ -75,6 +75,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
+    demand_equal(communicators.control, settings_of(run))
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
@@ -105,7 +106,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
                 saver.save(last)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
-                metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
+                with communicators.watch.doing(f"evaluation({last})"):
+                    metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
                 console.print(f"step {last}: loss {loss:.4f}, {_format(metrics)}")
     if run.trace:
         save_trace(communicators, recorder, run.trace)
@@ -124,6 +126,12 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     console.print(_summary_table(run, summary))
     console.print(_tables_line(summary), highlight=False)
     return summary
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Of the run, its window and its job, by name."""
+    settings = {**vars(run.window), **vars(run.job), **vars(run)}
+    return {name: value for name, value in settings.items() if name not in ("job", "window")}
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,9 @@ from .streams import HostStreams, Streams
 
 Delay = Callable[[Task], float]
 """Seconds to wait before a task starts; used to attack the schedule."""
+
+CLOSE_SECONDS = 2.0
+"""Seconds that lanes get to finish their stages after a failure."""
 
 
 class StageFailedError(RuntimeError):
@@ -121,13 +125,17 @@ class Executor:
             self._raise_if_stopped()
 
     def close(self) -> None:
-        """Stop the lanes. Queued tasks that have not started are dropped; call `wait` first to finish."""
+        """Stop the lanes. Queued tasks that have not started are dropped; call `wait` first to finish.
+
+        Lanes that do not end within `CLOSE_SECONDS`, all together, wait for another rank and are left alone.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._interrupt.set()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Executor:
         return self

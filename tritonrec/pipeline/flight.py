@@ -13,9 +13,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..embedding.in_flight import as_lane, in_flight_message, is_lane
 from ..nn import own_gradients
+from .model_call import CallerSettings, train_micro_batch
 
 
 class Flight:
@@ -87,6 +89,20 @@ class Flight:
         """Give model, tables and optimizer back as they were, but for what was trained."""
         self.under_way = False
         self._inside.close()
+
+    def train_micro_batch(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> torch.Tensor:
+        """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
+        self.check_modes()
+        try:
+            losses = train_micro_batch(self.model, batch, rows, seed, settings)
+        except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
+            self.dense.note_changes()
+            self.dense.demand_unchanged()
+            raise
+        self.check_modes()
+        return losses
 
     def check_caller(self) -> None:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""

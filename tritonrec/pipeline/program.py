@@ -9,7 +9,7 @@ from ..data import split
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
 from .flight import Flight
-from .model_call import train_micro_batch
+from .headers import exchange
 from .replicas import demand_replicable
 from .routes import answer, ask, column_sums
 from .shares import Meeting, even_shares, meetings
@@ -91,19 +91,17 @@ class WindowProgram:
             asked = ask(list(keys), group.layout.ids, world, dedup, config.first_use)
             window.tables.append(TableWindow(asked))
             window.counts.occurrences += sum(map(len, keys))
-        # One row for each rank: keys of every table and micro-batch, and this rank's terms of the loss.
+        # One row for each rank: keys of every table and micro-batch.
         counts = torch.tensor(
             [table.asked.arriving for table in window.tables], dtype=torch.int64
         )  # (G, M, W)
-        terms = torch.full((world, 1), sum(batch.loss_terms for batch in window.batches), dtype=torch.int64)
-        answers = self.communicators.routing.all_to_all_equal(
-            torch.cat([counts.permute(2, 0, 1).flatten(1), terms], 1)
+        terms = sum(batch.loss_terms for batch in window.batches)
+        answers, headers = exchange(
+            self.communicators, counts.permute(2, 0, 1).flatten(1), window.step, terms
         )
-        window.row_terms = int(answers[:, -1].sum())
-        window.terms = self._sum_over_replicas(window.row_terms)
-        if not config.average_every:
-            window.row_terms = window.terms
-        received = answers[:, :-1].view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
+        window.stop, window.terms = headers.stop, headers.terms
+        window.row_terms = headers.shard_terms if config.average_every else window.terms
+        received = answers.view(world, *counts.shape[:2]).permute(1, 2, 0).tolist()
         for table, receive in zip(window.tables, received, strict=True):
             table.receive = receive
             table.received_keys = self._route(window, table, table.asked.keys)
@@ -112,6 +110,15 @@ class WindowProgram:
             window.counts.exchanged += table.asked.rows
             if self.replicated:
                 self._tell_replicas(window, table)
+
+    def end_run(self, step: int, batches: int) -> None:
+        """Agree with all ranks that the run ends after `step` and so many batches; no stage may be under way.
+
+        Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
+        """
+        sizes = len(self.tables.groups) * self.config.window_micro_batches
+        nothing = torch.zeros(self.communicators.shards, sizes, dtype=torch.int64)
+        exchange(self.communicators, nothing, step, ended=batches)
 
     def _tell_replicas(self, window: Window, table: TableWindow) -> None:
         """Gather what each replica of this part is asked for: keys, and their last use if it is known."""
@@ -259,14 +266,7 @@ class WindowProgram:
             rows.append(ops.gather_rows(table.embeddings, table.asked.inverse[i]).requires_grad_())
         seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, part.step)
         by_feature = self.tables.by_feature(rows, part.lookups())
-        self.flight.check_modes()
-        try:
-            window.losses[i] = train_micro_batch(self.model, part, by_feature, seed, window.settings)
-        except RuntimeError:  # of autograd, where a parameter changed between forward and backward
-            self.dense.note_changes()
-            self.dense.demand_unchanged()
-            raise
-        self.flight.check_modes()
+        window.losses[i] = self.flight.train_micro_batch(part, by_feature, seed, window.settings)
         for leaf, table in zip(rows, window.tables, strict=True):
             if table.gradients is None:
                 table.gradients = self.sums.zeros(table.asked.rows, leaf.shape[1])
@@ -306,9 +306,7 @@ class WindowProgram:
         """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them
         the mean loss.
         """
-        sums = {name: self.sums.take(name, p) for name, p in self.model.named_parameters()}
-        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
-        parts = {name: part for name, part in sums.items() if name not in frozen}
+        parts = self.sums.take(self.model)
         losses = torch.cat([window.losses[i] for i in range(self.config.window_micro_batches)])
         window.dense_sums = [*parts.values(), self.sums.total(losses)]
         flat, reduce = torch.cat([part.reshape(-1) for part in window.dense_sums]), self.communicators.reduce
@@ -382,12 +380,6 @@ class WindowProgram:
                 keys, rows = keys[going], ops.gather_rows(rows, to_device(going, rows.device))
             group.table.write(keys, to_host(rows))
             counted.counts.written += len(keys)
-
-    def _sum_over_replicas(self, terms: int) -> int:
-        total = self.communicators.replica_routing.all_reduce(
-            torch.tensor([terms], dtype=torch.int64), "terms of the loss"
-        )
-        return int(total)
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")

@@ -142,12 +142,18 @@ class Sums:
                 raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
         return means
 
-    def take(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter's summed gradient of this rank; leaves none behind."""
-        if not self.exact:
-            gradient, parameter.grad = parameter.grad, None
-            return torch.zeros_like(parameter) if gradient is None else gradient
-        return take_grid(name, parameter)
+    def take(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Summed gradients of this rank, of the parameters that require one; leaves none behind."""
+        taken = {}
+        for name, parameter in model.named_parameters():
+            if self.exact:
+                gradient = take_grid(name, parameter)
+            else:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = None
+            if parameter.requires_grad:
+                taken[name] = gradient
+        return taken
 
 
 def travel(

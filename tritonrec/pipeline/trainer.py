@@ -14,6 +14,7 @@ from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
+from .agreement import demand_same_training
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, as_lane, demand_trainable, on_the_callers_thread
 from .model_call import CallerSettings
@@ -100,7 +101,10 @@ class Trainer:
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
+        self._communicators = communicators
         self._finished = 0  # the last step whose results are there
+        self._batches = 0  # of this run
+        self._stopping = False
         self._number = 0
         self._read = -1  # the last update whose batches were read
         self._pending: deque[Window] = deque()
@@ -128,6 +132,9 @@ class Trainer:
             )
             return
         demand_fitting(self._schedule, self.config, communicators.replicas)
+        demand_same_training(
+            communicators, model, tables, dense, mode, self.config, self._schedule, self._device
+        )
         self._program = WindowProgram(
             model,
             tables,
@@ -167,7 +174,12 @@ class Trainer:
             )
         if not 1 <= len(batches) <= self.config.accumulate:
             raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
-        return list(self.run(batches))[-1]
+        source, before = iter(batches), self._batches
+        results = [self.progress(source)]
+        while self._pending or self._results:
+            results.append(self.progress(source))
+        self._batches = before  # a single step is no run, whose end the ranks would have to agree on
+        return results[-1]
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
@@ -201,6 +213,17 @@ class Trainer:
         """Steps whose batches were read and are not finished, oldest first."""
         return [batch.step for window in self._pending for batch in window.batches]
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a rank was asked to stop (`Communicators.stop`); true after the same result on all ranks.
+
+        To stop there, end the batches that `run` reads; those read ahead are trained::
+
+            until = itertools.takewhile(lambda step: not trainer.stopping, steps)
+            for result in trainer.run(loader.batch(step) for step in until):
+        """
+        return self._stopping
+
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
@@ -210,6 +233,7 @@ class Trainer:
             self._begin(window)
             executor.submit(window.number, window)
         if not self._pending:
+            self._end_run()
             raise StopIteration
         window = self._pending[0]
         executor.wait(window.number)
@@ -225,6 +249,7 @@ class Trainer:
         self._pending.append(window)
         self._read = window.update
         self._number += 1
+        self._batches += len(window.batches)
 
     def _end(self, window: Window) -> None:
         """The oldest window in flight is done."""
@@ -252,7 +277,8 @@ class Trainer:
             )
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
-        with self.recorder.span("replica", "average", batch=self._finished) as args:
+        span = self.recorder.span("replica", "average", batch=self._finished)
+        with span as args, on_the_callers_thread():
             sent = args["bytes"] = self._average.average()
         self.counts.row_bytes += sent
 
@@ -309,6 +335,7 @@ class Trainer:
     def _plain(self, iterator: Iterator[Batch]) -> None:
         window = self._next_window(iterator)
         if window is None:
+            self._end_run()
             raise StopIteration
         self._begin(window)
         try:
@@ -325,6 +352,7 @@ class Trainer:
         self._finish(window)
 
     def _run_reference(self, reference: Synchronous, window: Window) -> None:
+        self._stopping |= self._communicators.stop.is_set()
         with self.recorder.span("compute", "compute", batch=window.step):
             losses = reference.step(window.batches, window.settings)
         window.losses = dict(enumerate(losses))
@@ -332,8 +360,17 @@ class Trainer:
         window.terms = sum(batch.loss_terms for batch in window.batches)
         window.loss = self._sums.over(self._sums.total(torch.cat(losses)), window.terms)
 
+    def _end_run(self) -> None:
+        """Agree with the other ranks that the batches have ended here, once after the last of them."""
+        batches, self._batches = self._batches, 0
+        if batches and self._program is not None:
+            ending = self._communicators.watch.doing(f"the end of its run, after {batches} batches")
+            with ending, on_the_callers_thread():
+                self._program.end_run(self._finished, batches)
+
     def _finish(self, window: Window) -> None:
         self._finished = window.step
+        self._stopping |= window.stop
         window.counts.row_bytes = sum(each.bytes for each in window.sent.values())
         self.counts.add(window.counts)
         if self._average is not None:
@@ -348,7 +385,8 @@ class Trainer:
     @contextmanager
     def _span(self, lane: str, task: Task, window: Window):
         """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
-        with self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch) as args:
+        span = self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch)
+        with self._communicators.watch.doing(task), span as args:
             yield
             if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
                 args["bytes"] = window.sending(task.stage, task.micro_batch or 0).bytes

@@ -116,6 +116,7 @@ class Window:
     loss: torch.Tensor | None = None  # (1,) mean per term, of every rank's samples together
     dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
+    stop: bool = False  # whether a rank was asked to stop before its keys were routed
     counts: LookupCounts = field(default_factory=LookupCounts)
     sent: dict[tuple[str, int], Sent] = field(default_factory=dict)  # by stage and micro-batch
 

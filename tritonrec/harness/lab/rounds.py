@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...files import ScratchFolder
 from ...pipeline import PIPELINED, Mode
 from ...trace import read
 from ...trace.timeline import draw
@@ -146,7 +146,7 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
     demand_tools()
     if traces:
         traces.mkdir(parents=True, exist_ok=True)
-    kept = nullcontext(str(traces)) if traces else tempfile.TemporaryDirectory(prefix="tritonrec-lab-")
+    kept = nullcontext(str(traces)) if traces else ScratchFolder("tritonrec-lab-")
     with kept as folder, ranks_in(network, timeout, replicas) as pool, _progress(console) as progress:
         bar = progress.add_task(
             "starting ranks", total=1 + PROBES * bool(plan.proportions) + len(plan.settings) * plan.rounds

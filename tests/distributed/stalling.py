@@ -1,0 +1,69 @@
+"""A rank that trains, in a process of its own or in a pool, and stops itself at a chosen place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+from tritonrec.checkpoint import writer
+from tritonrec.distributed import from_environment
+from tritonrec.harness.setup import Job
+from tritonrec.harness.train import Run, train
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import WindowConfig, program
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9)
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
+)
+
+
+def stop_at(where: str) -> None:
+    """SIGSTOP this process: in the middle of a ``save``, or in ``compute`` of the fourth window."""
+
+    def stop_before(original, when):
+        def stopping(*arguments, **options):
+            if when(*arguments):
+                time.sleep(1)  # long enough to be seen there
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*arguments, **options)
+
+        return stopping
+
+    if where == "save":
+        writer._write_table = stop_before(writer._write_table, lambda directory, step, *_: step == 4)
+    elif where == "compute":
+        compute = program.WindowProgram.compute
+        program.WindowProgram.compute = stop_before(compute, lambda _self, window, _i: window.number == 3)
+    elif where == "die":
+        program.WindowProgram.compute = lambda self, window, i: os._exit(17)
+    elif where == "fail":
+
+        def fail(self, window, i):
+            raise OSError("the disk of this rank is gone")
+
+        program.WindowProgram.compute = fail
+
+
+def work(communicators, where, victim, checkpoint, steps=1000):
+    if communicators.rank == victim:
+        stop_at(where)
+    run = Run(JOB, "nestpipe", WindowConfig(2), steps=steps, checkpoint=checkpoint, save_every=4)
+    return train(communicators, run, quiet=True)["step"]
+
+
+def main(where: str, victim: str, timeout: str, checkpoint: str) -> None:
+    try:
+        with from_environment(timedelta(seconds=float(timeout))) as communicators:
+            print(f"begun {time.time()}", flush=True)
+            work(communicators, where, int(victim), checkpoint)
+    except Exception as error:
+        print(f"ended {time.time()} {type(error).__name__}: {error}", flush=True)
+        os._exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,149 @@
+"""Promise: ranks end with their launcher, however it ends, and no temporary folder stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tritonrec.distributed import RankPool
+
+pytestmark = pytest.mark.multi_rank
+
+LAUNCHER = """
+import os, sys, threading, time
+from contextlib import suppress
+from tritonrec.distributed import RankPool
+from tritonrec.files import ScratchFolder
+
+def work(communicators, folder):
+    print(os.getpid(), flush=True)
+    for number in range(10_000):  # writes on until it ends
+        with suppress(OSError):
+            open(f"{folder}/{communicators.rank}-{number}", "w").close()
+        time.sleep(0.01)
+
+def nothing(communicators):
+    pass
+
+def launch():
+    with ScratchFolder() as folder, RankPool((int(sys.argv[1]),)) as pool:
+        print("folder", folder, flush=True)
+        pool.run(work, int(sys.argv[1]), folder)
+
+def make_in_a_thread():
+    pools = []
+
+    def make():
+        pools.append(RankPool((1,)))
+        pools[0].run(nothing, 1)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    with ScratchFolder() as folder, pools[0] as pool:
+        print("folder", folder, flush=True)
+        pool.run(work, 1, folder)
+
+if __name__ == "__main__":
+    make_in_a_thread() if "thread" in sys.argv else launch()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+class Launched:
+    """A launcher whose ranks are at work."""
+
+    def __init__(self, tmp_path, ranks: int = 1, *words: str):
+        script, self.temporary = tmp_path / "launcher.py", tmp_path / "temporary"
+        script.write_text(LAUNCHER)
+        self.temporary.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, script, str(ranks), *words], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(self.temporary)},
+        )  # fmt: skip
+        assert self.process.stdout.readline().startswith(f"folder {self.temporary}")
+        self.ranks = [int(self.process.stdout.readline()) for _ in range(ranks)]
+
+    def nothing_is_left(self) -> None:
+        self.process.wait(20)
+        wait_until(lambda: not any(map(is_alive, self.ranks)), 10, "a rank lives on")
+        wait_until(lambda: not [*self.temporary.iterdir()], 10, "a temporary folder stays")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_ranks_and_folders_go_when_the_launcher_is_killed(tmp_path, number):
+    launched = Launched(tmp_path, 2 if number == signal.SIGKILL else 1)
+    launched.process.send_signal(number)
+    launched.nothing_is_left()
+    assert launched.process.returncode == -number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills ranks on Linux only")
+def test_a_stopped_rank_goes_too(tmp_path):
+    launched = Launched(tmp_path)
+    os.kill(launched.ranks[0], signal.SIGSTOP)
+    launched.process.kill()
+    launched.nothing_is_left()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_started_by_a_thread_outlive_the_thread_and_not_the_process(tmp_path):
+    launched = Launched(tmp_path, 1, "thread")
+    time.sleep(0.2)
+    assert is_alive(launched.ranks[0])
+    launched.process.kill()
+    launched.nothing_is_left()
+
+
+def until_asked(communicators, file):
+    """Counts until it is asked to stop; what else it was asked for before."""
+    before = communicators.stop.is_set()
+    with open(file, "w") as out:
+        out.write("begun")
+    return before, communicators.stop.wait(60)
+
+
+def test_a_launcher_and_a_signal_ask_ranks_to_stop(tmp_path):
+    """SIGINT, as a terminal sends it to ranks as well, asks for the same; the next task starts afresh."""
+    import threading
+
+    with RankPool((1,)) as pool:
+        for number, ask in enumerate(
+            (
+                pool.request_stop,
+                lambda: os.kill(pool.processes[0].pid, signal.SIGTERM),
+                lambda: os.kill(pool.processes[0].pid, signal.SIGINT),
+            )
+        ):
+            file = tmp_path / str(number)
+
+            def when_it_has_begun(file=file, ask=ask):
+                wait_until(file.exists, 30, "the task did not begin")
+                ask()
+
+            helper = threading.Thread(target=when_it_has_begun)
+            helper.start()
+            assert pool.run(until_asked, 1, file) == [(False, True)]
+            helper.join()
+        assert pool.processes[0].is_alive()

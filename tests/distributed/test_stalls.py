@@ -1,0 +1,207 @@
+"""Promise: a rank that stands still is named within a bounded time, with its stage, also while it saves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from stalling import work
+
+from tritonrec.distributed import RankDiedError, RankPool, Watch
+from tritonrec.distributed.watch import Report, read_reports
+
+pytestmark = pytest.mark.multi_rank
+TIMEOUT = 3.0
+BOUND = 1.5 * TIMEOUT + 10
+"""The timeout of a collective that may have begun a little after the stall, three reports, ends of lanes."""
+
+
+@pytest.mark.parametrize("where, stage", [("compute", "in compute(3, 0)"), ("save", "save(4)")])
+def test_a_pool_names_a_stopped_rank_and_its_stage(tmp_path, where, stage):
+    with RankPool((2,), timedelta(seconds=TIMEOUT)) as pool:
+        assert pool.run(work, 2, "", 1, None, 2) == [2, 2]  # all kernels are loaded
+        began = time.monotonic()
+        with pytest.raises(RankDiedError) as caught:
+            pool.run(work, 2, where, 1, str(tmp_path))
+        pool.close()
+        assert time.monotonic() - began < BOUND
+    first, last = str(caught.value).splitlines()[::-1][-1], str(caught.value).splitlines()[-1]
+    assert first.startswith("rank 0: ") and "rank 1 has not " in first and "s ago" in first
+    assert stage in first and stage in last
+    assert last.startswith("rank 1 did not answer within ")
+
+
+class Ranks:
+    """Ranks started as torchrun starts them; `agent` says whether this process serves their store."""
+
+    def __init__(self, tmp_path, where, victim, agent=True):
+        script = Path(__file__).with_name("stalling.py")
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.store, port = store, store.port
+        environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        if agent:
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        else:
+            self.store = None
+        environment |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, script, where, str(victim), str(TIMEOUT), str(tmp_path)],
+                stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+
+    def ending_of(self, rank):
+        """Seconds from this rank's beginning to its end, and its last words."""
+        output, _ = self.processes[rank].communicate(timeout=60)
+        begun, *_, ended = output.splitlines()
+        word, moment, message = ended.split(" ", 2)
+        assert word == "ended" and self.processes[rank].returncode == 2
+        return float(moment) - float(begun.split()[1]), message
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("where, stage", [("compute", "in compute(3, 0)"), ("save", "save(4)")])
+def test_a_stopped_rank_is_named_under_torchrun(tmp_path, where, stage):
+    with Ranks(tmp_path, where, 1) as ranks:
+        seconds, message = ranks.ending_of(0)
+    assert seconds < BOUND
+    assert "rank 1 has not " in message and stage in message and "s ago" in message
+
+
+def test_rank_0_is_named_though_it_serves_the_store(tmp_path):
+    with Ranks(tmp_path, "compute", 0, agent=False) as ranks:
+        seconds, message = ranks.ending_of(1)
+    assert seconds < BOUND + 5
+    assert "rank 0 has not " in message and "compute(3, 0)" in message
+
+
+def test_a_rank_that_fails_is_named_with_its_error(tmp_path):
+    with Ranks(tmp_path, "fail", 1) as ranks:
+        assert "the disk of this rank is gone" in ranks.ending_of(1)[1]
+        seconds, message = ranks.ending_of(0)
+    assert seconds < TIMEOUT + 5
+    assert "rank 1 has failed: StageFailedError: stage compute(0, 0)" in message
+    assert "the disk of this rank is gone" in message
+
+
+def test_a_rank_that_dies_is_named_with_its_stage(tmp_path):
+    with Ranks(tmp_path, "die", 1) as ranks:
+        seconds, message = ranks.ending_of(0)
+    assert seconds < BOUND
+    assert "rank 1 ended before stage " in message and "it was last seen " in message
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def watches(store, count, timeout=0.4):
+    found = [Watch(store, rank, count, timedelta(seconds=timeout)) for rank in range(count)]
+    return found
+
+
+def test_reports_say_where_a_rank_is(store):
+    watch = Watch(store, 0, 1, timedelta(seconds=0.1))
+    assert read_reports(store, [0, 1])[0].place == "before its first stage"
+    with watch.doing("route(6)"):
+        watch.begin_call("routing")
+        time.sleep(0.1)
+        report = read_reports(store, [0, 1])[0]
+        assert report.place == "in route(6)" and dict(report.calls) == {"routing": 1} and report.number > 1
+    time.sleep(0.1)
+    assert read_reports(store, [0])[0].place == "after route(6)"
+    watch.close()
+    time.sleep(0.05)
+    number = read_reports(store, [0])[0].number
+    time.sleep(0.1)
+    assert read_reports(store, [0])[0].number == number
+
+
+def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(store):
+    """It goes on reporting, so it does not stand still; its collective has not begun."""
+    here, there, waiting = watches(store, 3)
+    waiting.begin_call("routing")
+    here.begin_call("routing")
+    with there.doing("evaluation(80)"), here.doing("route(6)"):
+        error = here.explain("routing", 1, [0, 1, 2], 0.4, RuntimeError("Timed out"))
+    assert str(error) == "rank 1 has not reached stage route(6) within 0.4 s: it is in evaluation(80)"
+
+
+def test_a_meeting_waits_beyond_the_timeout_for_a_rank_that_reports(store):
+    import threading
+
+    here, there = watches(store, 2)
+    late = threading.Timer(1.0, there.meet, ("checkpoint", [0, 1], timedelta(seconds=5)))
+    late.start()
+    began = time.monotonic()
+    here.meet("checkpoint", [0, 1], timedelta(seconds=5))
+    assert time.monotonic() - began >= 0.9  # the timeout is 0.4 s
+    late.join()
+
+
+def test_a_meeting_ends_where_a_rank_stands_still_fails_or_takes_too_long(store):
+    here, there = watches(store, 2)
+    with (
+        here.doing("save(8)"),
+        pytest.raises(RankDiedError, match=r"rank 1 has not reached stage save\(8\) "),
+    ):
+        here.meet("a", [0, 1], timedelta(seconds=0.2))  # it reports, for longer than that
+    there.close()
+    with pytest.raises(
+        RankDiedError,
+        match=r"rank 1 has not reached collective 1 of group b within .*: it was last seen before",
+    ):
+        here.meet("b", [0, 1], timedelta(seconds=60))
+    there.fail(OSError("full"))
+    with pytest.raises(RankDiedError, match="rank 1 has failed: OSError: full"):
+        here.meet("c", [0, 1], timedelta(seconds=60))
+
+
+def test_failures_that_follow_from_another_come_after_it(store):
+    first, second, third = watches(store, 3)
+    second.fail(RankDiedError("rank 2 ended"))
+    third.fail(ValueError("bad batch"))
+    error = first.explain("routing", 1, [0, 1, 2], 0.1, RuntimeError("Connection closed"))
+    assert str(error) == "rank 2 has failed: ValueError: bad batch"
+    for watch in (first, second, third):
+        watch.begin_task()
+        watch.begin_call("routing")
+        watch._report()
+    error = first.explain("routing", 1, [0, 1, 2], 0.1, RuntimeError("Connection closed by peer"))
+    assert "every rank goes on" in str(error)
+
+
+def test_a_store_that_does_not_answer_puts_rank_0_under_suspicion(monkeypatch):
+    from tritonrec.distributed import watch as module
+
+    monkeypatch.setattr(module, "READ_PATIENCE", 0.1)
+    watch = Watch(dist.HashStore(), 1, 2, timedelta(seconds=0.4))
+    watch.close()
+    watch._known = {0: Report(3, time.time(), ("compute(5)",))}
+
+    class Silent:
+        def check(self, keys):
+            time.sleep(60)
+
+    watch.store = Silent()
+    error = watch.explain("routing", 7, [0, 1], 0.4, RuntimeError("Timed out"))
+    assert (
+        "rank 0 has not reached collective 7 of group routing within 0.4 s: it was last seen in compute(5)"
+        in str(error)
+    )

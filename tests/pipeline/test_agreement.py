@@ -1,0 +1,259 @@
+"""Promise: ranks that differ in model, settings or batches get one error on every rank that says in what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+from unittest import mock
+
+import pytest
+import torch
+
+from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, demand_equal
+from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
+from tritonrec.harness.setup import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
+
+pytestmark = pytest.mark.multi_rank
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
+)
+MANY = JOB.__class__(**{**vars(JOB), "slots": 256, "chunk_rows": 128})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool([(2, 1), (4, 2)]) as started:
+        yield started
+
+
+def change_values(model, tables, dense):
+    with torch.no_grad():
+        model.layers[0].output.weight[1, 2] += 1e-6
+    return model, tables, DenseOptimizer(model.named_parameters(), dense.rule)
+
+
+def change_state(model, tables, dense):
+    dense.rows["layers.0.output.weight"][0, -1] = 1.0
+    return model, tables, dense
+
+
+def freeze(model, tables, dense):
+    model.layers[0].output.weight.requires_grad_(False)
+    return model, tables, dense
+
+
+def evaluate(model, tables, dense):
+    return model.eval(), tables, dense
+
+
+def dense_rule(model, tables, dense):
+    return model, tables, DenseOptimizer(model.named_parameters(), RowOptimizer("adam", 0.05, beta2=0.99))
+
+
+def config(**options):
+    return {"window": WindowConfig(**{"micro_batches": 2, **options})}
+
+
+def job(**options):
+    return {"job": replace(JOB, **options)}
+
+
+def sizes(**options):
+    return job(sizes=replace(SIZES, **options))
+
+
+# What the last rank does otherwise, and how the error names it.
+DIFFERENCES = {
+    "lr": (job(lr=0.01), "lr=0.01", "lr=0.05"),
+    "optimizer": ({"optimizer": "sgd"}, "name='sgd'", "name='adam'"),
+    "optimizer of the dense model alone": ({"parts": dense_rule}, "beta2=0.99", "beta2=0.999"),
+    "seed of model and tables": (job(seed=5), "seed of the tables=5", "seed of the tables=0"),
+    "policy": (
+        job(policy=TablePolicy(Eviction("lru", capacity=9))), "Eviction(policy='lru'", "eviction=None"
+    ),
+    "dropout": (sizes(dropout=0.3), "dropout=0.3", "dropout=0.2"),
+    "width": (sizes(v_dim=5), "v_dim=5", "v_dim=4"),
+    "depth": (sizes(layers=2), "layers=2", "layers=1"),
+    "temperature, which no parameter shows": (sizes(temperature=0.5), "temperature=0.5", "temperature=1.0"),
+    "values": (
+        {"parts": change_values}, "parameter layers.0.output.weight=", "parameter layers.0.output.weight="
+    ),
+    "optimizer state": (
+        {"parts": change_state}, "optimizer state of layers.0.output.weight=", "optimizer state"
+    ),
+    "a frozen parameter": ({"parts": freeze}, "frozen", "parameter layers.0.output.weight="),
+    "evaluation": ({"parts": evaluate}, "training=False", "training=True"),
+    "dropout's seed": (config(seed=3), "seed=3", "seed=0"),
+    "grid": (config(grid_bits=30), "grid_bits=30", "grid_bits=36"),
+    "N": (config(micro_batches=3), "micro_batches=3", "micro_batches=2"),
+    "level": (config(consistency="window"), "consistency=window", "consistency=batch"),
+    "first use": (config(first_use=True), "first_use=True", "first_use=False"),
+    "taper": (config(taper=0.5), "taper=0.5", "taper=1.0"),
+    "skip fetch": (config(skip_fetch=True), "skip_fetch=True", "skip_fetch=False"),
+    "dedup": (config(dedup="lookup"), "dedup=lookup", "dedup=both"),
+    "clustering": (config(clustering=True), "clustering=True", "clustering=False"),
+    "depth of the pipeline": (config(depth=2), "depth=2", "depth=0"),
+    "accumulation": (config(accumulate=2), "accumulate=2", "accumulate=1"),
+    "mode": ({"mode": "fwp"}, "mode=fwp", "mode=nestpipe"),
+    "version": ({"version": "0.0.1"}, "tritonrec=0.0.1", "tritonrec="),
+}  # fmt: skip
+
+
+def message_of(communicators, others=None, job=JOB):
+    """The error of a trainer, which the last rank makes otherwise; the rank's lanes end with it."""
+    options = {"job": job, "optimizer": "adam", "mode": "nestpipe", **config(), "version": None}
+    if others is not None and communicators.rank == communicators.world_size - 1:
+        options.update(others)
+    parts = options["job"].build(options["optimizer"])
+    if "parts" in options:
+        parts = options["parts"](*parts)
+    version = options["version"] or agreement.__version__
+    with mock.patch.object(agreement, "__version__", version):
+        try:
+            with Trainer(*parts, communicators, options["mode"], options["window"]):
+                return ""
+        except RanksDisagreeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_setting_that_differs_is_named_on_every_rank(pool, name):
+    others, there, here = DIFFERENCES[name]
+    first, *rest = pool.run(message_of, 2, others)
+    assert rest == [first]
+    assert "rank 1 has " in first and " and rank 0 has " in first and "give every rank the same" in first
+    assert there in first and here in first
+
+
+def test_the_rank_is_named_among_replicas_too(pool):
+    messages = pool.run(message_of, 4, DIFFERENCES["lr"][0], replicas=2)
+    assert len(set(messages)) == 1
+    assert "rank 3 has " in messages[0] and "rank 0 has " in messages[0]
+
+
+def test_equal_ranks_and_those_whose_bits_cannot_differ_pass(pool):
+    assert pool.run(message_of, 2, None) == ["", ""]
+    assert pool.run(message_of, 2, {"job": MANY}) == ["", ""]
+    assert pool.run(message_of, 4, None, replicas=2) == [""] * 4
+
+
+def test_one_rank_compares_nothing():
+    with mock.patch.object(agreement, "_of", side_effect=AssertionError("hashed")):
+        assert message_of(Communicators.local()) == ""
+
+
+class Texts:
+    """Ranks whose texts are there already."""
+
+    world_size = 3
+
+    def __init__(self, *texts):
+        self.texts = list(texts)
+
+    def gather_texts(self, text):
+        return self.texts
+
+
+def test_an_error_lists_a_few_settings_and_counts_the_others():
+    texts = Texts("{}", "{}", '{"a": "1", "b": "2", "c": "3", "d": "4", "e": "5", "f": "6", "g": "7"}')
+    with pytest.raises(RanksDisagreeError) as caught:
+        demand_equal(texts, {})
+    assert str(caught.value).startswith("rank 2 has a=1 and rank 0 has no a; rank 2 has b=2")
+    assert str(caught.value).endswith("; 2 more settings differ: give every rank the same")
+
+
+def train(communicators, counts, mode="nestpipe", first=0, accumulate=1, late=None):
+    """Train ``counts[rank]`` batches; results there were, and the error."""
+    model, tables, dense = JOB.build("adam")
+    rank = communicators.rank
+    loader = JOB.loader(rank, communicators.world_size)
+    window, done = WindowConfig(2, accumulate=accumulate), []
+    start = first if late == rank else 0
+    try:
+        with Trainer(model, tables, dense, communicators, mode, window) as trainer:
+            for result in trainer.run(loader.batch(start + step) for step in range(counts[rank])):
+                done.append(result.step)
+    except (RanksDisagreeError, StageFailedError) as error:
+        return done, str(error)
+    return done, ""
+
+
+@pytest.mark.parametrize("mode", ["sequential", *PIPELINED])
+def test_ranks_with_6_and_8_batches(pool, mode):
+    (short, its), (_, others) = pool.run(train, 2, [6, 8], mode)[:2]
+    assert short == [*range(6)]
+    expected = (
+        "rank 0 ended after 6 batches and rank 1 goes on with step 6: give every rank the same number "
+        "(drop_last=True, or pad with empty batches)"
+    )
+    assert its == expected and expected in others
+
+
+def test_replicas_see_the_end_of_a_rank_of_another_group(pool):
+    messages = [error for _, error in pool.run(train, 4, [3, 3, 3, 2], replicas=2)]
+    assert all("rank 3 ended after 2 batches and rank 0 goes on with step 2" in each for each in messages)
+
+
+def test_the_last_update_of_accumulated_batches_is_compared_too(pool):
+    errors = [error for _, error in pool.run(train, 2, [4, 3], "sequential", 0, 2)]
+    assert all("rank 1 is at step 2 and rank 0 at step 3" in each for each in errors)
+
+
+@pytest.mark.parametrize("world, replicas", [(2, 1), (4, 2)])
+def test_ranks_at_different_steps(pool, world, replicas):
+    results = pool.run(train, world, [3] * world, "nestpipe", 2, 1, world - 1, replicas=replicas)
+    for done, error in results:
+        assert done == []
+        assert f"rank {world - 1} is at step 2 and rank 0 at step 0: give every rank its part" in error
+
+
+def train_until_stopped(communicators, mode, when, window):
+    """One rank is asked to stop while the batch of step `when` is read; the steps of every result."""
+    model, tables, dense = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    communicators.stop.clear()
+
+    def batch(step):
+        if step == when and communicators.rank == communicators.world_size - 1:
+            communicators.stop.set()
+        return loader.batch(step)
+
+    with Trainer(model, tables, dense, communicators, mode, window) as trainer:
+        until = takewhile(lambda step: not trainer.stopping, range(100))
+        steps = [result.step for result in trainer.run(batch(step) for step in until)]
+        assert trainer.stopping
+    communicators.stop.clear()
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["sequential", *PIPELINED])
+def test_ranks_that_are_asked_to_stop_do_so_after_the_same_step(pool, mode):
+    first, *others = pool.run(train_until_stopped, 2, mode, 5, WindowConfig(2))
+    assert others == [first]
+    assert first == [*range(len(first))] and 5 < len(first) < 20
+    everyone = pool.run(train_until_stopped, 4, mode, 5, WindowConfig(2), replicas=2)
+    assert everyone == [first] * 4
+
+
+def test_the_reference_stops_too():
+    assert train_until_stopped(Communicators.local(), "sync", 3, WindowConfig()) == [0, 1, 2, 3]
+
+
+def single_steps(communicators):
+    """As many steps as each likes to drain in between; the ranks need no agreement about the end."""
+    model, tables, dense = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    with Trainer(model, tables, dense, communicators, "nestpipe", WindowConfig(2)) as trainer:
+        for step in range(3):
+            trainer.step(loader.batch(step))
+            if communicators.rank == 0:
+                assert list(trainer.run([])) == []
+    return True
+
+
+def test_a_single_step_is_no_run_that_ends(pool):
+    assert pool.run(single_steps, 2) == [True, True]

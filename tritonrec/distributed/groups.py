@@ -1,0 +1,197 @@
+"""The process groups of a run, one for each lane that communicates.
+
+So collectives of different lanes need no common order: each lane issues its own in the schedule's order,
+which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .agreement import demand_equal
+from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
+from .watch import Watch
+
+CONNECT_TIMEOUT = timedelta(seconds=10)
+"""How long to look for the store that torchrun's variables name."""
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """One communicator for each lane that crosses ranks, `control` for the caller's own thread, and
+    `checkpoint` for the one that saves.
+
+    The caller runs beside the lanes: on a group of theirs its collectives would come before a lane's on one
+    rank and after it on another.
+
+    With G replicas of the tables (2D sparse parallelism) the T ranks form G sharding groups of L = T / G,
+    whose ranks hold one part each of a whole set of tables, and L replica groups, whose ranks hold the same
+    part: a mesh of L rows and G columns. T = 8, G = 2::
+
+                      sharding group 0   sharding group 1
+        replicas 0                   0                  1
+        replicas 1                   2                  3       rank r holds part r // G
+        replicas 2                   4                  5
+        replicas 3                   6                  7
+
+    Args:
+        routing, retrieval, communication, checkpoint, shard_control: over this rank's sharding group.
+        replica_routing, replica: over its replica group.
+        reduce, control: over all ranks.
+        stop: set on a rank that was asked to stop after its step; ranks may see it at different steps, see
+            `Trainer.stopping`.
+        watch: where the ranks are; stages are noted there, so that a rank that stands still is named.
+    """
+
+    routing: Communicator
+    retrieval: Communicator
+    communication: Communicator
+    checkpoint: Communicator
+    shard_control: Communicator
+    replica_routing: Communicator
+    replica: Communicator
+    reduce: Communicator
+    control: Communicator
+    stop: threading.Event = field(default_factory=threading.Event)
+    watch: Watch = field(default_factory=lambda: Watch(None, 0, 1, TIMEOUT))
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks; which samples are this one's."""
+        return self.control.rank
+
+    @property
+    def world_size(self) -> int:
+        """T."""
+        return self.control.world_size
+
+    @property
+    def shard(self) -> int:
+        """Which part of the tables this rank holds."""
+        return self.routing.rank
+
+    @property
+    def shards(self) -> int:
+        """L, parts of the tables."""
+        return self.routing.world_size
+
+    @property
+    def replicas(self) -> int:
+        """G, copies of each part."""
+        return self.replica.world_size
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank's copy of its part is the one that is saved."""
+        return self.replica.rank == 0
+
+    @classmethod
+    def local(cls) -> Communicators:
+        """For a run of one rank."""
+        one: dict[str, Any] = {
+            each.name: Communicator() for each in fields(cls) if each.type == "Communicator"
+        }
+        return cls(**one)
+
+    @classmethod
+    def over(
+        cls,
+        ranks: Sequence[int],
+        timeout: timedelta = TIMEOUT,
+        replicas: int = 1,
+        backend: str = "gloo",
+        watch: Watch | None = None,
+    ) -> Communicators | None:
+        """Groups over `ranks`, `replicas` of which hold the same part; collective over the whole world.
+
+        None on ranks outside. Raises ValueError unless the replicas divide the ranks, `RanksDisagreeError`
+        on all ranks where they give different arguments.
+
+        Args:
+            backend: of `torch.distributed`. Ranks that train on accelerators need one for tensors there
+                beside gloo for those on the host: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
+            watch: names a rank that is missing; by default one over the store that torchrun's variables name,
+                if there is one.
+        """
+        if replicas < 1 or len(ranks) % replicas:
+            raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
+        return cls._of(torch.tensor(ranks, dtype=torch.int64).view(-1, replicas), timeout, backend, watch)
+
+    @classmethod
+    def on(
+        cls, mesh: DeviceMesh, timeout: timedelta = TIMEOUT, backend: str = "gloo"
+    ) -> Communicators | None:
+        """Groups on a mesh whose dimensions are named ``shard`` and ``replicate``, in either order.
+
+        ``init_device_mesh(device, (L, G), mesh_dim_names=("shard", "replicate"))`` makes one of all ranks.
+        """
+        names = mesh.mesh_dim_names or ()
+        if sorted(names) != ["replicate", "shard"]:
+            raise ValueError(f"the mesh needs the dimensions 'shard' and 'replicate', got {names}")
+        return cls._of(mesh.mesh if names[0] == "shard" else mesh.mesh.t(), timeout, backend, None)
+
+    @classmethod
+    def _of(
+        cls, mesh: torch.Tensor, timeout: timedelta, backend: str, watch: Watch | None
+    ) -> Communicators | None:
+        """Groups on a mesh (L, G) of ranks; process groups count their ranks in ascending order."""
+        if bool((mesh.diff(dim=0) <= 0).any()) or bool((mesh.diff(dim=1) <= 0).any()):
+            raise ValueError(
+                f"ranks must ascend along 'shard' and along 'replicate', got the mesh {mesh.tolist()}"
+            )
+        here, everyone = dist.get_rank(), sorted(mesh.flatten().tolist())
+        found: dict[str, Any] = {}
+
+        def groups(parts: torch.Tensor, *names: str, patient: bool = False) -> None:
+            """One communicator by each name over this rank's part (rows of `parts`)."""
+            own = max(timeout, SAVE_TIMEOUT) if patient and watch is None else timeout
+            for name in names:
+                for ranks in parts.tolist():
+                    # Every rank has to make every group, also those it is not in.
+                    group = None if len(ranks) == 1 else dist.new_group(ranks, own, backend)
+                    if here in ranks:
+                        peers = [everyone.index(rank) for rank in ranks]
+                        unique = f"{name} of {' x '.join(map(str, mesh.shape))} ranks {peers}"
+                        found[name] = Communicator(group, unique, watch, peers, patient)
+
+        groups(torch.tensor([everyone]), "control")
+        if control := found.get("control"):
+            demand_equal(control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend})
+            watch = control.watch = watch or _watch_by_environment(control, timeout)
+        groups(mesh.t(), "routing", "retrieval", "communication")
+        groups(mesh.t(), "checkpoint", patient=True)
+        groups(mesh, "replica_routing", "replica")
+        groups(torch.tensor([everyone]), "reduce")
+        if mesh.shape[1] == 1:
+            found.update({"shard_control": found["control"]} if found else {})
+        else:
+            groups(mesh.t(), "shard_control")
+        return cls(**found, watch=watch or Watch(None, 0, 1, timeout)) if found else None
+
+
+def _watch_by_environment(control: Communicator, timeout: timedelta) -> Watch | None:
+    """A watch over the store that torchrun's variables name, or None on all ranks. Collective."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if control.world_size == 1:
+        return None
+    store: dist.Store | None = None
+    if address and port:
+        try:
+            store = dist.TCPStore(address, int(port), None, False, CONNECT_TIMEOUT, wait_for_workers=False)
+        except (ValueError, RuntimeError):
+            store = None  # the variables are not those of this run
+    # Other runs, and other groups of this one, may use the same store.
+    texts = control.gather_texts(secrets.token_hex(8) if store is not None else "")
+    if store is None or not all(texts):
+        return None
+    return Watch(dist.PrefixStore(texts[0], store), control.rank, control.world_size, timeout)

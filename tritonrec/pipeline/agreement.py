@@ -1,0 +1,91 @@
+"""What ranks that train together must have in common, compared once, when their trainers are made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import __version__
+from ..distributed import Communicators, demand_equal
+from ..embedding import DenseOptimizer, HashTableCollection
+from .schedule import Schedule
+from .window import WindowConfig
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+
+def demand_same_training(
+    communicators: Communicators,
+    model: torch.nn.Module,
+    tables: HashTableCollection,
+    dense: DenseOptimizer,
+    mode: str,
+    config: WindowConfig,
+    schedule: Schedule | None,
+    device: torch.device,
+) -> None:
+    """Raise `RanksDisagreeError` on every rank where model, tables, optimizers or settings differ.
+
+    Collective; nothing is done for one rank. Parameters and their optimizer's state are compared by SHA-256.
+    Buffers may differ, as those of batch normalisation do; so may what changes no bit, as a table's slots.
+    """
+    if communicators.world_size == 1:
+        return
+    settings: dict[str, object] = {
+        "tritonrec": __version__,
+        "torch": torch.__version__,
+        "mode": mode,
+        **asdict(config),
+        "schedule": schedule and f"{schedule.name} {_digest(repr(schedule).encode())}",
+        "device": device.type,
+        **_of_tables(tables),
+        **_of_model(model),
+        "dense optimizer": dense.rule,
+    }
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        settings[f"parameter {name}"] = f"number {number}, {_of(parameter)}"
+    for name, rows in dense.rows.items():
+        settings[f"optimizer state of {name}"] = _of(rows)
+    demand_equal(communicators.control, settings)
+
+
+def _of_tables(tables: HashTableCollection) -> dict[str, object]:
+    """Features and how they share tables, without what says only how a shard is stored."""
+    settings: dict[str, object] = {"seed of the tables": tables.seed, "merge": tables.merge}
+    for name, feature in tables.features.items():
+        settings[f"feature {name}"] = feature
+    for group in tables.groups:
+        names = ", ".join(group.layout.names)
+        settings[f"optimizer of table {names}"] = group.optimizer
+    return settings
+
+
+def _of_model(model: torch.nn.Module) -> dict[str, object]:
+    """Classes and settings of the modules; memory addresses in them say nothing."""
+    settings: dict[str, object] = {"training": model.training}
+    for name, module in model.named_modules():
+        words = [module.extra_repr()]
+        sizes = getattr(module, "config", None)
+        if is_dataclass(sizes):
+            words.append(repr(sizes))
+        said = re.sub(r" at 0x[0-9a-f]+", "", " ".join(words)).strip()
+        settings[f"module {name or 'model'}"] = f"{type(module).__qualname__}({said})"
+    return settings
+
+
+def _of(values: torch.Tensor) -> str:
+    """dtype, shape and digest."""
+    held = values.detach().cpu().contiguous().reshape(-1)
+    digest = _digest(held.view(torch.uint8).numpy().data) if held.numel() else "none"
+    trains = ", frozen" if isinstance(values, torch.nn.Parameter) and not values.requires_grad else ""
+    dtype = str(values.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(values.shape)}{trains} with SHA-256 {digest}"
+
+
+def _digest(data: Buffer) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
