@@ -9,9 +9,8 @@ import pytest
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, Heat, TablePolicy
-from tritonrec.harness import train as train_module
 from tritonrec.harness.train import Run, train
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import Trainer, WindowConfig
 
 pytestmark = pytest.mark.multi_rank
 
@@ -48,18 +47,19 @@ def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
 
 def train_with_a_slow_caller(communicators, run):
     """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
-    mean_loss = train_module.mean_loss
+    progress = Trainer.progress
 
-    def late(communicators, *args):
+    def late(trainer, iterator):
+        result = progress(trainer, iterator)
         if communicators.rank == 1:
             time.sleep(0.1)
-        return mean_loss(communicators, *args)
+        return result
 
-    train_module.mean_loss = late
+    Trainer.progress = late
     try:
         return train(communicators, run, quiet=True)
     finally:
-        train_module.mean_loss = mean_loss
+        Trainer.progress = progress
 
 
 def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_sync_and_save_one(

@@ -8,6 +8,7 @@ import torch
 
 from .candidates import Candidates
 from .changes import ChangeLog
+from .in_flight import InFlight
 from .policy import TablePolicy
 from .rows import TOO_LARGE, Counters, Rows, overflows, rounded
 from .select import AllReduce
@@ -37,7 +38,9 @@ class DynamicTable:
     steps' numbers and keys only.
 
     Threads: `lookup` of step t may run beside `write` of step t - 1, each on one thread and in the order of
-    the steps; the write of step t - 2 is done by then. A row that is being written may be read stale.
+    the steps; the write of step t - 2 is done by then. A row that is being written may be read stale. While a
+    trainer has windows in flight, its lanes alone may call the methods that read or write rows: others get a
+    RuntimeError. Counters, `memory` and the number of rows may be read at any time, and run ahead.
 
     Args:
         dim: weights per row.
@@ -70,6 +73,7 @@ class DynamicTable:
         if self.policy.admission > 1:
             self._candidates = Candidates(self.policy.admission, self.policy.admission_window, slots)
         self._counted = ChangeLog()  # keys of candidates
+        self.in_flight = InFlight(self._rows.names())
 
     @property
     def counters(self) -> Counters:
@@ -99,6 +103,7 @@ class DynamicTable:
         At step t: sweeps erase and demote, sparing the keys of this lookup and of the last, and forget keys
         that wait for admission; then uses are counted and keys that are asked for often enough get rows.
         """
+        self.in_flight.check("lookup")
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self._rows.names()}: step must be in [0, 2**31) with admission, got {step}")
         self._sweeps.maintain(keys, step, all_reduce)
@@ -127,6 +132,7 @@ class DynamicTable:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Row numbers of `keys` (K,) int64, -1 where absent; adds and counts nothing."""
+        self.in_flight.check("find")
         return self._rows.find(keys)
 
     def read(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -134,6 +140,7 @@ class DynamicTable:
 
         A row number of -1 reads as what the key's row would start from.
         """
+        self.in_flight.check("read")
         values = self._rows.read(rows)
         absent = rows < 0
         if bool(absent.any()):
@@ -168,6 +175,7 @@ class DynamicTable:
         Nothing is rounded: a cold row lies in 16 bits if these hold its values exactly, as they do after
         `round_cold`, and in float32 otherwise.
         """
+        self.in_flight.check("write")
         self._rows.check_values(keys, values)
         with self._rows.copying:
             self._rows.store(keys, values)
@@ -178,6 +186,7 @@ class DynamicTable:
         Returns:
             (K,) bool, whether the key had a row.
         """
+        self.in_flight.check("erase")
         if self._candidates is not None:
             with self._rows.lock:
                 self._candidates.forget(keys)
@@ -188,6 +197,7 @@ class DynamicTable:
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
+        self.in_flight.check("export")
         with self._rows.copying:
             keys, rows = self._rows.items()
             return keys, self._rows.read(rows)
@@ -197,6 +207,7 @@ class DynamicTable:
 
         New rows are cold, count as used by no step (lfu) or at the step of the next sweep (lru, ttl).
         """
+        self.in_flight.check("load")
         self._rows.check_values(keys, values)
         with self._rows.copying:
             with self._rows.lock:
@@ -217,6 +228,7 @@ class DynamicTable:
 
         The states of all ranks together, divided by keys in any way, are the state of another world size.
         """
+        self.in_flight.check("state")
         with self._rows.copying:
             keys, rows = self._rows.items()
             state = {"rows": self._columns(keys, rows)}
@@ -230,6 +242,7 @@ class DynamicTable:
 
         Raises ValueError where its columns are not those of this table's policies.
         """
+        self.in_flight.check("load_state")
         group, candidates = state.get("rows", {}), state.get("candidates", {})
         recent = ["recent"] if self._sweeps.timed else []
         _check_columns("rows", group, ["keys", "rows", *self._rows.full.notes, *recent])
@@ -252,7 +265,7 @@ class DynamicTable:
                     self._candidates.load(candidates)
                     self._counted.add(torch.cat([keys, candidates["keys"]]))
             self._rows.store(keys, group["rows"])
-        self._sweeps.step = None
+        self._sweeps.step, self.in_flight.update = None, -1
 
     # What users read.
 
@@ -280,10 +293,12 @@ class DynamicTable:
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
+        self.in_flight.check("take_evicted")
         return self._sweeps.take_evicted()
 
     def track_changes(self) -> None:
         """Note from now on what changes, for `take_changes`."""
+        self.in_flight.check("track_changes")
         with self._rows.lock:
             self._rows.touched.start()
             self._counted.start()
@@ -296,6 +311,7 @@ class DynamicTable:
             there no longer. Without the keys of either, and with the entries of the first, the state of
             before is the state of now.
         """
+        self.in_flight.check("take_changes")
         with self._rows.copying:
             with self._rows.lock:
                 keys, counted = self._rows.touched.keys(), self._counted.keys()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .. import checkpoint, ops
+from .. import checkpoint
 from ..distributed import Communicator, Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ..pipeline import Mode, Trainer, WindowConfig
@@ -68,7 +68,7 @@ class Run:
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
-    The summary has ``step``, ``loss`` (mean per term of the last step), ``metrics`` and ``baseline``
+    The summary has ``step``, ``loss`` (mean per term of the last update), ``metrics`` and ``baseline``
     (`evaluate_model`), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
     ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
     states.
@@ -103,7 +103,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             for result in trainer.run(loader.batch(step) for step in range(first, last)):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
-                loss = mean_loss(communicators, result.losses, result.terms)
+                loss = result.loss
                 progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
             if run.window.average_every:
                 trainer.sync()
@@ -144,13 +144,6 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
     for stop in sorted(stop for stop in stops if stop > start):
         yield start, stop
         start = stop
-
-
-def mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -> float:
-    """Mean loss per term over all ranks; summed on the grid, so every mode and world size shows the same."""
-    total = ops.to_grid(losses.reshape(-1), name="losses").sum().reshape(1)
-    total = communicators.control.all_reduce(total, "losses")
-    return float(ops.from_grid(total, float(max(terms, 1)))[0])
 
 
 def _whole_tables(

@@ -94,7 +94,7 @@ def verify(
             for result in reference.run(batches):
                 losses = loss_state(result.sample_ids, result.losses)
                 expected.append({**losses, **dense_state(dense), **table_state(tables)})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return ModelReport([(case, str(error))], not_invariant)
     for mode, count in product(modes, micro_batches):
         case = Case(mode, "batch", 1, count, False, optimizer, len(batches))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def verify(
                 comparison = Comparison(running.program.tables, rank=0, world_size=1)
                 compare_run(running, [batches], comparison, expected.__getitem__, batches[-1].step)
             cases.append((case, comparison.first))
-        except (StageFailedError, TypeError) as error:
+        except (StageFailedError, TypeError, ValueError) as error:
             cases.append((case, str(error)))
     return ModelReport(cases, not_invariant)
 
