@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import halves, philox4x32
@@ -133,8 +133,9 @@ def random_indices(
     Returns:
         (T, N) int64.
     Raises:
-        ValueError: an argument of another shape, dtype or range.
+        ValueError: an argument of another shape, dtype, device or range.
     """
+    check_tensors(sample_ids=sample_ids, positions=positions)
     for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
         if tensor.dim() != 1 or tensor.dtype != torch.int64:
             raise ValueError(f"{name} must be (T,) int64, got {tuple(tensor.shape)} {tensor.dtype}")
