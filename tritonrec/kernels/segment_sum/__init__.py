@@ -126,7 +126,7 @@ def accumulate(
     """`segment_sum` into `out` without the checks of shapes and the dispatcher: the door for hot callers."""
     chosen = implementation(impl, out)  # type: ignore[arg-type]
     check_rows("segments", segments, out.shape[0], count)
-    if values.numel() == 0:
+    if values.numel() == 0 or out.numel() == 0:
         return
     values = contiguous_rows(values)
     exact = out.dtype == torch.int64
