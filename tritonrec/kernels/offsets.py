@@ -41,7 +41,7 @@ def check_offsets_shape(name: str, offsets: torch.Tensor) -> None:
 
 
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
-    """Refuse a sequence of more than `max_seq_len` tokens; on an accelerator as `check_offsets`."""
+    """Refuse a sequence of more than `max_seq_len` tokens, naming the first; otherwise as `check_offsets`."""
     if seq_offsets.device.type != "cpu":
         fits = (seq_offsets[1:] - seq_offsets[:-1] <= max_seq_len).all()
         torch._assert_async(fits, f"a sequence is longer than {max_seq_len=}")
@@ -49,5 +49,5 @@ def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     offsets = seq_offsets.numpy()
     lengths = offsets[1:] - offsets[:-1]
     if lengths.size and lengths.max() > max_seq_len:
-        at = int(lengths.argmax())
+        at = int((lengths > max_seq_len).argmax())
         raise ValueError(f"sequence {at} has {int(lengths[at])} tokens, more than {max_seq_len=}")

@@ -20,6 +20,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import plain_function
 
 
@@ -34,6 +35,7 @@ def custom_op(
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
         op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        _check_devices_of_fakes(op)
         by_torch = make_autograd_impl(op._opoverload, op)
         arguments = enumerate(op._opoverload._schema.arguments)
         written = [at for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -56,6 +58,23 @@ def custom_op(
         return op
 
     return register
+
+
+def _check_devices_of_fakes(op: CustomOpDef) -> None:
+    """A call with one tensor without values runs the fake kernel, and returns memory that nobody wrote."""
+    register = op.register_fake
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+
+    def register_checked(fake: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*inputs: Any) -> Any:
+            given = zip(names, inputs, strict=False)
+            check_tensors(**{name: value for name, value in given if isinstance(value, torch.Tensor)})
+            return fake(*inputs)
+
+        register(checked)
+        return fake
+
+    op.register_fake = register_checked  # type: ignore[method-assign]
 
 
 def _refuse_gradients(op: CustomOpDef, inputs: tuple[Any, ...], written: list[int]) -> None:

@@ -142,7 +142,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
     if chosen == "reference":
         return reference.forward(q, k, v, call)
     shape = (*q.shape[:2], v.shape[2])
-    if q.numel() == 0 or v.numel() == 0:
+    if _is_zero(q, v):
         return v.new_zeros(shape)
     if chosen == "triton":
         from tritonrec.kernels.hstu_attention import triton_attention
@@ -155,6 +155,11 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
     out = v.new_zeros(shape)
     _launch(numba_attention.forward, (q, k, v), call, (out,), 1.0)
     return out
+
+
+def _is_zero(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing is summed. With Dqk = 0 there still is the bias."""
+    return q.shape[0] == 0 or q.shape[1] == 0 or v.numel() == 0
 
 
 def attention_backward(
@@ -171,7 +176,7 @@ def attention_backward(
         dq, dk, dv = grads if into is None else (to.copy_(grad) for to, grad in zip(into, grads, strict=True))
         return dq, dk, dv, dpos, dts
     dpos, dts = call.new_table_gradients()
-    if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
+    if chosen == "triton" and not _is_zero(q, v):
         from tritonrec.kernels.hstu_attention import triton_attention
 
         dq, dk, dv = into or (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
@@ -181,7 +186,7 @@ def attention_backward(
         dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     else:
         dq, dk, dv = (tensor.zero_() for tensor in into)
-    if q.numel() == 0 or v.numel() == 0:
+    if _is_zero(q, v):
         return dq, dk, dv, dpos, dts
     from tritonrec.kernels.hstu_attention import numba_attention
 

@@ -138,7 +138,7 @@ def random_indices(
     Returns:
         (T, N) int64.
     Raises:
-        ValueError: an argument of another shape, dtype or range.
+        ValueError: an argument of another shape, dtype, device or range.
     """
     _check_random_indices(sample_ids, positions, count, upper)
     return _random_indices(seed, stream, step, sample_ids, positions, count, upper, impl)

@@ -144,7 +144,7 @@ def accumulate(
     chosen = implementation(impl, out)  # type: ignore[arg-type]
     check_no_overlap({"out": out, "status": status}, {"values": values, "segments": segments, "count": count})
     check_rows("segments", segments, out.shape[0], count)
-    if values.numel() == 0:
+    if values.numel() == 0 or out.numel() == 0:
         return
     values = contiguous_rows(values)
     exact = out.dtype == torch.int64
