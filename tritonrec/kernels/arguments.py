@@ -29,6 +29,13 @@ def check_tensors(optional: tuple[str, ...] = (), /, **tensors: object) -> None:
             )
 
 
+def check_whole(**numbers: object) -> None:
+    """Refuse a number that is not whole by its type; a launcher would round it, or take None for NaN."""
+    for name, number in numbers.items():
+        if number is None or isinstance(number, float | str | list):
+            raise TypeError(f"{name} must be a whole number, got {number!r}")
+
+
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuse a tensor of another shape or dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:

@@ -75,7 +75,8 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
 def _lazy(argument: object) -> bool:
     """Whether a tensor's memory does not hold its values."""
     return isinstance(argument, torch.Tensor) and (
-        argument.is_neg()
+        argument.layout is not torch.strided
+        or argument.is_neg()
         or argument.is_conj()
         or argument._is_zerotensor()
         or torch._C._functorch.is_legacy_batchedtensor(argument)

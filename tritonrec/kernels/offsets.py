@@ -40,6 +40,11 @@ def check_offsets_shape(name: str, offsets: torch.Tensor) -> None:
         )
 
 
+def check_max_seq_len(max_seq_len: int) -> None:
+    if not 0 <= max_seq_len < 1 << 31:
+        raise ValueError(f"max_seq_len must be in [0, 2**31), got {max_seq_len}")
+
+
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     """Refuse a sequence of more than `max_seq_len` tokens, naming the first; otherwise as `check_offsets`."""
     if seq_offsets.device.type != "cpu":

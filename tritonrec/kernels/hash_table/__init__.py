@@ -27,7 +27,7 @@ import torch
 from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
 from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
-from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_table
+from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_lookup, check_table
 from tritonrec.kernels.padding import check_status
 
 __all__ = [
@@ -128,7 +128,7 @@ def hash_find(
     Returns:
         (K,) int64; -1 behind `count`.
     """
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     if in_plain_eager(slot_keys, slot_rows, keys, count):
         return call.launch_find(slot_keys, slot_rows, keys, impl, count)
     return torch.ops.tritonrec.hash_find(slot_keys, slot_rows, keys, impl, count)
@@ -183,7 +183,7 @@ def hash_erase(
     Returns:
         (K,) int64, the row each key had, or -1 where it was absent or behind `count`.
     """
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     if in_plain_eager(slot_keys, slot_rows, keys, count):
         written(slot_rows)
         return call.launch_erase(slot_keys, slot_rows, keys, impl, count)

@@ -6,7 +6,7 @@ import torch
 
 from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
-from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_table
+from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_lookup, check_table
 from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import held, pad, padding, record
 from tritonrec.kernels.registration import custom_op
@@ -307,7 +307,7 @@ def _find_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     return launch_find(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -342,7 +342,7 @@ def _erase_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     return launch_erase(slot_keys, slot_rows, keys, impl, count)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.padding import check_scalar
 
 
@@ -17,7 +17,7 @@ def check_insert(
     count: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
 ) -> None:
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     check_scalar("status", status, slot_keys)
     if free_rows is not None:
         check_row_list("free_rows", free_rows, slot_rows)
@@ -34,21 +34,14 @@ def check_assign(
     rows: torch.Tensor,
     count: torch.Tensor | None,
 ) -> None:
-    check_table(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     check_row_list("rows", rows, slot_rows)
     if rows.shape != keys.shape:
         raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
 
 
-def check_table(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
-) -> None:
-    for name, tensor in (("slot_keys", slot_keys), ("slot_rows", slot_rows), ("keys", keys)):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise not_a_tensor(name, tensor)
+def check_table(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> None:
+    check_tensors(slot_keys=slot_keys, slot_rows=slot_rows)
     size = slot_keys.shape[0] if slot_keys.dim() == 1 else -1
     if size < 8 or size & (size - 1) or slot_rows.shape != slot_keys.shape:
         raise ValueError(
@@ -61,11 +54,15 @@ def check_table(
         )
     if not (slot_keys.is_contiguous() and slot_rows.is_contiguous()):
         raise ValueError("slot_keys and slot_rows must be contiguous")
-    if keys is not None and (keys.dtype != torch.int64 or keys.dim() != 1):
+
+
+def check_lookup(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> None:
+    check_table(slot_keys, slot_rows)
+    check_tensors(slot_keys=slot_keys, keys=keys)
+    if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
-    for name, other in (("slot_rows", slot_rows), ("keys", keys)):
-        if other is not None and other.device != slot_keys.device:
-            raise ValueError(f"slot_keys is on {slot_keys.device}, {name} on {other.device}")
     check_scalar("count", count, slot_keys)
 
 

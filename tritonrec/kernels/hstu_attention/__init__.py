@@ -37,12 +37,14 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors, check_whole
 from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_plain_eager, plain_function
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.checks import check_arguments, check_backward, check_into, check_values
 from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.kernels.offsets import check_offsets_shape
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.workers import over_ranges
 
@@ -115,17 +117,20 @@ def hstu_attention(
     Raises:
         ValueError: shapes, dtypes, offsets, lengths or numbers of tokens that do not fit.
     """
+    check_whole(contextual_seq_len=contextual_seq_len)
     if contextual_seq_len:
         if num_contexts is not None:
             raise ValueError("give num_contexts or contextual_seq_len, not both")
+        check_offsets_shape("seq_offsets", seq_offsets)
+        check_tensors(("num_targets",), seq_offsets=seq_offsets, num_targets=num_targets)
         rest = seq_offsets[1:] - seq_offsets[:-1]
         rest = rest if num_targets is None else rest - num_targets
         num_contexts = rest.clamp(0, contextual_seq_len)
     mask = Mask(target_group_size, max_attn_len, min_full_attn_seq_len, attn_prefix_len)
     call = Call(
-        seq_offsets, max_seq_len, alpha, 1 if scaling_seqlen is None else scaling_seqlen, list(mask),
+        seq_offsets, max_seq_len, float(alpha), 1 if scaling_seqlen is None else scaling_seqlen, list(mask),
         num_targets, num_contexts, delta_offsets, attn_scale, pos_weights, ts_weights, timestamps,
-        query_timestamps, alpha if bias_scaled_by_alpha else 1.0, deterministic, impl,
+        query_timestamps, float(alpha) if bias_scaled_by_alpha else 1.0, deterministic, impl,
     )  # fmt: skip
     if (scaling_seqlen is None) == (attn_scale is None):
         raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
@@ -232,7 +237,7 @@ def _launch(kernel: Callable, inputs: Tensors, call: Call, outs: Tensors, weight
     times = _array(call.timestamps, _NO_TIMES)
     described = (
         offsets, row_offsets, _array(call.num_targets, none), _array(call.num_contexts, none),
-        np.array(call.mask_numbers, np.int64), scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
+        np.array(call.mask, np.int64), scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
         _array(call.pos_weights, _NO_WEIGHTS), base, sign, _array(call.ts_weights, _NO_WEIGHTS),
         _array(call.query_timestamps, times), times, np.float32(call.bias_factor),
     )  # fmt: skip

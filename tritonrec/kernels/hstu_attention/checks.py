@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import check_shape, check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors, check_whole
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.masks import Mask
-from tritonrec.kernels.offsets import check_lengths, check_offsets, check_offsets_shape
+from tritonrec.kernels.offsets import (
+    check_lengths,
+    check_max_seq_len,
+    check_offsets,
+    check_offsets_shape,
+)
 from tritonrec.kernels.overlap import check_no_overlap
 
 INTEGERS = (torch.int32, torch.int64)
@@ -40,10 +45,13 @@ def check_arguments(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_whole(max_seq_len=call.max_seq_len, scaling_seqlen=call.scaling_seqlen)
+    check_max_seq_len(call.max_seq_len)
     if call.scaling_seqlen < 1:
         raise ValueError(f"scaling_seqlen must be at least 1, got {call.scaling_seqlen}")
     if len(call.mask_numbers) != len(Mask._fields):
         raise ValueError(f"mask_numbers must be {len(Mask._fields)}, {Mask._fields}, got {call.mask_numbers}")
+    check_whole(**dict(zip(Mask._fields, call.mask_numbers, strict=True)))
     if call.mask_numbers[0] < 1 or min(*call.mask_numbers, contextual_seq_len) < 0:
         numbers = {**call.mask._asdict(), "contextual_seq_len": contextual_seq_len}
         name = next(n for n, count in numbers.items() if count < (n == "target_group_size"))

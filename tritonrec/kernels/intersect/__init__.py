@@ -112,7 +112,11 @@ def launch(
     found = _launch_cpu(left, right) if chosen == "cpu" else _intersect_reference(left, right)
     if not padded:
         return found
-    return (*(pad(positions, length, -1) for positions in found), left.new_full((), found[0].numel()))
+    # longer, where keys of `left` are there twice
+    return (
+        *(pad(positions[:length], length, -1) for positions in found),
+        left.new_full((), min(found[0].numel(), length)),
+    )
 
 
 def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
@@ -126,6 +130,7 @@ def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
         in_left = torch.empty(left.numel(), dtype=torch.int64)
         numba_intersect.invert(matched.numpy(), in_left.numpy())
         matched = in_left
+        common = int((in_left >= 0).sum())  # fewer, where keys of `right` are there twice
     left_positions, right_positions = (torch.empty(common, dtype=torch.int64) for _ in range(2))
     numba_intersect.compact(matched.numpy(), left_positions.numpy(), right_positions.numpy())
     return left_positions, right_positions

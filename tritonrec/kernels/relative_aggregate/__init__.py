@@ -32,7 +32,7 @@ import torch
 from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.head_layout import flat_heads
-from tritonrec.kernels.offsets import check_lengths, check_offsets
+from tritonrec.kernels.offsets import check_lengths, check_max_seq_len, check_offsets
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.relative_aggregate import reference
 from tritonrec.kernels.workers import over_ranges
@@ -62,13 +62,18 @@ def relative_aggregate(
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """
-    _check(v, table, seq_offsets, timestamps)
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
     return _relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps, impl)
 
 
 def _check(
-    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, timestamps: torch.Tensor | None
+    v: torch.Tensor,
+    table: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    timestamps: torch.Tensor | None,
 ) -> None:
+    check_max_seq_len(max_seq_len)
     check_tensors(("timestamps",), v=v, table=table, seq_offsets=seq_offsets, timestamps=timestamps)
     if v.dim() != 3 or table.dim() != 2 or table.shape[0] != v.shape[1] or table.shape[1] == 0:
         raise ValueError(
@@ -182,7 +187,7 @@ def _relative_aggregate(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
-    _check(v, table, seq_offsets, timestamps)
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
     _check_values(v, seq_offsets, max_seq_len)
     return aggregate_forward(v.detach(), table.detach(), seq_offsets, max_seq_len, timestamps, impl)
 
@@ -202,7 +207,7 @@ def _relative_aggregate_backward(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(v, table, seq_offsets, timestamps)
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
     check_tensors(v=v, do=do)
     check_shape("do", do, v.shape, v.dtype)
     _check_values(v, seq_offsets, max_seq_len)

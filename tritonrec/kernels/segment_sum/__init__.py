@@ -234,6 +234,8 @@ def _sum(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype = torch.float32 if level == "window" else torch.int64
+    if num_segments * values.shape[1] >= 1 << 60:
+        raise ValueError(f"num_segments = {num_segments} rows of {values.shape[1]} columns fit no memory")
     out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
     accumulate(out, values, segments, bits, name, impl, count)
     return out
