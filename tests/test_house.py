@@ -23,10 +23,10 @@ MAY_IMPORT = {
     "data": {"ops", "kernels"},
     "distributed": {"ops"},
     "embedding": {"ops", "kernels"},
-    "checkpoint": {"ops"},
-    "serving": {"ops", "nn", "distributed"},
+    "checkpoint": {"ops", "kernels"},
+    "serving": {"ops", "kernels", "nn", "distributed"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
-    "slipstream": {"ops", "data", "embedding", "pipeline"},
+    "slipstream": {"ops", "kernels", "data", "embedding", "pipeline"},
     "harness": {"ops", "kernels", "pipeline", "slipstream", "serving", *BELOW_PIPELINE},
     "__main__": {"harness"},
 }

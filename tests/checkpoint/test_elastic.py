@@ -17,7 +17,8 @@ from simulated import ascending, load_on, on_ranks, part_of, random_table, same,
 from tritonrec import ops
 from tritonrec.checkpoint import SLICES, CheckpointError, load, range_of, save, slice_of, writer
 from tritonrec.checkpoint import slices as slices_module
-from tritonrec.checkpoint.files import manifest_of, read_manifest, seal
+from tritonrec.checkpoint.files import manifest_of
+from tritonrec.checkpoint.manifest import read_manifest, seal
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -67,7 +68,7 @@ def test_ranges_of_ranks_and_slices_agree_with_the_owner(world_size):
     for rank in {0, world_size // 3, world_size - 1}:
         begin, end = range_of(rank, world_size)
         assert begin * world_size >> 32 == rank and (end - 1) * world_size >> 32 == rank
-        assert end == range_of(rank + 1, world_size)[0]
+        assert end == (range_of(rank + 1, world_size)[0] if rank + 1 < world_size else 2**32)
     assert range_of(0, world_size)[0] == 0 and range_of(world_size - 1, world_size)[1] == 2**32
 
 
@@ -175,10 +176,10 @@ def test_a_table_of_another_width_is_refused_before_it_is_read(tmp_path):
         (
             "rows",
             torch.zeros(0, 4),
-            r"column 'rows' of table 't' is \['float32', \[3\]\] there and .* \[4\]\]",
+            r"column 'rows' of table 't' is float32 \(3,\) in the checkpoint, float32 \(4,\) here",
         ),
         ("rows", torch.zeros(0, 3).half(), "float16"),
-        ("recent", torch.zeros(0), r"column 'recent' of table 't' is None there"),
+        ("recent", torch.zeros(0), r"column 'recent' of table 't' is not there in the checkpoint"),
     ]:
         with pytest.raises(ValueError, match=rf"step-000000000001\.json does not fit.*{words}"):
             load(tmp_path, like={"t": like["t"] | {column: other}})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,10 +78,15 @@ def test_closing_waits(tmp_path):
     saver.close()
 
 
+def become_a_file(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.write_text("a file")
+
+
 @pytest.mark.parametrize("call", ["save", "wait", "close", "next_is_full", "exit"])
 def test_a_failure_surfaces_at_the_next_call(tmp_path, call):
-    (tmp_path / "place").write_text("a file")
     saver = Saver(tmp_path / "place", full_every=5)
+    become_a_file(tmp_path / "place")
     saver.save(1, {}, {}, {})
     with pytest.raises(CheckpointError, match=r"place/step-000000000001\.json could not be .*File exists"):
         {
@@ -94,8 +101,8 @@ def test_a_failure_surfaces_at_the_next_call(tmp_path, call):
 
 
 def test_a_failure_is_noted_on_the_error_that_ended_the_run(tmp_path):
-    (tmp_path / "place").write_text("a file")
     with pytest.raises(KeyError, match="the run's own") as caught, Saver(tmp_path / "place") as saver:
+        become_a_file(tmp_path / "place")
         saver.save(1, {}, {}, {})
         raise KeyError("the run's own")
     assert "could not be written" in caught.value.__notes__[0]

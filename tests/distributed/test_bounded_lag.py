@@ -238,38 +238,3 @@ def test_a_stalled_rank_is_named_within_the_timeout():
     stalled = "rank 1 did nothing about exchange 0 within 1 s: it stalled"
     assert stalled in (first, last)
     assert all(message == stalled or "gave up on another rank" in message for message in (first, last))
-
-
-def test_ranks_that_disagree_are_told():
-    def run(group):
-        exchange = BoundedLagAllToAll(group, int(group.rank() == 2), 64, timedelta(seconds=2))
-        exchange.start(torch.ones(WORLD), [1] * WORLD).wait()
-
-    assert any("rank 2 sent exchange 0, bound 1" in str(outcome) for outcome in ranks.outcomes(run))
-
-
-@pytest.mark.parametrize(
-    ("values", "send", "receive", "message"),
-    [
-        (torch.ones(3), [2], None, "values must have sum.send. = 2 rows, got .3,."),
-        (torch.ones(3), [1, 2], None, "send needs 1 counts"),
-        (torch.ones(3), [3], [-1], "receive needs 1 counts of at least 0"),
-        (torch.tensor(1.0), [1], None, "values must have"),
-    ],
-)
-def test_bad_arguments_are_named(values, send, receive, message):
-    with pytest.raises(ValueError, match=message):
-        BoundedLagAllToAll(None, 1).start(values, send, receive)
-
-
-def test_bad_sizes_are_named():
-    with pytest.raises(ValueError, match="bound must be at least 0 exchanges, got -1"):
-        BoundedLagAllToAll(None, -1)
-    with pytest.raises(ValueError, match="capacity must be at least 0"):
-        BoundedLagAllToAll(None, 0, -1)
-
-    def run(group):
-        with pytest.raises(ValueError, match="a message of 68 bytes does not fit the capacity of 64"):
-            BoundedLagAllToAll(group, 1, 64).start(torch.ones(17 * WORLD), [17] * WORLD)
-
-    ranks.run(run)

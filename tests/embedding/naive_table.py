@@ -46,7 +46,7 @@ class NaiveTable:
     ):
         self.policy, self.dim, self.unpack, self.initial = policy, dim, unpack, initial
         self.entries: dict[int, Entry] = {}
-        self.waiting: dict[int, int] = {}
+        self.waiting: dict[int, tuple[int, int]] = {}  # requests, and the step of the last one
         self.recent: set[int] = set()
         self.evicted: list[tuple[int, bytes]] = []
         self.counters = dict.fromkeys(("found", "inserted", "rejected", "evicted", "promoted", "demoted"), 0)
@@ -66,6 +66,9 @@ class NaiveTable:
                 if key not in pinned and entry.heat < heat.threshold and not entry.half:
                     entry.row, entry.half = rounded(entry.row, self.dim), True
                     self.counters["demoted"] += 1
+        if step % self.policy.admission_window == 0:
+            kept = step - self.policy.admission_window
+            self.waiting = {key: (count, last) for key, (count, last) in self.waiting.items() if last >= kept}
         for key in keys:
             self._use(key, step)
         self.recent = {key for key in keys if key in self.entries}
@@ -92,8 +95,9 @@ class NaiveTable:
         if key in self.entries:
             self.counters["found"] += 1
         else:
-            self.waiting[key] = self.waiting.get(key, 0) + 1
-            if self.waiting[key] < self.policy.admission:
+            requests = self.waiting.get(key, (0, 0))[0] + 1
+            self.waiting[key] = requests, step
+            if requests < self.policy.admission:
                 self.counters["rejected"] += 1
                 return
             self._add(key)
@@ -142,7 +146,7 @@ class NaiveTable:
             entry.half = self.cold(key) and rounded(entry.row, self.dim).tobytes() == entry.row.tobytes()
 
     def state(self) -> dict[str, dict[int, tuple]]:
-        """By group and key: score, heat, whether recent, row's bytes; or the count."""
+        """By group and key: score, heat, whether recent, row's bytes; or requests and the last step."""
         return {
             "rows": {
                 key: (entry.score, entry.heat, key in self.recent, entry.row.tobytes())

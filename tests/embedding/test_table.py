@@ -276,6 +276,8 @@ def test_slots_must_be_a_power_of_two(slots):
         lambda: Heat(256, 1),
         lambda: Heat(2, 0),
         lambda: TablePolicy(admission=0),
+        lambda: TablePolicy(admission=2, admission_window=0),
+        lambda: TablePolicy(admission=2, admission_window=2**31),
         lambda: DynamicTable(4, 3),
         lambda: DynamicTable(4, chunk_rows=0),
     ],

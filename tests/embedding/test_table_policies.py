@@ -99,7 +99,9 @@ def by_key(group: dict[str, torch.Tensor]) -> dict[int, tuple]:
     keys = group["keys"].tolist()
     assert len(set(keys)) == len(keys)
     if "counts" in group:
-        return dict(zip(keys, group["counts"].tolist(), strict=True))
+        return dict(
+            zip(keys, zip(group["counts"].tolist(), group["last"].tolist(), strict=True), strict=True)
+        )
     missing = [None] * len(keys)
     columns = [group[name].tolist() if name in group else missing for name in ("score", "heat", "recent")]
     rows = [row.tobytes() for row in group["rows"].numpy()]
@@ -336,10 +338,10 @@ class TableAgainstRules(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("heat", HEATS)
-@pytest.mark.parametrize("admission", [1, 2])
+@pytest.mark.parametrize("admission, window", [(1, 1), (2, 1000), (3, 3)])
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_table_follows_its_rules(eviction, admission, heat):
-    policy = TablePolicy(EVICTIONS[eviction], admission, HEATS[heat])
+def test_table_follows_its_rules(eviction, admission, window, heat):
+    policy = TablePolicy(EVICTIONS[eviction], admission, HEATS[heat], window)
     machine = type("Machine", (TableAgainstRules,), {"policy": policy})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=15, stateful_step_count=12, deadline=None)

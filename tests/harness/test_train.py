@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
+from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, Heat, TablePolicy
-from tritonrec.harness import train as train_module
 from tritonrec.harness.train import Run, train
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import Trainer, WindowConfig
 
 pytestmark = pytest.mark.multi_rank
 
@@ -47,18 +47,19 @@ def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
 
 def train_with_a_slow_caller(communicators, run):
     """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
-    mean_loss = train_module.mean_loss
+    progress = Trainer.progress
 
-    def late(communicators, *args):
+    def late(trainer, iterator):
+        result = progress(trainer, iterator)
         if communicators.rank == 1:
             time.sleep(0.1)
-        return mean_loss(communicators, *args)
+        return result
 
-    train_module.mean_loss = late
+    Trainer.progress = late
     try:
         return train(communicators, run, quiet=True)
     finally:
-        train_module.mean_loss = mean_loss
+        Trainer.progress = progress
 
 
 def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_sync_and_save_one(
@@ -113,7 +114,7 @@ def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):
 def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=3, checkpoint=str(tmp_path))
     train(Communicators.local(), run, quiet=True)
-    with pytest.raises(ValueError, match="made with another accumulate"):
+    with pytest.raises(ValueError, match="accumulate 1 in the checkpoint, 2 now"):
         train(Communicators.local(), replace(run, window=WindowConfig(2, accumulate=2), steps=4, resume=True))
 
 
@@ -140,14 +141,43 @@ def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
 def test_another_job_cannot_resume(job, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=2, checkpoint=str(tmp_path))
     train(Communicators.local(), run, quiet=True)
-    with pytest.raises(ValueError, match="made with another lr"):
+    with pytest.raises(ValueError, match=r"with other settings: lr 0.001 in the checkpoint, 0.5 now; use"):
         train(Communicators.local(), replace(run, job=replace(job, lr=0.5), steps=3, resume=True), True)
-    with pytest.raises(ValueError, match="made with another optimizer"):
+    with pytest.raises(
+        ValueError, match=r"with other settings: optimizer adam in the checkpoint, sgd now; use"
+    ):
         train(Communicators.local(), replace(run, optimizer="sgd", steps=3, resume=True), True)
     with pytest.raises(ValueError, match="holds checkpoints of another run"):
         train(Communicators.local(), run, True)
     with pytest.raises(ValueError, match="ask for more steps"):
         train(Communicators.local(), replace(run, resume=True), True)
+
+
+def test_every_setting_that_differs_is_named_with_both_values(job, tmp_path):
+    run = Run(job, "nestpipe", WindowConfig(2), steps=2, checkpoint=str(tmp_path))
+    train(Communicators.local(), run, quiet=True)
+    other = replace(
+        job,
+        sizes=replace(job.sizes, dim=2 * job.sizes.dim, recompute=("silu",)),
+        policy=TablePolicy(admission=3),
+        seed=7,
+        slots=8,
+    )
+    with pytest.raises(ValueError) as caught:
+        train(Communicators.local(), replace(run, job=other, steps=3, resume=True), True)
+    found = str(caught.value).partition("settings: ")[2].partition("; use the same")[0].split("; ")
+    assert found == [
+        "policy.admission 1 in the checkpoint, 3 now",
+        "seed 0 in the checkpoint, 7 now",
+        f"sizes.dim {job.sizes.dim} in the checkpoint, {2 * job.sizes.dim} now",
+    ]
+
+
+def test_a_checkpoint_of_something_else_cannot_resume(job, tmp_path):
+    checkpoint.save(tmp_path, 1, {}, {}, {"seed": 5})
+    run = Run(job, "sync", WindowConfig(1), steps=2, checkpoint=str(tmp_path), resume=True)
+    with pytest.raises(ValueError, match="was not saved by tritonrec train"):
+        train(Communicators.local(), run, quiet=True)
 
 
 def test_a_trace_of_all_ranks_is_written(pool, job, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from tritonrec import ops
 
@@ -57,6 +58,10 @@ CALLS = {
         {},
     ),
     ops.initial_rows: ({"keys": KEYS}, {"seed": 1, "table": 2, "dim": 3, "scale": 0.5}),
+    ops.random_indices: (
+        {"sample_ids": KEYS, "positions": whole(0, 7, 2, 1)},
+        {"seed": 1, "stream": 2, "step": 3, "count": 5, "upper": 100},
+    ),
     ops.sparse_sgd: (
         {"weight": some(4, 3), "indices": whole(2, 0), "grad": some(2, 3), "count": COUNT},
         {"lr": 0.1},
@@ -118,7 +123,7 @@ def label(value):
 
 
 def test_every_op_of_tensors_is_here():
-    numbers = {"derive_seed", "implementation", "registered", "random_indices"}
+    numbers = {"derive_seed", "implementation", "registered"}
     looks = {"check_inserted", "check_summed", "packed_bytes"}  # at one tensor, which an op has made
     names = {name for name in ops.__all__ if name.islower()} - numbers - looks
     assert names == {op.__name__ for op in CALLS}
@@ -141,6 +146,32 @@ def test_tensors_on_two_devices_are_refused_by_name(op, name):
     names = name if name != next(iter(tensors)) else "|".join(tensors)
     with pytest.raises(ValueError, match=rf"\b({names})\b.* on (meta|cpu)"):
         call(op, **{name: tensors[name].to("meta")})
+
+
+REGISTERED = {name: op._opoverload for name, op in OPDEFS.items() if name.startswith("tritonrec::")}
+FILLERS = {"int": 1, "bool": True, "float": 1.0, "str": "auto", "List[int]": [1, 0, 0, 0]}
+
+
+def kinds(name):
+    """The types of a registered op's arguments."""
+    return [str(argument.type) for argument in REGISTERED[name]._schema.arguments]
+
+
+PLACES = [
+    (name, at)
+    for name in REGISTERED
+    for at, kind in enumerate(kinds(name))
+    if "Tensor" in kind and "Tensor" in kinds(name)[:at] + kinds(name)[at + 1 :]
+]
+
+
+@pytest.mark.parametrize(("name", "at"), PLACES, ids=label)
+def test_registered_ops_refuse_two_devices_too(name, at):
+    """One tensor without values has the op's fake run: a result on the CPU would be memory nobody wrote."""
+    given = [some(2, 2) if kind == "Tensor" else FILLERS.get(kind) for kind in kinds(name)]
+    given[at] = some(2, 2).to("meta")
+    with pytest.raises(ValueError, match=r"^\w+ is on (cpu|meta), \w+ on (cpu|meta): move one of them"):
+        REGISTERED[name](*given)
 
 
 def test_a_tensor_that_is_needed_may_not_be_none():

@@ -13,13 +13,14 @@
 
 Files are written under another name, flushed to the disk and renamed, the manifest last, so a crash of any
 rank or a full disk at any moment leaves the checkpoints before it as they were. The last two are kept, with
-what they build upon. Nothing is pickled. One run writes into a directory at a time.
+what they build upon. Nothing is pickled. One run writes into a directory at a time: it holds a lock on the
+file ``.lock`` there, and a second run is refused.
 
 ::
 
     save(directory, step, dense, tables, meta, *, rank=0, world_size=1, gather=alone, base=None, erased=None)
         -> Saved(step, path, sha256, bytes)                     one checkpoint, on all ranks at once
-    load(directory, step=None, *, rank=0, world_size=1, like=None)
+    load(directory, step=None, *, rank=0, world_size=1, like=None, like_dense=None)
         -> Checkpoint(step, dense, tables, meta, saved_by, files, bytes_read, bytes_needed)     a rank's part
     Saver(directory, *, rank=0, world_size=1, gather=alone, full_every=1)
         .next_is_full(), .save(step, dense, tables, meta, *, erased=None, owned=False), .wait(), .close()
@@ -27,11 +28,13 @@ what they build upon. Nothing is pickled. One run writes into a directory at a t
 `docs/checkpoints.md` says what is guaranteed and how to read the files with safetensors alone.
 """
 
-from .files import KEPT, VERSION, CheckpointError, steps
+from .agreement import Gather, alone
+from .files import KEPT, CheckpointError, steps
+from .manifest import VERSION
 from .reader import Checkpoint, load
 from .saver import Saver
 from .slices import SLICES, range_of, slice_of
-from .writer import Gather, Saved, alone, save
+from .writer import Saved, save
 
 __all__ = [
     "KEPT",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..kernels.arguments import check_rank
 
 SLICES = 1 << 16
 PLACES = 1 << 32
@@ -38,7 +39,11 @@ def slice_of(keys: Tensor) -> Tensor:
 
 
 def range_of(rank: int, world_size: int) -> Range:
-    """The places that `rank` owns: those p with ``p * world_size >> 32 == rank``."""
+    """The places that `rank` owns: those p with ``p * world_size >> 32 == rank``.
+
+    Raises ValueError for a rank that is not in [0, world_size).
+    """
+    check_rank(rank, world_size)
     return -(-rank * PLACES // world_size), -(-(rank + 1) * PLACES // world_size)
 
 

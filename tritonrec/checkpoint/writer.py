@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,15 +18,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import ops
+from ..kernels.arguments import check_rank
 from . import files, slices
+from .agreement import Agreement, Gather, alone
 from .files import CheckpointError, folder_of, manifest_of
-
-Gather = Callable[[str], list[str]]
-"""Collective: takes this rank's text, returns those of all ranks in rank order, on every rank."""
+from .lock import WriterLock
+from .manifest import (
+    ERASED,
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    RESERVED,
+    VERSION,
+    first_missing,
+    label_of,
+    read_manifest,
+    seal,
+)
+from .pruning import prune
 
 Tables = Mapping[str, Mapping[str, Tensor]]
-
-ERASED = "erased"
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,6 @@ class Saved:
     bytes: int
 
 
-def alone(text: str) -> list[str]:
-    """The `Gather` of a single rank."""
-    return [text]
-
-
 def save(
     directory: Path | str,
     step: int,
@@ -59,6 +64,7 @@ def save(
     gather: Gather = alone,
     base: Saved | None = None,
     erased: Mapping[str, Tensor] | None = None,
+    lock: WriterLock | None = None,
 ) -> Saved:
     """Write the state after `step` steps; collective, all ranks call it for the same steps in the same order.
 
@@ -75,14 +81,37 @@ def save(
             which is the newest one in `directory`.
         erased: with `base`, for each table the keys (n,) int64 of this rank that went since. A key that is in
             `tables` as well came back.
+        lock: on the directory, which the caller gives up; by default it is taken for this call alone.
     Raises:
-        ValueError: a shape, dtype, key or step out of place, or `meta` that JSON would change.
-        CheckpointError: the files could not be written here or on another rank. What was there before still
-            is, and so it is after a ValueError.
+        ValueError: a rank, shape, dtype, key or step out of place, or `meta` that JSON would change.
+        CheckpointError: the files could not be written here or on another rank, or another run saves there.
+            What was there before still is, and so it is after a ValueError.
     """
-    directory = Path(directory)
+    check_rank(rank, world_size)
+    if lock is not None:
+        return _save(Path(directory), step, dense, tables, meta, rank, world_size, gather, base, erased, lock)
+    lock = WriterLock(directory)
+    try:
+        return _save(Path(directory), step, dense, tables, meta, rank, world_size, gather, base, erased, lock)
+    finally:
+        lock.release()
+
+
+def _save(
+    directory: Path,
+    step: int,
+    dense: Mapping[str, Tensor],
+    tables: Tables,
+    meta: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    gather: Gather,
+    base: Saved | None,
+    erased: Mapping[str, Tensor] | None,
+    lock: WriterLock,
+) -> Saved:
     manifest = manifest_of(directory, step)
-    agreement = _Agreement(gather, rank, f"{manifest} could not be written")
+    agreement = Agreement(gather, rank, f"{manifest} could not be written")
     layers: dict[str, Any] = {}
 
     with agreement.of_all() as report:
@@ -90,6 +119,7 @@ def save(
         columns = columns_of(tables)
         if rank == 0:
             _check_meta(meta)
+            lock.hold()
             layers = _prepare(directory, step, columns, base)
         report["call"] = {"step": step, "tables": columns, "base": base and base.sha256, "ranks": world_size}
     calls = [other["call"] for other in agreement.reports]
@@ -99,7 +129,7 @@ def save(
             f"{calls[rank] if rank < len(calls) else None} and rank 0 {calls[0]}"
         )
 
-    with agreement.of_all(undo=lambda: files.prune(directory, kept=None)) as report:
+    with agreement.of_all(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
         nothing = torch.empty(0, dtype=torch.int64)
         report["tables"] = {
@@ -115,11 +145,11 @@ def save(
         files.flush(directory / folder_of(step))
     written = agreement.reports
 
-    with agreement.of_all(undo=lambda: files.prune(directory, kept=None)) as report:
+    with agreement.of_all(undo=lambda: prune(directory, kept=None)) as report:
         if rank == 0:
             body = {
-                "format": files.FORMAT,
-                "version": files.VERSION,
+                "format": FORMAT,
+                "version": VERSION,
                 "step": step,
                 "world_size": world_size,
                 "dense": written[0]["dense"],
@@ -136,47 +166,11 @@ def save(
     if rank == 0:
         # What cannot be removed now does no harm, and the next save fails over it by name.
         with suppress(OSError):
-            files.prune(directory)
+            prune(directory)
 
     own = [part["bytes"] for parts in written[rank]["tables"].values() for part in parts]
     own += [written[0]["dense"]["bytes"]] if rank == 0 else []
     return Saved(step, manifest, agreement.reports[0]["sha256"], sum(own))
-
-
-class _Agreement:
-    """Steps that all ranks take or none: each reports how it fared, and where one failed all raise."""
-
-    def __init__(self, gather: Gather, rank: int, what: str):
-        self.gather, self.rank, self.what = gather, rank, what
-        self.reports: list[dict[str, Any]] = []
-
-    @contextmanager
-    def of_all(self, undo: Callable[[], None] | None = None) -> Iterator[dict[str, Any]]:
-        report: dict[str, Any] = {}
-        failure: Exception | None = None
-        try:
-            yield report
-        except Exception as error:
-            failure = error
-            report = {"error": f"rank {self.rank}: {error}"}
-        try:
-            self.reports = [json.loads(text) for text in self.gather(json.dumps(report))]
-        except Exception as error:
-            raise CheckpointError(
-                f"{self.what}: the ranks could not be brought together: {error!r}. "
-                "The checkpoints before it are untouched"
-            ) from error
-        failures = [report["error"] for report in self.reports if "error" in report]
-        if failure is None and not failures:
-            return
-        if undo and self.rank == 0:
-            with suppress(OSError):
-                undo()
-        if failure is not None and not isinstance(failure, (OSError, CheckpointError)):
-            raise failure
-        raise CheckpointError(
-            f"{self.what}: {failure or failures[0]}. The checkpoints before it are untouched"
-        ) from failure
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -195,15 +189,24 @@ def columns_of(tables: Tables) -> dict[str, dict[str, Any]]:
 
 
 def difference(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> str:
-    """The first table and column in which two results of `columns_of` differ, in words."""
+    """All tables and columns in which two results of `columns_of` differ, in words."""
+    found = []
     for name in sorted({*saved, *wanted}):
         if name not in saved or name not in wanted:
-            return f"table {name!r} is {'not in it' if name in wanted else 'in it, but not here'}"
+            found.append(f"table {name!r} is {'not in it' if name in wanted else 'in it, but not here'}")
+            continue
         for column in sorted({*saved[name], *wanted[name]}):
             there, here = saved[name].get(column), wanted[name].get(column)
             if there != here:
-                return f"column {column!r} of table {name!r} is {there} there and {here} here"
-    return "nothing"
+                found.append(
+                    f"column {column!r} of table {name!r} is {_in_words(there)} in the checkpoint, "
+                    f"{_in_words(here)} here"
+                )
+    return "; ".join(found)
+
+
+def _in_words(kind: Sequence[Any] | None) -> str:
+    return "not there" if kind is None else f"{kind[0]} {tuple(kind[1])}"
 
 
 def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tensor] | None) -> None:
@@ -223,7 +226,7 @@ def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tenso
             given = None if keys is None else f"{tuple(keys.shape)} {keys.dtype}"
             raise ValueError(f"table {name!r} must have a column 'keys' (n,) int64, got {given}")
         for column, values in table.items():
-            if column in (ERASED, "__metadata__"):
+            if column in RESERVED:
                 raise ValueError(f"table {name!r} must not have a column {column!r}: the name has a meaning")
             if values.dim() < 1 or len(values) != len(keys):
                 raise ValueError(
@@ -235,7 +238,7 @@ def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tenso
 def _check_meta(meta: Mapping[str, Any]) -> None:
     try:
         unchanged = json.loads(json.dumps(meta, allow_nan=False)) == meta
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"meta cannot be written as JSON: {error}") from error
     if not unchanged:
         raise ValueError("meta would be changed by JSON: keys must be strings, and sequences lists")
@@ -256,11 +259,14 @@ def _prepare(
     layers = {}
     if base is not None:
         path = manifest_of(directory, base.step)
-        below = files.read_manifest(path)
+        below = read_manifest(path)
         if saved[-1] != base.step or base.step == step or below["manifest_sha256"] != base.sha256:
             raise CheckpointError(
                 f"{path} is not what the changes are since, or not the newest checkpoint: save a full one"
             )
+        missing = first_missing(directory, below)
+        if missing:
+            raise CheckpointError(f"{missing}, and the changes would build upon it: save a full checkpoint")
         tables = {name: table["columns"] for name, table in below["tables"].items()}
         if tables != columns:
             raise ValueError(
@@ -269,7 +275,7 @@ def _prepare(
             )
         layers = {name: table["layers"] for name, table in below["tables"].items()}
     directory.mkdir(parents=True, exist_ok=True)
-    files.prune(directory)  # leftovers of a failed save would take the room of this one
+    prune(directory)  # leftovers of a failed save would take the room of this one
     return layers
 
 
@@ -304,10 +310,8 @@ def _write_table(
             chosen = order[rows[0] : rows[1]]
             tensors = {column: slices.take_rows(values, chosen) for column, values in columns.items()}
             tensors[ERASED] = erased[gone[0] : gone[1]]
-            first, last = slices.slices_of(part)
-            label = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:40]}.{first:04x}-{last:04x}"
             header = {"table": name, "begin": part[0], "end": part[1]}
-            entry |= _write(directory, f"{folder_of(step)}/{label}", tensors, header, rank)
+            entry |= _write(directory, f"{folder_of(step)}/{label_of(name, part)}", tensors, header, rank)
         entries.append(entry)
     return entries
 
@@ -331,10 +335,13 @@ def _write(
     """Write a file under a name that carries a part of its checksum; its entry in the manifest."""
     folder, _, name = label.partition("/")
     partial = directory / folder / f"{files.PARTIAL}{name}.rank{rank}.safetensors"
+    partial.touch()
+    mode = stat.S_IMODE(partial.stat().st_mode)
     try:
         save_file(tensors, partial, {"part": json.dumps(header)})
     except SafetensorError as error:
         raise CheckpointError(f"{partial}: {error}") from error
+    partial.chmod(mode)  # safetensors leaves the file to its owner alone, whatever the umask
     digest = files.sha256_of(partial)
     file = f"{label}.{digest[:16]}.safetensors"
     size = partial.stat().st_size
@@ -352,8 +359,11 @@ def _layer(step: int, world_size: int, name: str, written: list[dict[str, Any]])
 
 def _publish_manifest(directory: Path, step: int, body: Mapping[str, Any]) -> str:
     partial = directory / f"{files.PARTIAL}{folder_of(step)}.json"
-    sealed = files.seal(body)
-    partial.write_text(json.dumps(sealed, indent=1) + "\n")
+    sealed = seal(body)
+    text = json.dumps(sealed, indent=1) + "\n"
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{partial} would have {len(text)} bytes, more than {MAX_MANIFEST_BYTES}")
+    partial.write_text(text)
     files.publish(partial, manifest_of(directory, step))
     files.flush(directory)
     return sealed["manifest_sha256"]

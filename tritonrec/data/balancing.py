@@ -52,7 +52,11 @@ def deal(costs: Tensor, world_size: int) -> list[Tensor]:
 
     Greedy: by falling cost (B,), the earlier of two equal ones first, to the rank with the smallest sum so
     far, the lower one of equal ranks. The largest sum is at most 4/3 of the best possible (Graham 1969).
+
+    Raises ValueError for a world size below 1.
     """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     order = torch.argsort(costs, descending=True, stable=True).tolist()
     values = costs.tolist()
     loads = [(0.0, rank) for rank in range(world_size)]

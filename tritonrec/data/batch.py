@@ -89,16 +89,16 @@ def check_offsets(offsets: Tensor, total: int, name: str = "offsets", tokens: st
     """Raise a ValueError unless `offsets` rise from 0 to `total`, the number of entries of `tokens`."""
     if len(offsets) == 0:
         raise ValueError(f"{name} must have one entry more than there are samples, got an empty tensor")
-    if bool((offsets < 0).any()):
-        at = int((offsets < 0).nonzero()[0])
-        raise ValueError(f"{name} must not be negative: {name}[{at}] = {int(offsets[at])}")
-    if int(offsets[0]) != 0:
+    falls = torch.cat([offsets[:1] < 0, offsets[1:] < offsets[:-1]])
+    at = int(falls.byte().argmax())  # the first, if any
+    if int(offsets[0]) > 0:
         raise ValueError(f"{name} must start at 0: {name}[0] = {int(offsets[0])}")
-    if bool((offsets[1:] < offsets[:-1]).any()):
-        at = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+    if bool(falls[at]) and int(offsets[at]) < 0:
+        raise ValueError(f"{name} must not be negative: {name}[{at}] = {int(offsets[at])}")
+    if bool(falls[at]):
         raise ValueError(
-            f"{name} must not decrease: {name}[{at + 1}] = {int(offsets[at + 1])} "
-            f"comes after {name}[{at}] = {int(offsets[at])}"
+            f"{name} must not decrease: {name}[{at}] = {int(offsets[at])} "
+            f"comes after {name}[{at - 1}] = {int(offsets[at - 1])}"
         )
     if int(offsets[-1]) != total:
         raise ValueError(

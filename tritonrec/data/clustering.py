@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tritonrec.data.batch import Batch
 from tritonrec.ops import unique
+
+from ..kernels.caches import njit
 
 _UNIT = 1 << 20  # the weight of a key is _UNIT // holders: sums of them stay far from 2**53
 

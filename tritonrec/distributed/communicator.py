@@ -127,14 +127,17 @@ class Communicator:
         world = self.world_size
         if world == 1:
             return [values]
-        counts = self.all_to_all_equal(torch.full((world, 1), len(values))).flatten().tolist()
+        lengths = torch.full((world, 1), len(values), dtype=torch.int64)
+        counts = self.all_to_all_equal(lengths).flatten().tolist()
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
         return list(self.all_to_all(repeated, [len(values)] * world, counts).split(counts))
 
     def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks, in rank order, on every rank."""
         mine = (
-            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            if text
+            else torch.empty(0, dtype=torch.uint8)
         )
         parts = self.gather(mine)
         return [bytes(part.tolist()).decode() for part in parts]

@@ -125,7 +125,7 @@ class Communicators:
         """
         if replicas < 1 or len(ranks) % replicas:
             raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
-        return cls._of(torch.tensor(ranks).view(-1, replicas), timeout, backend, watch)
+        return cls._of(torch.tensor(ranks, dtype=torch.int64).view(-1, replicas), timeout, backend, watch)
 
     @classmethod
     def on(

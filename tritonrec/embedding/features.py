@@ -12,6 +12,7 @@ import torch
 from .. import ops
 from .optimizer import RowOptimizer
 from .policy import TablePolicy
+from .state_check import check_state
 from .table import DynamicTable
 
 Pooling = Literal["none", "sum", "mean"]
@@ -119,7 +120,7 @@ class KeyLayout:
         if not self.bits:
             return ops.initial_rows(seed, self.table_ids[0], keys, dim, scale)
         members, ids = self.unpack(keys)
-        rows = torch.empty(len(keys), dim, device=keys.device)
+        rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
         for member in torch.unique(members).tolist():
             here = members == member
             rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
@@ -288,10 +289,15 @@ class HashTableCollection:
         return self._by_table([group.table.state() for group in self.groups])
 
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over `state` of all tables, or of the part of their keys that this rank owns."""
-        for group in self.groups:
+        """Take over `state` of all tables, or of the part of their keys that this rank owns.
+
+        Raises ValueError naming every table and column in which it is not the state of these tables.
+        """
+        parts = [group.table.state() for group in self.groups]
+        check_state(state, self._by_table(parts))
+        for group, own in zip(self.groups, parts, strict=True):
             columns: dict[str, dict[str, torch.Tensor]] = {}
-            for part, empty in group.table.state().items():
+            for part, empty in own.items():
                 members = []
                 for member, name in enumerate(group.layout.names):
                     held = dict(state[_part_name(name, part)])
@@ -333,7 +339,7 @@ class HashTableCollection:
         """Rows (n, row_width) float32 that `ids` of a logical table start from."""
         group, member = self._group(table)
         keys = group.layout.pack(member, ids, table)
-        rows = torch.zeros(len(ids), group.table.row_width)
+        rows = torch.zeros(len(ids), group.table.row_width, dtype=torch.float32)
         rows[:, : group.table.dim] = group.layout.initial_rows(
             self.seed, keys, group.table.dim, group.table.scale
         )

@@ -8,9 +8,10 @@ says lose none.
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from ..kernels.caches import njit
 from ..kernels.numba_float import float_of_bits
 from ..kernels.numba_intrinsics import prefetch
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Passes over all keys of a table, for sweeps."""
 
-from numba import njit
+from ..kernels.caches import njit
 
 
 @njit(cache=True, nogil=True)

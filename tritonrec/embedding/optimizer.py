@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from .. import ops
+from .in_flight import InFlight
 
 OptimizerName = Literal["sgd", "rowwise_adagrad", "adam"]
 
@@ -65,55 +67,127 @@ class RowOptimizer:
 class DenseOptimizer:
     """The same rules for dense parameters: each is a block of rows (its last dimension) with state beside it.
 
+    A parameter may lie in memory in any order. What is done to it between two updates counts: the next one
+    starts from the values it has then. While a trainer has windows in flight a change is an error.
+
     Args:
-        parameters: (name, parameter) pairs; a vector counts as one row.
+        parameters: (name, parameter) pairs, float32; a vector counts as one row.
         rule: learning rate and rule.
+
+    Raises TypeError for a parameter of another dtype.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], rule: RowOptimizer):
         self.rule = rule
         self.parameters = dict(parameters)
-        self.rows: dict[str, torch.Tensor] = {}
+        self.in_flight = InFlight("the dense optimizer")
+        self._rows: dict[str, torch.Tensor] = {}
+        self._changed = torch.zeros(0, dtype=torch.bool)  # by parameter, since the update before the last
         for name, parameter in self.parameters.items():
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"parameter {name} is {parameter.dtype}: the dense optimizer takes float32 parameters; "
+                    "convert the model with .float(), and use torch.autocast for lower precision"
+                )
             weight = _as_rows(parameter.detach())
             rows = weight.new_zeros(weight.shape[0], rule.row_width(weight.shape[1]))
             rows[:, : weight.shape[1]] = weight
-            self.rows[name] = rows
+            self._rows[name] = rows
 
-    def step(self, gradients: dict[str, torch.Tensor], step: int) -> None:
-        """Update every parameter from ``gradients[name]``, shaped like it; `step` counts from 1."""
-        for name, parameter in self.parameters.items():
-            rows, gradient = self.rows[name], _as_rows(gradients[name])
+    @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """By parameter weight | state, (R, row_width) float32, as `load` and a checkpoint take them."""
+        self.in_flight.check("reading the rows")
+        if not self.in_flight.held:
+            self._take_weights()
+        return self._rows
+
+    def step(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
+        """Update the parameters from ``gradients[name]``, each shaped like its parameter; others stay.
+
+        Args:
+            step: counts from 1.
+
+        Raises RuntimeError for a parameter that was changed while windows are in flight.
+        """
+        self.in_flight.check("a step")
+        if self.in_flight.held:
+            self.note_changes()
+        else:
+            self._take_weights()
+        for name, gradient in gradients.items():
+            rows, gradient = self._rows[name], _as_rows(gradient)
             self.rule.update(rows, torch.arange(rows.shape[0], device=rows.device), gradient, step)
-            with torch.no_grad():
-                _as_rows(parameter).copy_(rows[:, : gradient.shape[1]])
+            self._give_weight(name)
 
-    def check_current(self) -> None:
-        """Raise ValueError naming a parameter changed elsewhere since; `step` would undo the change."""
-        for name, parameter in self.parameters.items():
-            weight = _as_rows(parameter.detach())
-            held = self.rows[name][:, : weight.shape[1]]
-            if not torch.equal(weight.contiguous().view(torch.int32), held.contiguous().view(torch.int32)):
-                raise ValueError(
-                    f"parameter {name} was changed after its optimizer was made, which would undo that; "
-                    "load the model first, or use DenseOptimizer.load"
+    def begin(self, steps: Callable[[], str]) -> None:
+        """Windows are in flight from now on (`InFlight.begin`), and start from the parameters' values."""
+        self.in_flight.begin(steps)
+        self._take_weights()
+
+    def note_changes(self) -> None:
+        """Compare the parameters with what the last update left, for `demand_unchanged`.
+
+        It raises here where that takes no wait for a device, and at the next update otherwise.
+        """
+        self.demand_unchanged()
+        flags = [
+            (weight.view(torch.int32) != held.view(torch.int32)).any() for _, weight, held in self._weights()
+        ]
+        if flags:
+            self._changed = torch.stack(flags)
+            if self._changed.device.type == "cpu":
+                self.demand_unchanged()
+
+    def demand_unchanged(self) -> None:
+        """Raise RuntimeError naming a parameter that somebody else changed while windows were in flight."""
+        changed, self._changed = self._changed, self._changed[:0]
+        for name, was in zip(self.parameters, changed.tolist(), strict=False):
+            if was:
+                raise RuntimeError(
+                    f"parameter {name} was changed while windows are in flight, of which some were computed "
+                    "before the change: change parameters after list(trainer.run([])), or let the batches "
+                    "end at the step before the change"
                 )
 
-    def load(self, rows: dict[str, torch.Tensor]) -> None:
+    def load(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Take over weights and state from `rows`, as another instance's `rows` holds them."""
-        if rows.keys() != self.rows.keys():
-            raise ValueError(f"expected rows of {sorted(self.rows)}, got {sorted(rows)}")
-        for name, parameter in self.parameters.items():
-            if rows[name].shape != self.rows[name].shape:
+        self.in_flight.check("load")
+        if rows.keys() != self._rows.keys():
+            raise ValueError(f"expected rows of {sorted(self._rows)}, got {sorted(rows)}")
+        for name, held in self._rows.items():
+            if rows[name].shape != held.shape:
                 raise ValueError(
-                    f"{name}: expected rows of shape {tuple(self.rows[name].shape)}, got "
+                    f"{name}: expected rows of shape {tuple(held.shape)}, got "
                     f"{tuple(rows[name].shape)}; was it saved with another optimizer or model size?"
                 )
-            self.rows[name].copy_(rows[name])
-            with torch.no_grad():
-                weight = _as_rows(parameter)
-                weight.copy_(rows[name][:, : weight.shape[1]])
+        for name, held in self._rows.items():
+            held.copy_(rows[name])
+            self._give_weight(name)
+        self.in_flight.update = -1
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, the parameter as rows, the weights in this optimizer's rows)."""
+        for name, parameter in self.parameters.items():
+            weight = _as_rows(parameter.detach())
+            yield name, weight, self._rows[name][:, : weight.shape[1]]
+
+    def _take_weights(self) -> None:
+        """Start from the parameters' values now."""
+        for _, weight, held in self._weights():
+            held.copy_(weight)
+
+    def _give_weight(self, name: str) -> None:
+        parameter = self.parameters[name]
+        columns = parameter.shape[-1] if parameter.dim() else 1
+        with torch.no_grad():
+            parameter.copy_(self._rows[name][:, :columns].reshape(parameter.shape))
 
 
 def _as_rows(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1, values.shape[-1]) if values.dim() else values.reshape(1, 1)
+    """(R, columns) values in the order of their indices: a copy where they lie in another order in memory."""
+    return (
+        values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
+        if values.dim()
+        else values.reshape(1, 1)
+    )

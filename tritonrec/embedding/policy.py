@@ -79,12 +79,17 @@ class TablePolicy:
         admission: a key gets a row in the step that asks for it for the `admission`-th time. Before that it
             reads as its initial row, and what training does to it is dropped.
         heat: see `Heat`; None stores every row in float32.
+        admission_window: steps. A key that waits for its admission is forgotten at a step divisible by this
+            if no step within as many before asked for it, and starts at one again. So the keys that wait are
+            at most those of two windows, however long the run.
     """
 
     eviction: Eviction | None = None
     admission: int = 1
     heat: Heat | None = None
+    admission_window: int = 1000
 
     def __post_init__(self) -> None:
-        if not 1 <= self.admission < 2**31:
-            raise ValueError(f"admission must be at least 1 and below 2**31, got {self.admission}")
+        for name in ("admission", "admission_window"):
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} must be at least 1 and below 2**31, got {getattr(self, name)}")

@@ -199,7 +199,7 @@ class Rows:
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
         """Copies (K, row_width) float32; where a row number is negative, anything."""
-        values = torch.empty(len(rows), self.row_width)
+        values = torch.empty(len(rows), self.row_width, dtype=torch.float32)
         self._copy(numba_rows.read_rows, rows, values)
         return values
 
@@ -219,7 +219,7 @@ class Rows:
         )  # fmt: skip
 
     def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
-        values = torch.zeros(len(keys), self.row_width)
+        values = torch.zeros(len(keys), self.row_width, dtype=torch.float32)
         if self.layout is None:
             values[:, : self.dim] = ops.initial_rows(self.seed, 0, keys, self.dim, self.scale)
         else:

@@ -129,5 +129,5 @@ class Sweeps:
         with self.rows.lock:
             evicted, self._evicted = self._evicted, []
         keys = [torch.empty(0, dtype=torch.int64), *(keys for keys, _ in evicted)]
-        rows = [torch.empty(0, self.rows.row_width), *(rows for _, rows in evicted)]
+        rows = [torch.empty(0, self.rows.row_width, dtype=torch.float32), *(rows for _, rows in evicted)]
         return torch.cat(keys), torch.cat(rows)

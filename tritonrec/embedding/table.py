@@ -8,6 +8,7 @@ import torch
 
 from .candidates import Candidates
 from .changes import ChangeLog
+from .in_flight import InFlight
 from .policy import TablePolicy
 from .rows import TOO_LARGE, Counters, Rows, overflows, rounded
 from .select import AllReduce
@@ -37,7 +38,9 @@ class DynamicTable:
     steps' numbers and keys only.
 
     Threads: `lookup` of step t may run beside `write` of step t - 1, each on one thread and in the order of
-    the steps; the write of step t - 2 is done by then. A row that is being written may be read stale.
+    the steps; the write of step t - 2 is done by then. A row that is being written may be read stale. While a
+    trainer has windows in flight, its lanes alone may call the methods that read or write rows: others get a
+    RuntimeError. Counters, `memory` and the number of rows may be read at any time, and run ahead.
 
     Args:
         dim: weights per row.
@@ -66,8 +69,11 @@ class DynamicTable:
         self.layout, self.seed, self.scale, self.policy = layout, seed, scale, policy or TablePolicy()
         self._rows = Rows(dim, self.row_width, layout, seed, scale, slots, chunk_rows, self.policy)
         self._sweeps = Sweeps(self._rows)
-        self._candidates = Candidates(self.policy.admission, slots) if self.policy.admission > 1 else None
+        self._candidates: Candidates | None = None
+        if self.policy.admission > 1:
+            self._candidates = Candidates(self.policy.admission, self.policy.admission_window, slots)
         self._counted = ChangeLog()  # keys of candidates
+        self.in_flight = InFlight(self._rows.names())
 
     @property
     def counters(self) -> Counters:
@@ -89,13 +95,17 @@ class DynamicTable:
 
         Args:
             keys: (K,) int64, distinct.
-            step: the step's number; larger than the last one's where the table evicts or counts heat.
+            step: the step's number; larger than the last one's where the table evicts or counts heat, and
+                below 2**31 where it goes by time at all.
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
                 None for a single rank. Each rank calls `lookup` in every step, if without keys.
 
-        At step t: sweeps erase and demote, sparing the keys of this lookup and of the last; then uses are
-        counted and keys that are asked for often enough get rows.
+        At step t: sweeps erase and demote, sparing the keys of this lookup and of the last, and forget keys
+        that wait for admission; then uses are counted and keys that are asked for often enough get rows.
         """
+        self.in_flight.check("lookup")
+        if self._candidates is not None and not 0 <= step < 2**31:
+            raise ValueError(f"{self._rows.names()}: step must be in [0, 2**31) with admission, got {step}")
         self._sweeps.maintain(keys, step, all_reduce)
         with self._rows.lock:
             if self._candidates is None:
@@ -103,10 +113,11 @@ class DynamicTable:
                 new, rejected = int(inserted.sum()), 0
                 self._rows.touched.add(keys)
             else:
+                self._counted.add(self._candidates.sweep(step))
                 rows = self._rows.index.find(keys)
                 absent = (rows < 0).nonzero().squeeze(1)
                 self._counted.add(keys[absent])
-                admitted = absent[self._candidates.count(keys[absent])]
+                admitted = absent[self._candidates.count(keys[absent], step)]
                 new, rejected = len(admitted), len(absent) - len(admitted)
                 rows[admitted] = self._rows.insert(keys[admitted])[0]
                 keys = keys[rows >= 0]
@@ -121,6 +132,7 @@ class DynamicTable:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Row numbers of `keys` (K,) int64, -1 where absent; adds and counts nothing."""
+        self.in_flight.check("find")
         return self._rows.find(keys)
 
     def read(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -128,6 +140,7 @@ class DynamicTable:
 
         A row number of -1 reads as what the key's row would start from.
         """
+        self.in_flight.check("read")
         values = self._rows.read(rows)
         absent = rows < 0
         if bool(absent.any()):
@@ -162,6 +175,7 @@ class DynamicTable:
         Nothing is rounded: a cold row lies in 16 bits if these hold its values exactly, as they do after
         `round_cold`, and in float32 otherwise.
         """
+        self.in_flight.check("write")
         self._rows.check_values(keys, values)
         with self._rows.copying:
             self._rows.store(keys, values)
@@ -172,6 +186,7 @@ class DynamicTable:
         Returns:
             (K,) bool, whether the key had a row.
         """
+        self.in_flight.check("erase")
         if self._candidates is not None:
             with self._rows.lock:
                 self._candidates.forget(keys)
@@ -182,6 +197,7 @@ class DynamicTable:
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
+        self.in_flight.check("export")
         with self._rows.copying:
             keys, rows = self._rows.items()
             return keys, self._rows.read(rows)
@@ -191,6 +207,7 @@ class DynamicTable:
 
         New rows are cold, count as used by no step (lfu) or at the step of the next sweep (lru, ttl).
         """
+        self.in_flight.check("load")
         self._rows.check_values(keys, values)
         with self._rows.copying:
             with self._rows.lock:
@@ -206,10 +223,12 @@ class DynamicTable:
 
             rows         rows (n, row_width) float32; with eviction score (n,) int32; with heat
                          heat (n,) uint8; with either recent (n,) bool, used by the last lookup
-            candidates   counts (n,) int32, only where admission is above 1
+            candidates   counts (n,) int32 and last (n,) int32, the last step that asked, only where
+                         admission is above 1
 
         The states of all ranks together, divided by keys in any way, are the state of another world size.
         """
+        self.in_flight.check("state")
         with self._rows.copying:
             keys, rows = self._rows.items()
             state = {"rows": self._columns(keys, rows)}
@@ -223,10 +242,13 @@ class DynamicTable:
 
         Raises ValueError where its columns are not those of this table's policies.
         """
+        self.in_flight.check("load_state")
         group, candidates = state.get("rows", {}), state.get("candidates", {})
         recent = ["recent"] if self._sweeps.timed else []
         _check_columns("rows", group, ["keys", "rows", *self._rows.full.notes, *recent])
-        _check_columns("candidates", candidates, ["keys", "counts"] if self._candidates is not None else [])
+        _check_columns(
+            "candidates", candidates, ["keys", "counts", "last"] if self._candidates is not None else []
+        )
         keys = group["keys"]
         self._rows.check_values(keys, group["rows"])
         with self._rows.copying:
@@ -240,18 +262,18 @@ class DynamicTable:
                     self._sweeps.recent = torch.cat([self._sweeps.recent, keys[group["recent"]]])
                 if self._candidates is not None:
                     self._candidates.forget(keys)
-                    self._candidates.load(candidates["keys"], candidates["counts"])
+                    self._candidates.load(candidates)
                     self._counted.add(torch.cat([keys, candidates["keys"]]))
             self._rows.store(keys, group["rows"])
-        self._sweeps.step = None
+        self._sweeps.step, self.in_flight.update = None, -1
 
     # What users read.
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated on this rank, by what they are for, and bytes that cold rows do not take.
 
-        key_structure, candidates (keys and counts of what is not admitted yet), metadata (scores, heat, lists
-        of free rows), fp32_values, fp16_values, saved_by_fp16 (of the rows in use).
+        key_structure, candidates (keys, counts and steps of what is not admitted yet), metadata (scores,
+        heat, lists of free rows), fp32_values, fp16_values, saved_by_fp16 (of the rows in use).
         """
         half, waiting = self._rows.half, self._candidates
         return {
@@ -271,10 +293,12 @@ class DynamicTable:
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
+        self.in_flight.check("take_evicted")
         return self._sweeps.take_evicted()
 
     def track_changes(self) -> None:
         """Note from now on what changes, for `take_changes`."""
+        self.in_flight.check("track_changes")
         with self._rows.lock:
             self._rows.touched.start()
             self._counted.start()
@@ -287,6 +311,7 @@ class DynamicTable:
             there no longer. Without the keys of either, and with the entries of the first, the state of
             before is the state of now.
         """
+        self.in_flight.check("take_changes")
         with self._rows.copying:
             with self._rows.lock:
                 keys, counted = self._rows.touched.keys(), self._counted.keys()

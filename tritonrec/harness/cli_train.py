@@ -101,6 +101,10 @@ def train(
     ] = False,
     evict: Annotated[str, typer.Option(help=EVICT_HELP)] = "",
     admission: Annotated[int, typer.Option(min=1, help="Give a key a row at its n-th step.")] = 1,
+    admission_window: Annotated[
+        int,
+        typer.Option(min=1, help="Forget keys that wait for a row and were not seen for this many steps."),
+    ] = 1000,
     heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
@@ -233,7 +237,7 @@ def train(
                 lr=lr,
                 seed=seed,
                 merge=merge,
-                policy=policy(evict, admission, heat),
+                policy=policy(evict, admission, heat, admission_window),
                 balance=balance,
                 dynamic=dynamic,
             )

@@ -78,9 +78,9 @@ def first_variance(linear: Linear, threads: list[int]) -> str | None:
     before = torch.get_num_threads()
     try:
         for inputs, outputs in ((50, 200), (64, 64), (128, 96), (257, 31)):
-            x = torch.randn(300, inputs, generator=generator)
-            weight = torch.randn(outputs, inputs, generator=generator)
-            bias = torch.randn(outputs, generator=generator)
+            x = torch.randn(300, inputs, dtype=torch.float32, generator=generator)
+            weight = torch.randn(outputs, inputs, dtype=torch.float32, generator=generator)
+            bias = torch.randn(outputs, dtype=torch.float32, generator=generator)
             torch.set_num_threads(threads[0])
             expected = linear(x, weight, bias)
             for count in threads:

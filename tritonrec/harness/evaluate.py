@@ -58,7 +58,7 @@ def baseline(loader: Epochs) -> Metrics:
     clicks for all.
     """
     if isinstance(loader, ClickLoader):
-        rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean())
+        rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean(), dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
     if isinstance(loader, NextItemLoader):
         return evaluate(popularity_scores(loader), loader, KS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..embedding import Eviction, Heat, TablePolicy
 
 
-def policy(evict: str, admission: int, heat: str) -> TablePolicy:
+def policy(evict: str, admission: int, heat: str, admission_window: int = 1000) -> TablePolicy:
     """The policy that ``--evict``, ``--admission`` and ``--heat`` ask for; an empty word asks for nothing."""
-    return TablePolicy(_eviction(evict) if evict else None, admission, _heat(heat) if heat else None)
+    eviction = _eviction(evict) if evict else None
+    return TablePolicy(eviction, admission, _heat(heat) if heat else None, admission_window)
 
 
 def _eviction(text: str) -> Eviction:

@@ -111,12 +111,12 @@ def profile_rank(
         nonlocal done
         first, done = done, done + steps
         bar = progress.add_task(name, total=steps, loss="")
-        start = torch.tensor([time.perf_counter_ns(), time.process_time_ns()])
+        start = torch.tensor([time.perf_counter_ns(), time.process_time_ns()], dtype=torch.int64)
         with Trainer(model, tables, dense, communicators, plan.mode, plan.window, recorder) as trainer:
             for _ in trainer.run(loader.batch(step) for step in range(first, first + steps)):
                 progress.advance(bar)
             name_threads(threads)
-        taken = torch.tensor([time.perf_counter_ns(), time.process_time_ns()]) - start
+        taken = torch.tensor([time.perf_counter_ns(), time.process_time_ns()], dtype=torch.int64) - start
         return (communicators.control.all_reduce(taken, "nanoseconds") / 1e9 / world_size).tolist()
 
     with progress_bar(console) as progress:

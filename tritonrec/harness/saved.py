@@ -13,7 +13,8 @@ from ..embedding import DenseOptimizer, HashTableCollection
 class RunSaver:
     """Saves a run beside its training; every `full_every`-th checkpoint is whole, the others hold changes.
 
-    One replica of the tables is saved. Use as a context manager: leaving it waits for the save under way.
+    One replica of the tables is saved. The directory is this run's from here on (`checkpoint.Saver`). Use as
+    a context manager: leaving it waits for the save under way.
     """
 
     def __init__(
@@ -26,40 +27,41 @@ class RunSaver:
         full_every: int = 1,
     ):
         self.tables, self.dense, self.meta = tables, dense, meta
-        self._saves = communicators.saves
-        self._saver = checkpoint.Saver(
-            directory,
-            rank=communicators.shard,
-            world_size=communicators.shards,
-            gather=communicators.checkpoint.gather_texts,
-            full_every=full_every,
-            around=lambda step: communicators.watch.doing(f"save({step})"),
-        )
-        self._incremental = full_every > 1 and self._saves
-        if self._incremental:
-            tables.track_changes()
+        self._incremental = full_every > 1
+        self._saver: checkpoint.Saver | None = None
+        if communicators.saves:
+            self._saver = checkpoint.Saver(
+                directory,
+                rank=communicators.shard,
+                world_size=communicators.shards,
+                gather=communicators.checkpoint.gather_texts,
+                full_every=full_every,
+                around=lambda step: communicators.watch.doing(f"save({step})"),
+            )
 
     def save(self, step: int) -> None:
         """Take the state after `step` steps, and return while it is being written. Collective.
 
         The pipeline must be empty: `Trainer.run` has come to its end.
         """
-        if not self._saves:
+        if self._saver is None:
             return
         full = self._saver.next_is_full()
-        changes = self.tables.take_changes() if self._incremental else None
         dense = {name: rows.clone() for name, rows in self.dense.rows.items()}
-        if full or changes is None:
+        if full:
+            if self._incremental:
+                self.tables.track_changes()
             self._saver.save(step, dense, self.tables.state(), self.meta, owned=True)
         else:
-            changed, erased = changes
+            changed, erased = self.tables.take_changes()
             self._saver.save(step, dense, changed, self.meta, erased=erased, owned=True)
 
     def __enter__(self) -> RunSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._saver.__exit__(kind, *rest)
+        if self._saver is not None:
+            self._saver.__exit__(kind, *rest)
 
 
 def restore(

@@ -81,7 +81,7 @@ def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
             time.sleep(run.delays[rank, step])
             yield batch
 
-    communicators.control.all_to_all_equal(torch.zeros(world, 1))
+    communicators.control.all_to_all_equal(torch.zeros(world, 1, dtype=torch.float32))
     start = perf_counter()
     for step, prediction in enumerate(infer(model, batches(), exchange)):
         response.append(perf_counter() - began[step])
@@ -153,7 +153,9 @@ class RaggedModel:
         torch.manual_seed(seed)
         config = DLRMConfig(tuple(f"r{each}" for each in range(world_size)), DENSE, DIM, (64,), (64,))
         self.model = DLRM(config)
-        self.table = torch.randn(TABLE_ROWS, DIM, generator=torch.Generator().manual_seed(seed + rank))
+        self.table = torch.randn(
+            TABLE_ROWS, DIM, dtype=torch.float32, generator=torch.Generator().manual_seed(seed + rank)
+        )
 
     def capacity(self, batch_size: int) -> int:
         return MOST_VECTORS * max(self.samples) * DIM * torch.float32.itemsize
@@ -186,7 +188,7 @@ def _dlrm(rank: int, world_size: int, batch_size: int, steps: int, seed: int) ->
     torch.manual_seed(seed)
     model = DLRM(DLRMConfig(FEATURES, DENSE, DIM, (64,), (64,)))
     owners = partition_tables(dict.fromkeys(FEATURES, TABLE_ROWS), world_size)
-    tables = {name: torch.randn(TABLE_ROWS, DIM) for name in FEATURES}
+    tables = {name: torch.randn(TABLE_ROWS, DIM, dtype=torch.float32) for name in FEATURES}
     own = {name: table.__getitem__ for name, table in tables.items() if owners[name] == rank}
     served = _BenchDLRM(model, owners, own, rank, world_size)
     served.batch_size = batch_size
@@ -204,7 +206,7 @@ def _batches(batch_size: int, steps: int, seed: int) -> list[ClickBatch]:
         ClickBatch(
             step,
             torch.arange(batch_size),
-            torch.randn(batch_size, DENSE, generator=generator),
+            torch.randn(batch_size, DENSE, dtype=torch.float32, generator=generator),
             torch.randint(0, TABLE_ROWS, (batch_size, len(FEATURES)), generator=generator),
             torch.zeros(batch_size, dtype=torch.int64),
             FEATURES,
@@ -252,7 +254,7 @@ def time_collectives(size: int, seed: int, peer: Any = None) -> dict[str, float]
             raise RuntimeError(f"{name} and gloo disagree on what arrives, at {size} bytes to each rank")
     start = perf_counter()
     calls["gloo"]()
-    pace = torch.tensor([perf_counter() - start])
+    pace = torch.tensor([perf_counter() - start], dtype=torch.float64)
     dist.broadcast(pace, 0)
     repeats = int(min(MOST_CALLS, max(1, BUDGET_SECONDS / pace.item())))
     seconds = {}

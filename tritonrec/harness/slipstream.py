@@ -23,7 +23,7 @@ from ..slipstream import Classification, RemainingLoader, Slipstream, Slipstream
 from .evaluate import evaluate_model
 from .setup import Job
 from .slipstream_report import print_slipstream
-from .train import Run, gathered, mean_loss, progress_bar, settings_of, state_digest, totals
+from .train import Run, gathered, progress_bar, settings_of, state_digest, totals
 
 TURNS = 10
 """How often the runs take turns."""
@@ -108,7 +108,7 @@ def train_slipstream(
         watch.attach(trainer)
         task = bar.add_task("until the classification", total=first, loss="")
         for result in trainer.run(before.batch(step) for step in range(first)):
-            loss = mean_loss(communicators, result.losses, result.terms)
+            loss = result.loss
             bar.update(task, completed=result.step + 1, loss=f"loss {loss:.4f}")
     started = time.process_time()
     judgement = watch.judge()
@@ -210,7 +210,7 @@ def _take_turns(communicators: Communicators, branches: Sequence[_Branch], conso
                 branch.cpu += time.process_time() - cpu
                 branch.wall += time.perf_counter() - wall
                 if results:
-                    branch.loss = mean_loss(communicators, results[-1].losses, results[-1].terms)
+                    branch.loss = results[-1].loss
                 bar.update(task, advance=len(results), loss=f"loss {branch.loss:.4f}")
     for branch in branches:
         branch.counts = totals(communicators.control, vars(branch.trainer.counts))
@@ -244,7 +244,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
 
 
 def _each_rank(communicators: Communicators, value: int) -> list[int]:
-    return torch.cat(communicators.control.gather(torch.tensor([value]))).tolist()
+    return torch.cat(communicators.control.gather(torch.tensor([value], dtype=torch.int64))).tolist()
 
 
 def _quantiles(changes: torch.Tensor) -> Mapping[str, float]:

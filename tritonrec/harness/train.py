@@ -7,8 +7,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .. import checkpoint, ops
+from .. import checkpoint
 from ..distributed import Communicator, Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
-from ..nn import HSTUConfig
 from ..pipeline import Mode, Trainer, WindowConfig
 from ..trace import NullRecorder, Recorder, save_joined
 from .evaluate import baseline, evaluate_model
 from .saved import RunSaver, restore
 from .setup import Job
 
-LAYOUT = ("job", "slots", "chunk_rows", "merge", "balance")
+LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance"}
 """Settings that change no bit, so a run may go on with others."""
+
+NESTED = ("sizes", "policy")
+"""Settings that are made of others."""
 
 SHOWN = {
     "grm": ("group AUC of the last impressions", "item's rate"),
@@ -66,7 +68,7 @@ class Run:
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
-    The summary has ``step``, ``loss`` (mean per term of the last step), ``metrics`` and ``baseline``
+    The summary has ``step``, ``loss`` (mean per term of the last update), ``metrics`` and ``baseline``
     (`evaluate_model`), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
     ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
     states.
@@ -80,26 +82,28 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     model, tables, dense = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
-    start = _resume(communicators, run, tables, dense) if run.resume else 0
-    if start >= run.steps:
-        raise ValueError(f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}")
-    saver = None
-    if run.checkpoint:
-        saver = RunSaver(communicators, run.checkpoint, tables, dense, _meta(run), run.full_every)
-
     loss, seconds, metrics = float("nan"), [], {}
-    with (
-        saver or nullcontext(),
-        Trainer(model, tables, dense, communicators, run.mode, run.window, recorder) as trainer,
-        progress_bar(console) as progress,
-    ):
+    with ExitStack() as stack:
+        saver = None
+        if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
+            saver = RunSaver(communicators, run.checkpoint, tables, dense, _meta(run), run.full_every)
+            stack.enter_context(saver)
+        start = _resume(communicators, run, tables, dense) if run.resume else 0
+        if start >= run.steps:
+            raise ValueError(
+                f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
+            )
+        trainer = stack.enter_context(
+            Trainer(model, tables, dense, communicators, run.mode, run.window, recorder)
+        )
+        progress = stack.enter_context(progress_bar(console))
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
             clock = time.perf_counter()
             for result in trainer.run(loader.batch(step) for step in range(first, last)):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
-                loss = mean_loss(communicators, result.losses, result.terms)
+                loss = result.loss
                 progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
             if run.window.average_every:
                 trainer.sync()
@@ -140,13 +144,6 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
     for stop in sorted(stop for stop in stops if stop > start):
         yield start, stop
         start = stop
-
-
-def mean_loss(communicators: Communicators, losses: torch.Tensor, terms: int) -> float:
-    """Mean loss per term over all ranks; summed on the grid, so every mode and world size shows the same."""
-    total = ops.to_grid(losses.reshape(-1), name="losses").sum().reshape(1)
-    total = communicators.control.all_reduce(total, "losses")
-    return float(ops.from_grid(total, float(max(terms, 1)))[0])
 
 
 def _whole_tables(
@@ -195,17 +192,22 @@ def _resume(
     """Load the newest checkpoint; each rank reads the slices it owns, whatever world size saved them."""
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
-    here = json.loads(json.dumps(_meta(run)))
+    usual = _settings({"job": Job().as_json()})  # of what an older version did not know
+    here = _settings(json.loads(json.dumps(_meta(run))))
 
     def accept(meta: dict[str, Any]) -> None:
-        mine, saved = ({**each, **each["job"]} for each in (here, meta))
-        for each in (mine, saved):
-            each["sizes"] = {**asdict(HSTUConfig()), **each["sizes"], "recompute": ()}  # changes no bit
-        different = sorted(name for name in mine if name not in LAYOUT and saved.get(name) != mine[name])
+        if not isinstance(meta.get("job"), dict):
+            raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
+        saved = {**usual, **_settings(meta)}
+        different = [
+            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now"
+            for name in sorted({*saved, *here})
+            if saved.get(name) != here.get(name)
+        ]
         if different:
             raise ValueError(
-                f"the checkpoint in {run.checkpoint} was made with another {', '.join(different)}; "
-                "use the same"
+                f"the checkpoint in {run.checkpoint} was made with other settings: {'; '.join(different)}; "
+                "use the same, or another directory"
             )
 
     step = restore(communicators, run.checkpoint, tables, dense, accept)
@@ -216,8 +218,19 @@ def _resume(
     return step
 
 
+def _settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """By name the settings that change a bit, those of the model's sizes and of policies one by one."""
+    flat: dict[str, Any] = {}
+    values = {**meta, **meta["job"]}
+    for name in values.keys() - LAYOUT:
+        value = values[name]
+        parts = value if name in NESTED and isinstance(value, dict) else {}
+        flat |= {f"{name}.{part}": each for part, each in parts.items()} or {name: value}
+    return {name: value for name, value in flat.items() if name != "sizes.recompute"}
+
+
 def _barrier(communicators: Communicators) -> None:
-    communicators.control.all_reduce(torch.zeros(1), "barrier")
+    communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "barrier")
 
 
 def save_trace(communicators: Communicators, recorder, path: str) -> None:

@@ -94,7 +94,7 @@ def verify(
             for result in reference.run(batches):
                 losses = loss_state(result.sample_ids, result.losses)
                 expected.append({**losses, **dense_state(dense), **table_state(tables)})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return ModelReport([(case, str(error))], not_invariant)
     for mode, count in product(modes, micro_batches):
         case = Case(mode, "batch", 1, count, False, optimizer, len(batches))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def verify(
                 comparison = Comparison(running.program.tables, rank=0, world_size=1)
                 compare_run(running, [batches], comparison, expected.__getitem__, batches[-1].step)
             cases.append((case, comparison.first))
-        except (StageFailedError, TypeError) as error:
+        except (StageFailedError, TypeError, ValueError) as error:
             cases.append((case, str(error)))
     return ModelReport(cases, not_invariant)
 
@@ -122,7 +122,9 @@ def first_not_invariant(
         return _outputs(model, of, tables.peek(of.lookups()), seed)
 
     together = outputs(batch)
-    alone = [outputs(batch.select(torch.tensor([index]))) for index in range(batch.num_samples)]
+    alone = [
+        outputs(batch.select(torch.tensor([index], dtype=torch.int64))) for index in range(batch.num_samples)
+    ]
     for place, (name, whole) in enumerate(together):
         parts = [each[place][1] for each in alone if len(each) == len(together)]
         if len(parts) == batch.num_samples and sum(len(part) for part in parts) == len(whole):

@@ -27,3 +27,26 @@ def check_tensors(optional: tuple[str, ...] = (), /, **tensors: object) -> None:
             raise ValueError(
                 f"{next(iter(tensors))} is on {first.device}, {name} on {tensor.device}: move one of them"
             )
+
+
+def check_whole(**numbers: object) -> None:
+    """Refuse a number that is not whole by its type; a launcher would round it, or take None for NaN."""
+    for name, number in numbers.items():
+        if number is None or isinstance(number, float | str | list):
+            raise TypeError(f"{name} must be a whole number, got {number!r}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor of another shape or dtype."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a world size outside [1, 2**31) and a rank outside [0, world_size), naming both."""
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, world_size))
+    if not whole or not 0 <= rank < world_size < 1 << 31:
+        raise ValueError(
+            f"rank must be in [0, world_size) and world_size in [1, 2**31), got rank {rank!r} and "
+            f"world_size {world_size!r}"
+        )

@@ -11,6 +11,8 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
 
+from .caches import prepare_triton
+
 Impl = Literal["auto", "triton", "cpu", "reference"]
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, type(None), int, str}
 """What ops on keys and rows are called with; a float for an int meets the registered op, which refuses it."""
@@ -30,6 +32,8 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     CPU kernel needs a CPU tensor.
     """
     on_cpu = tensor.is_cpu
+    if not on_cpu and not torch.compiler.is_compiling():
+        prepare_triton()
     if impl == "auto":
         return "cpu" if on_cpu else "triton"
     if impl == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -71,7 +75,8 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
 def _lazy(argument: object) -> bool:
     """Whether a tensor's memory does not hold its values."""
     return isinstance(argument, torch.Tensor) and (
-        argument.is_neg()
+        argument.layout is not torch.strided
+        or argument.is_neg()
         or argument.is_conj()
         or argument._is_zerotensor()
         or torch._C._functorch.is_legacy_batchedtensor(argument)

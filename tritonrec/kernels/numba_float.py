@@ -8,9 +8,11 @@ IEEE operations, which do not, and they vectorise because they do not branch.
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .caches import njit
 
 F32 = np.float32
 LOG2_E = F32(1.44269504088896341)

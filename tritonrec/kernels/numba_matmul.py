@@ -15,9 +15,11 @@ outputs in registers when it cannot prove that the arrays are apart.
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .caches import njit
 
 U = np.uintp
 ONE, FOUR, EIGHT, SIXTEEN = U(1), U(4), U(8), U(16)

@@ -1,7 +1,8 @@
 """Checks of row numbers on the CPU."""
 
 import numpy as np
-from numba import njit
+
+from .caches import njit
 
 
 @njit(cache=True, nogil=True)

@@ -3,8 +3,10 @@
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from .caches import njit
 
 
 @njit(cache=True, nogil=True)

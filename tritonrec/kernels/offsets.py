@@ -13,12 +13,7 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     `offsets` is (B + 1,) int32 or int64, starts at 0, never decreases and ends at `tokens`. On an accelerator
     the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
-    if not isinstance(offsets, torch.Tensor):
-        raise not_a_tensor(name, offsets)
-    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
-        raise ValueError(
-            f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"
-        )
+    check_offsets_shape(name, offsets)
     if offsets.device.type != "cpu":
         whole = (offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all()
         torch._assert_async(whole, f"{name} does not cut [0, {tokens}) into sequences")
@@ -35,8 +30,23 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
         )
 
 
+def check_offsets_shape(name: str, offsets: torch.Tensor) -> None:
+    """Refuse what is not (B + 1,) int32 or int64; no value is read."""
+    if not isinstance(offsets, torch.Tensor):
+        raise not_a_tensor(name, offsets)
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.numel() == 0:
+        raise ValueError(
+            f"{name} must be (B + 1,) int32 or int64, got {tuple(offsets.shape)} {offsets.dtype}"
+        )
+
+
+def check_max_seq_len(max_seq_len: int) -> None:
+    if not 0 <= max_seq_len < 1 << 31:
+        raise ValueError(f"max_seq_len must be in [0, 2**31), got {max_seq_len}")
+
+
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
-    """Refuse a sequence of more than `max_seq_len` tokens; on an accelerator as `check_offsets`."""
+    """Refuse a sequence of more than `max_seq_len` tokens, naming the first; otherwise as `check_offsets`."""
     if seq_offsets.device.type != "cpu":
         fits = (seq_offsets[1:] - seq_offsets[:-1] <= max_seq_len).all()
         torch._assert_async(fits, f"a sequence is longer than {max_seq_len=}")
@@ -44,5 +54,5 @@ def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     offsets = seq_offsets.numpy()
     lengths = offsets[1:] - offsets[:-1]
     if lengths.size and lengths.max() > max_seq_len:
-        at = int(lengths.argmax())
+        at = int((lengths > max_seq_len).argmax())
         raise ValueError(f"sequence {at} has {int(lengths[at])} tokens, more than {max_seq_len=}")

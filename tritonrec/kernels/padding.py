@@ -29,6 +29,16 @@ def check_scalar(name: str, scalar: torch.Tensor | None, like: torch.Tensor) -> 
         raise ValueError(f"{name} is on {scalar.device}, what it speaks of on {like.device}")
 
 
+def check_status(status: torch.Tensor, most: int | None = None) -> None:
+    """Refuse a status that no op wrote: not () int64, below 0, or above `most`; waits for the device."""
+    if status is None:
+        raise not_a_tensor("status", status)
+    check_scalar("status", status, status)
+    code = int(status)
+    if code < 0 or (most is not None and code > most):
+        raise ValueError(f"status must be 0 or what an op wrote, got {code}")
+
+
 def held(count: torch.Tensor | None, size: int) -> int:
     """How many of `size` entries hold; reads the count, so for implementations on the host."""
     return size if count is None else min(max(int(count), 0), size)

@@ -8,6 +8,7 @@ every other op refuses one.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import plain_function
 
 
@@ -28,15 +30,37 @@ def custom_op(
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Decorator: register a function as the op `name`, as `torch.library.custom_op` does.
 
+    The op and its fake kernel refuse tensors on two devices, and sparse ones.
+
     Args:
         linear: the argument in which the op is linear, so that its tangent goes the way of the argument.
     """
 
     def register(function: Callable[..., Any]) -> CustomOpDef:
-        op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        arguments: list[Any] = []  # of the schema
+
+        def checked(inner: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def call(*inputs: Any, **named: Any) -> Any:
+                _check_tensors(arguments, inputs, named)
+                return inner(*inputs, **named)
+
+            return call
+
+        op = torch.library.custom_op(name, checked(function), mutates_args=mutates_args, schema=schema)
+        arguments += op._opoverload._schema.arguments
+        writes = [
+            at for at, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
+        ]
+        register_fake = op.register_fake
+        op.register_fake = lambda fake: register_fake(checked(fake))  # type: ignore[method-assign]
         by_torch = make_autograd_impl(op._opoverload, op)
 
         def autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+            if writes and torch.is_grad_enabled():
+                _refuse_gradients(op, inputs, writes)
+            for at in writes:
+                _check_written(arguments[at].name, inputs[at])
             transformed = innermost_transform() is not None
             if not transformed and forward_ad._current_level < 0:
                 return by_torch(keyset, *inputs)
@@ -52,6 +76,47 @@ def custom_op(
         return op
 
     return register
+
+
+def _refuse_gradients(op: CustomOpDef, inputs: tuple[Any, ...], written: list[int]) -> None:
+    """A tensor that is written in place would keep the graph it had before, which makes a wrong derivative.
+
+    Integers have no derivative: an op that writes to them alone takes what requires a gradient.
+    """
+    if not any(isinstance(inputs[at], torch.Tensor) and inputs[at].is_floating_point() for at in written):
+        return
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+    tensors = {name: x for name, x in zip(names, inputs, strict=False) if isinstance(x, torch.Tensor)}
+    given = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if given:
+        raise RuntimeError(
+            f"{op._qualname} writes to {', '.join(names[at] for at in written)} and has no derivative, and "
+            f"{', '.join(given)} requires a gradient: call it under torch.no_grad(), or with .detach()"
+        )
+
+
+def _check_tensors(arguments: list[Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse None for a tensor of the schema, a sparse tensor, and one that is not where the first is."""
+    first: tuple[str, torch.device] | None = None
+    for at, argument in enumerate(arguments):
+        tensor = inputs[at] if at < len(inputs) else named.get(argument.name)
+        if isinstance(tensor, torch.Tensor):
+            if tensor.layout is not torch.strided:
+                raise ValueError(f"{argument.name} is {tensor.layout}: give {argument.name}.to_dense()")
+            if first is None:
+                first = argument.name, tensor.device
+            elif tensor.device != first[1]:
+                raise ValueError(
+                    f"{first[0]} is on {first[1]}, {argument.name} on {tensor.device}: move one of them"
+                )
+        elif argument.type.kind() == "TensorType":
+            raise not_a_tensor(argument.name, tensor)
+
+
+def _check_written(name: str, tensor: torch.Tensor | None) -> None:
+    """Refuse a negated or conjugated view: torch hands the op a copy of it, and loses what is written."""
+    if tensor is not None and (tensor.is_neg() or tensor.is_conj()):
+        raise ValueError(f"{name} is written to and is a negated or conjugated view: give {name}.clone()")
 
 
 def _tangents(inputs: tuple[Any, ...]) -> dict[int, torch.Tensor]:

@@ -38,18 +38,6 @@ def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype, in_place: 
         raise ValueError(f"{name} must be 2-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
     if in_place and not _has_contiguous_rows(tensor):
         raise ValueError(f"{name} is written in place and must have contiguous rows, got {tensor.stride()}")
-    if in_place:
-        check_apart(name, tensor)
-
-
-def check_apart(name: str, matrix: torch.Tensor) -> None:
-    """Refuse a matrix that is written in place and whose rows share memory, as those of `expand` do."""
-    rows, columns = matrix.shape
-    if rows > 1 and matrix.stride(0) < columns and (columns == 1 or matrix.stride(1) == 1):
-        raise ValueError(
-            f"{name} is written in place, and its rows share memory: strides {matrix.stride()} for "
-            f"{columns} columns"
-        )
 
 
 def _has_contiguous_rows(matrix: torch.Tensor) -> bool:

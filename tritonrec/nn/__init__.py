@@ -1,7 +1,7 @@
 """Modules over the ops, and the grids that make their gradients exact."""
 
 from .dlrm import DLRM, DLRMConfig, partition_tables
-from .exact import attach_grids, detach_grids, has_grid, sum_by_sample
+from .exact import attach_grids, detach_grids, has_grid, own_gradients, sum_by_sample
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
@@ -48,6 +48,7 @@ __all__ = [
     "binary_cross_entropy",
     "detach_grids",
     "has_grid",
+    "own_gradients",
     "partition_tables",
     "sigmoid",
     "sum_by_sample",

@@ -1,19 +1,24 @@
 """Parameters whose gradients add up the same however a batch is cut.
 
-A parameter with a grid (`attach_grids`) takes its gradient there: the backward of the functions below rounds
-each sample's or token's contribution once to a multiple of 2**-bits, adds it to ``parameter.grid`` as int64,
-and leaves ``parameter.grad`` alone. Without a grid they give ordinary float32 gradients.
+A parameter with a grid (`attach_grids`, `own_gradients`) takes its gradient there: the backward of the
+functions below rounds each sample's or token's contribution once to a multiple of 2**-bits, adds it to
+``parameter.grid`` as int64, and leaves ``parameter.grad`` alone. Without a grid they give ordinary float32
+gradients.
 
 Dimensions: L tokens, B samples, D columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .. import ops
 
 _kernels = ops.registered
+_GRID = ("grid", "grid_bits", "grid_name")  # attributes of a parameter with a grid
 
 
 def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str, torch.Tensor]:
@@ -24,7 +29,9 @@ def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str
     grids = {}
     for name, parameter in module.named_parameters():
         parameter.grad = None
-        parameter.grid = torch.zeros_like(parameter, dtype=torch.int64)  # type: ignore[attr-defined]
+        parameter.grid = torch.zeros(  # type: ignore[attr-defined]
+            parameter.shape, dtype=torch.int64, device=parameter.device
+        )  # contiguous, whatever the parameter's order in memory
         parameter.grid_bits, parameter.grid_name = bits, name  # type: ignore[attr-defined]
         grids[name] = parameter.grid  # type: ignore[attr-defined]
     return grids
@@ -34,9 +41,36 @@ def detach_grids(module: torch.nn.Module) -> None:
     """Take the grids away; gradients are ordinary float32 ones again, and start from nothing."""
     for parameter in module.parameters():
         parameter.grad = None
-        for attribute in ("grid", "grid_bits", "grid_name"):
-            if hasattr(parameter, attribute):
-                delattr(parameter, attribute)
+        for attribute in _GRID:
+            vars(parameter).pop(attribute, None)
+
+
+@contextmanager
+def own_gradients(module: torch.nn.Module, bits: int | None) -> Iterator[None]:
+    """Inside, gradients of `module` start from nothing: on zero grids of 2**-bits, or in ``.grad`` for None.
+
+    Afterwards every parameter has the ``.grad`` and the grid of before.
+    """
+    before = [
+        (
+            parameter,
+            parameter.grad,
+            {name: vars(parameter)[name] for name in _GRID if name in vars(parameter)},
+        )
+        for parameter in module.parameters()
+    ]
+    try:
+        if bits is None:
+            detach_grids(module)
+        else:
+            attach_grids(module, bits)
+        yield
+    finally:
+        for parameter, gradient, grid in before:
+            for attribute in _GRID:
+                vars(parameter).pop(attribute, None)
+            vars(parameter).update(grid)
+            parameter.grad = gradient
 
 
 def has_grid(parameter: torch.Tensor) -> bool:

@@ -19,8 +19,10 @@ class Linear(torch.nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(out_features, in_features) * in_features**-0.5)
-        self.bias = torch.nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.weight = torch.nn.Parameter(
+            torch.randn(out_features, in_features, dtype=torch.float32) * in_features**-0.5
+        )
+        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=torch.float32)) if bias else None
 
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(L, in) -> (L, out); `seq_offsets` (B + 1,) tell which rows are one sample's."""
@@ -60,8 +62,8 @@ class LayerNorm(torch.nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(dim))
-        self.bias = torch.nn.Parameter(torch.zeros(dim))
+        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(L, dim) -> (L, dim)."""
@@ -74,8 +76,8 @@ class GatedNorm(torch.nn.Module):
     def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6):
         super().__init__()
         self.dropout, self.eps = dropout, eps
-        self.weight = torch.nn.Parameter(torch.ones(dim))
-        self.bias = torch.nn.Parameter(torch.zeros(dim))
+        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 
     def forward(
         self,
@@ -97,7 +99,7 @@ class PositionalEmbedding(torch.nn.Module):
 
     def __init__(self, max_seq_len: int, dim: int):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(max_seq_len, dim) * 0.02)
+        self.weight = torch.nn.Parameter(torch.randn(max_seq_len, dim, dtype=torch.float32) * 0.02)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """(L,) int64 -> (L, dim)."""
@@ -109,8 +111,8 @@ class RelativeBias(torch.nn.Module):
 
     def __init__(self, max_seq_len: int, time_buckets: int):
         super().__init__()
-        self.pos_weights = torch.nn.Parameter(torch.randn(max_seq_len) * 0.02)
-        self.ts_weights = torch.nn.Parameter(torch.randn(time_buckets) * 0.02)
+        self.pos_weights = torch.nn.Parameter(torch.randn(max_seq_len, dtype=torch.float32) * 0.02)
+        self.ts_weights = torch.nn.Parameter(torch.randn(time_buckets, dtype=torch.float32) * 0.02)
 
 
 class RelativeAggregate(torch.nn.Module):
@@ -118,7 +120,7 @@ class RelativeAggregate(torch.nn.Module):
 
     def __init__(self, heads: int, buckets: int):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(heads, buckets) * 0.02)
+        self.weight = torch.nn.Parameter(torch.randn(heads, buckets, dtype=torch.float32) * 0.02)
 
     def forward(
         self,

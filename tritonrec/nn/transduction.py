@@ -226,7 +226,7 @@ class _Transduction(torch.autograd.Function):
         del uvqk, dattended
 
         z, kept = x.new_empty(0, duvqk.shape[1]) if z is None else z, normed is not None
-        dx, dweight, dbias, again = _kernels.norm_linear_silu_backward(
+        dx, dweight, dbias, again = _kernels.norm_linear_silu_backward_into(
             duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
             normed if kept else x.new_empty(0, x.shape[1]), means, rstds, "auto",
         )  # fmt: skip

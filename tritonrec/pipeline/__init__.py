@@ -2,6 +2,7 @@
 
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
+from .modes import MODES, PIPELINED, Mode, schedule_of
 from .program import WindowProgram
 from .schedule import (
     DBP,
@@ -18,7 +19,7 @@ from .schedule import (
     with_replicas,
 )
 from .synchronous import Synchronous, run_in_turn
-from .trainer import MODES, PIPELINED, Mode, StepResult, Trainer, schedule_of
+from .trainer import StepResult, Trainer
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ class Executor:
         delay: seconds to sleep before each task, drawn by the caller from a seeded generator.
         streams: where the lanes' work runs; at once, on their threads, by default.
         checked: leave the check out; only for planted bugs, which must be caught by their effect.
+        lane: ``lane()`` returns a context manager around a task's work, on whatever thread that is.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
@@ -49,13 +51,14 @@ class Executor:
         delay: Delay | None = None,
         checked: bool = True,
         streams: Streams | None = None,
+        lane: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
         if checked:
             check(schedule, micro_batches)
         self.schedule, self.micro_batches = schedule, micro_batches
-        self._actions, self._span, self._delay = actions, span, delay
+        self._actions, self._span, self._delay, self._within = actions, span, delay, lane
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
@@ -152,7 +155,7 @@ class Executor:
     def _lane(self, lane: str) -> None:
         while (work := self._next(lane)) is not None:
             task, context, after = work
-            action = partial(self._actions[task.stage], context, task.micro_batch)
+            action = partial(self._act, task, context)
             try:
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
@@ -169,6 +172,10 @@ class Executor:
                 if not self._left[task.batch]:
                     del self._left[task.batch]
                 self._changed.notify_all()
+
+    def _act(self, task: Task, context: Any) -> None:
+        with self._within():
+            self._actions[task.stage](context, task.micro_batch)
 
     def _fail(self, task: Task, error: BaseException) -> None:
         """Stop all lanes."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..data import Batch, split
+from ..data import split
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection, TableGroup
-from ..nn import attach_grids, detach_grids
+from .flight import Flight
 from .headers import exchange
+from .replicas import demand_replicable
 from .routes import answer, ask, column_sums
 from .shares import Meeting, even_shares, meetings
 from .streams import to_device, to_host
@@ -30,6 +31,7 @@ class WindowProgram:
         dense: optimizer of the model's parameters.
         communicators: one for each lane that communicates.
         config: see `WindowConfig`.
+        flight: guards model, tables and optimizer while the stages run.
         device: where samples and buffers go.
         dual_buffer: the schedule synchronises each buffer with the one before.
     """
@@ -41,19 +43,17 @@ class WindowProgram:
         dense: DenseOptimizer,
         communicators: Communicators,
         config: WindowConfig,
+        flight: Flight,
         device: str | torch.device = "cpu",
         dual_buffer: bool = False,
     ):
+        self.flight = flight
         self.model, self.tables, self.dense = model, tables, dense
         self.communicators, self.config, self.device = communicators, config, torch.device(device)
         self.dual_buffer = dual_buffer
         self.replicated = communicators.replicas > 1 and not config.average_every
-        _demand_replicable(communicators, config)
+        demand_replicable(communicators, config)
         self.sums = Sums(config, self.device)
-        if self.sums.exact:
-            attach_grids(model, config.grid_bits)
-        else:
-            detach_grids(model)
         self._buffers: list[Window | None] = [None, None]
         self.actions = {
             name: getattr(self, name)
@@ -164,7 +164,9 @@ class WindowProgram:
                 mine = table.places[self.communicators.replica.rank]
                 legs = answer(mine[inverse], table.receive, None)[0], legs[1]
                 table.meetings = self._meetings(table)
-                table.mean_gradient = torch.empty(len(table.keys), group.table.dim, device=self.device)
+                table.mean_gradient = torch.empty(
+                    len(table.keys), group.table.dim, dtype=torch.float32, device=self.device
+                )
             table.wanted, table.returned = (leg.to(self.device) for leg in legs)
             table.row_gradient = self.sums.zeros(own, group.table.dim)
         self._buffers[window.number % 2] = window
@@ -192,7 +194,7 @@ class WindowProgram:
     def _meetings(self, table: TableWindow) -> list[Meeting]:
         """After which micro-batch the replicas add up which rows: its last use, or the last micro-batch."""
         count = self.config.window_micro_batches
-        complete = torch.full((len(table.keys),), count - 1)
+        complete = torch.full((len(table.keys),), count - 1, dtype=torch.int64)
         if table.replica_last_use:
             complete.zero_()
             for place, last in zip(table.places, table.replica_last_use, strict=True):
@@ -263,10 +265,8 @@ class WindowProgram:
             assert table.embeddings is not None
             rows.append(ops.gather_rows(table.embeddings, table.asked.inverse[i]).requires_grad_())
         seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, part.step)
-        losses = self.model(part, self.tables.by_feature(rows, part.lookups()), seed)
-        window.losses[i] = losses.detach()
-        if part.loss_terms:
-            losses.sum().backward()
+        by_feature = self.tables.by_feature(rows, part.lookups())
+        window.losses[i] = self.flight.train_micro_batch(part, by_feature, seed, window.settings)
         for leaf, table in zip(rows, window.tables, strict=True):
             if table.gradients is None:
                 table.gradients = self.sums.zeros(table.asked.rows, leaf.shape[1])
@@ -303,20 +303,23 @@ class WindowProgram:
     # The end of the window: one update from complete sums.
 
     def dense_reduce(self, window: Window, _micro_batch: int | None = None) -> None:
-        """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values."""
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        parts = [self.sums.take(name, p) for name, p in zip(names, parameters, strict=True)]
-        window.dense_sums = parts
-        flat, reduce = torch.cat([part.reshape(-1) for part in parts]), self.communicators.reduce
+        """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them
+        the mean loss.
+        """
+        parts = self.sums.take(self.model)
+        losses = torch.cat([window.losses[i] for i in range(self.config.window_micro_batches)])
+        window.dense_sums = [*parts.values(), self.sums.total(losses)]
+        flat, reduce = torch.cat([part.reshape(-1) for part in window.dense_sums]), self.communicators.reduce
         if reduce.world_size == 1:
             means = self.sums.over(flat, window.terms)
         else:
             rows = torch.nn.functional.pad(flat, (0, -len(flat) % DENSE_ROW)).view(-1, DENSE_ROW)
             shares = even_shares(len(rows), reduce.world_size, reduce.rank)
             means = self.sums.means(None, reduce, rows, shares, window.terms, "dense gradients").view(-1)
-        pieces = torch.split(means[: len(flat)], [part.numel() for part in parts])
-        for name, piece, parameter in zip(names, pieces, parameters, strict=True):
-            window.dense[name] = self.sums.finite(piece, name).view_as(parameter)
+        pieces = torch.split(means[: len(flat)], [part.numel() for part in window.dense_sums])
+        for piece, (name, part) in zip(pieces, parts.items(), strict=False):
+            window.dense[name] = self.sums.finite(piece, name).view_as(part)
+        window.loss = pieces[-1]
 
     def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window.
@@ -383,23 +386,6 @@ class WindowProgram:
 
     def _count_rows(self, window: Window, send: list[int]) -> None:
         window.counts.rows += sum(send) - send[self.communicators.shard]
-
-    def losses_of(self, window: Window) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
-        """For each batch itself, and in its micro-batches' order sample ids (B,) and losses (B,) float32."""
-        count, found = self.config.micro_batches, []
-        for place, batch in enumerate(window.batches):
-            part = range(place * count, (place + 1) * count)
-            ids = torch.cat([window.micro_batches[i].sample_ids for i in part])
-            found.append((batch, ids, torch.cat([window.losses[i] for i in part])))
-        return found
-
-
-def _demand_replicable(communicators: Communicators, config: WindowConfig) -> None:
-    """Raise ValueError where replicas of the tables do not go with the rest."""
-    if config.average_every and communicators.replicas == 1:
-        raise ValueError("average_every averages replicas of the tables, and there is one copy only")
-    if communicators.replicas > 1 and config.dedup not in ("lookup", "both"):
-        raise ValueError(f"replicas of the tables need dedup before the lookup, got {config.dedup!r}")
 
 
 def _first_occurrences(inverse: torch.Tensor, count: int) -> torch.Tensor:

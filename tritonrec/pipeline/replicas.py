@@ -12,9 +12,17 @@ from __future__ import annotations
 
 import torch
 
-from ..distributed import Communicator
+from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection, TablePolicy
-from .window import Window
+from .window import Window, WindowConfig
+
+
+def demand_replicable(communicators: Communicators, config: WindowConfig) -> None:
+    """Raise ValueError where replicas of the tables do not go with the rest."""
+    if config.average_every and communicators.replicas == 1:
+        raise ValueError("average_every averages replicas of the tables, and there is one copy only")
+    if communicators.replicas > 1 and config.dedup not in ("lookup", "both"):
+        raise ValueError(f"replicas of the tables need dedup before the lookup, got {config.dedup!r}")
 
 
 class ReplicaAverage:

@@ -103,7 +103,7 @@ def ask(
         distinct, inverse, _counts = ops.unique(torch.cat(keys))
         device = distinct.device
         using = torch.repeat_interleave(
-            torch.arange(len(keys), device=device), torch.tensor(lengths, device=device)
+            torch.arange(len(keys), device=device), torch.tensor(lengths, dtype=torch.int64, device=device)
         )
         # Distinct keys come in the order of their first occurrence, and so of their first use.
         first = using.new_zeros(len(distinct)).scatter_reduce_(0, inverse, using, "amin", include_self=False)
@@ -154,7 +154,9 @@ def answer(rows: torch.Tensor, receive: list[list[int]], last_use: torch.Tensor 
     wanted = Leg([torch.cat(pieces[i::count]) for i in range(count)], receive)
     if last_use is None:
         return wanted, wanted
-    from_rank = torch.repeat_interleave(torch.arange(world), torch.tensor(column_sums(receive)))
+    from_rank = torch.repeat_interleave(
+        torch.arange(world), torch.tensor(column_sums(receive), dtype=torch.int64)
+    )
     return wanted, legs(rows, last_use.long(), from_rank.to(rows.device), count, world)
 
 
@@ -182,5 +184,5 @@ def _by_owner(values: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
 
 def _repeated(counts: list[list[int]]) -> torch.Tensor:
     """The owner of each row of the store."""
-    flat = torch.tensor(counts)
+    flat = torch.tensor(counts, dtype=torch.int64)
     return torch.repeat_interleave(torch.arange(flat.shape[1]).repeat(len(flat)), flat.flatten())

@@ -31,7 +31,8 @@ class Shares:
         """`places`: [g] (k_g,) int64, which of `count` rows rank g has sums for; `rank`: this one."""
         ranks = len(places)
         bounds = [count * each // ranks for each in range(ranks + 1)]
-        owners = [torch.bucketize(each, torch.tensor(bounds[1:-1]), right=True) for each in places]
+        inner = torch.tensor(bounds[1:-1], dtype=torch.int64)
+        owners = [torch.bucketize(each, inner, right=True) for each in places]
         here = [each[owner == rank] for each, owner in zip(places, owners, strict=True)]
         return cls(
             torch.argsort(owners[rank], stable=True),

@@ -17,6 +17,8 @@ from .streams import to_device
 from .window import Sent, WindowConfig
 
 NAME = "embedding gradient"
+LOSS_BITS = 24
+"""Losses are larger than gradients, and no more than looked at: a grid of 2**-24 reaches 2**39."""
 
 
 @dataclass
@@ -117,6 +119,20 @@ class Sums:
         divisor = float(max(terms, 1))
         return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
 
+    def total(self, losses: torch.Tensor) -> torch.Tensor:
+        """(1,) the sum of losses (B,) float32, of the type that sums have: on the grid of `LOSS_BITS`."""
+        if not self.exact:
+            return losses.double().sum().float().view(1)
+        one = torch.zeros_like(losses, dtype=torch.int64)
+        total = ops.segment_sum(
+            losses.unsqueeze(1), one, 1, level="batch", bits=LOSS_BITS, name="losses of the samples"
+        )
+        return total.view(1)
+
+    def mean_loss(self, mean: torch.Tensor) -> float:
+        """The mean loss per term, from what `over` makes of a `total` of all ranks."""
+        return float(mean) * (2.0 ** (self.config.grid_bits - LOSS_BITS) if self.exact else 1.0)
+
     def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
         """`means`, or FloatingPointError; sums on the grid are finite already."""
         if not self.exact:
@@ -126,12 +142,18 @@ class Sums:
                 raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
         return means
 
-    def take(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter's summed gradient of this rank; leaves none behind."""
-        if not self.exact:
-            gradient, parameter.grad = parameter.grad, None
-            return torch.zeros_like(parameter) if gradient is None else gradient
-        return take_grid(name, parameter)
+    def take(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Summed gradients of this rank, of the parameters that require one; leaves none behind."""
+        taken = {}
+        for name, parameter in model.named_parameters():
+            if self.exact:
+                gradient = take_grid(name, parameter)
+            else:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = None
+            if parameter.requires_grad:
+                taken[name] = gradient
+        return taken
 
 
 def travel(

@@ -9,7 +9,8 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..nn import attach_grids
+from ..nn import own_gradients
+from .model_call import CallerSettings, train_micro_batch
 from .program import DROPOUT_STREAM, WindowProgram
 from .schedule import Schedule
 from .sums import take_grid
@@ -19,8 +20,8 @@ from .window import Window
 class Synchronous:
     """The reference of ``"batch"`` consistency: one process, the whole global batch at once, no overlap.
 
-    It shares the kernels and the tables with the pipelined modes, and nothing else: no executor, no buffers,
-    no exchange.
+    It shares the kernels, the tables and the call of the model with the pipelined modes, and nothing else: no
+    executor, no buffers, no exchange.
 
     Args:
         model, tables, dense: what is trained.
@@ -39,10 +40,16 @@ class Synchronous:
     ):
         self.model, self.tables, self.dense = model, tables, dense
         self.seed, self.grid_bits, self.accumulate = seed, grid_bits, accumulate
-        attach_grids(model, grid_bits)
 
-    def step(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """One update from `batches`, the whole global batch of each; returns their losses (B,)."""
+    def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
+        """One update from `batches`, the whole global batch of each; returns their losses (B,).
+
+        The model's gradients go to grids meanwhile (`own_gradients`); `settings` hold while it computes.
+        """
+        with own_gradients(self.model, self.grid_bits):
+            return self._step(batches, settings or CallerSettings())
+
+    def _step(self, batches: list[Batch], settings: CallerSettings) -> list[torch.Tensor]:
         update = batches[0].step // self.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
         lookups = [batch.lookups() for batch in batches]
@@ -64,9 +71,8 @@ class Synchronous:
                 for group, _keys, _found, values, _sums, places in shards
             ]
             seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
-            losses.append(self.model(batch, self.tables.by_feature(rows, lookups[number]), seed))
-            if batch.loss_terms:
-                losses[-1].sum().backward()
+            by_feature = self.tables.by_feature(rows, lookups[number])
+            losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
@@ -84,9 +90,11 @@ class Synchronous:
 
         dense = {}
         for name, parameter in self.model.named_parameters():
-            dense[name] = ops.from_grid(take_grid(name, parameter), terms, self.grid_bits)
+            sum_of_terms = take_grid(name, parameter)
+            if parameter.requires_grad:
+                dense[name] = ops.from_grid(sum_of_terms, terms, self.grid_bits)
         self.dense.step(dense, update + 1)
-        return [each.detach() for each in losses]
+        return losses
 
 
 def run_in_turn(

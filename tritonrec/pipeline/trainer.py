@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import torch
 
@@ -17,68 +16,36 @@ from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import demand_same_training
 from .executor import Delay, Executor, StageFailedError
+from .flight import Flight, as_lane, demand_trainable, on_the_callers_thread
+from .model_call import CallerSettings
+from .modes import MODES, Mode, demand_fitting, demand_plain, schedule_of
 from .program import WindowProgram
 from .replicas import ReplicaAverage
-from .schedule import IN_TURN, SCHEDULES, Schedule, Task, keep_rows, with_replicas
+from .schedule import Schedule, Task
 from .streams import Streams, streams_for
+from .sums import Sums
 from .synchronous import Synchronous, run_in_turn
 from .window import LookupCounts, Window, WindowConfig
-
-Mode = Literal["sync", "sequential", "dbp", "fwp", "nestpipe"]
-PIPELINED: tuple[Mode, ...] = ("dbp", "fwp", "nestpipe")
-MODES: dict[Mode, str] = {
-    "sync": "reference: one process, whole batch, plain loop",
-    "sequential": "micro-batches and ranks as in the pipelined modes, one stage after another",
-    "dbp": "dual-buffer pipelining: lookups of later batches overlap with the current one",
-    "fwp": "frozen-window pipelining: exchanges of a batch overlap with its computation",
-    "nestpipe": "both, nested",
-}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses of one step on this rank: sample ids (B,), per-sample loss sums (B,).
+    """Losses of one step.
 
-    `terms` counts the loss's terms (tokens, impressions) of the whole update, over all ranks and over the
-    batches it accumulates.
+    Args:
+        step: of the batch.
+        sample_ids, losses: (B,) int64 and (B,) float32, the sum of the terms of each sample on this rank.
+        terms: of the loss (tokens, impressions) in the whole update, over all ranks and over the batches it
+            accumulates.
+        loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
+            same bits in every mode and at every world size.
     """
 
     step: int
     sample_ids: torch.Tensor
     losses: torch.Tensor
     terms: int
-
-
-def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
-    """The table that a mode runs, in turn where it is ``sequential``; ``sync`` has none.
-
-    Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows, and where
-    it cannot have several batches in flight.
-    """
-    schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
-    if config.skip_fetch:
-        if mode not in ("dbp", "nestpipe"):
-            raise ValueError(
-                f"mode {mode!r} keeps no rows between batches: skip_fetch is for dbp and nestpipe"
-            )
-        schedule = keep_rows(schedule)
-    if config.depth > 1 and mode not in ("dbp", "nestpipe"):
-        raise ValueError(
-            f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for dbp and nestpipe"
-        )
-    if config.depth:
-        schedule = replace(schedule, batches_in_flight=config.depth)
-    return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
-
-
-def _demand_on(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise ValueError naming a parameter that is not on the device."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != device.type:
-            raise ValueError(
-                f"parameter {name} is on {parameter.device}, and the trainer works on {device}: move the "
-                "model there before its optimizer is made, or pass its device"
-            )
+    loss: float
 
 
 class Trainer:
@@ -99,6 +66,11 @@ class Trainer:
         checked: False skips the check, for planted bugs only.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
+
+    While batches are in flight (`in_flight`), model, tables and optimizer are the trainer's: reading or
+    writing them, calling or copying the model, and switching it with ``train()`` or ``eval()`` raise
+    RuntimeError. At any other time they are the caller's, and the next batch starts from how he leaves them.
+    The model is called under the autocast and the default device of the thread that reads the batches.
     """
 
     def __init__(
@@ -118,8 +90,14 @@ class Trainer:
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        dense.check_current()
         self.mode, self.config = mode, config or WindowConfig()
+        self._device = torch.device(device)
+        if not communicators.communication.serves(self._device):
+            raise ValueError(
+                f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
+                f"backend that can, such as 'cpu:gloo,cuda:nccl'"
+            )
+        demand_trainable(model, dense, self._device)
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
@@ -128,6 +106,7 @@ class Trainer:
         self._batches = 0  # of this run
         self._stopping = False
         self._number = 0
+        self._read = -1  # the last update whose batches were read
         self._pending: deque[Window] = deque()
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
@@ -136,6 +115,10 @@ class Trainer:
         self._schedule = None if mode == "sync" else schedule
         if mode != "sync" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
+        bits = self.config.grid_bits if self.config.consistency == "batch" else None
+        shared = self._schedule is not None and mode != "sequential" and self._schedule.batches_in_flight > 1
+        self._flight = Flight(model, tables, dense, bits, shared, self._steps_in_flight)
+        self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
@@ -143,55 +126,33 @@ class Trainer:
             edges=[] if self._schedule is None else self._schedule.edges(),
         )
         if self._schedule is None:
-            self._demand_plain(communicators)
+            demand_plain(self.config, communicators)
             self.reference = Synchronous(
                 model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
             )
             return
-        stages = {stage.name for stage in self._schedule.stages}
-        two = "synchronise" in stages
-        exact_copies = communicators.replicas > 1 and not self.config.average_every
-        if (
-            self._schedule.keeps_rows != self.config.skip_fetch
-            or ("replica_reduce" in stages) != exact_copies
-        ):
-            raise ValueError(
-                f"schedule {self._schedule.name!r} keeps rows: {self._schedule.keeps_rows}, adds up "
-                f"replicas: {'replica_reduce' in stages}; with skip_fetch={self.config.skip_fetch} and "
-                f"{communicators.replicas} replicas it must be made by schedule_of or its parts"
-            )
-        device = torch.device(device)
-        _demand_on(model, device)
-        if not communicators.communication.serves(device):
-            raise ValueError(
-                f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a backend "
-                f"that can, such as 'cpu:gloo,cuda:nccl'"
-            )
-        demand_same_training(communicators, model, tables, dense, mode, self.config, self._schedule, device)
-        self._program = WindowProgram(model, tables, dense, communicators, self.config, device, two)
+        demand_fitting(self._schedule, self.config, communicators.replicas)
+        demand_same_training(
+            communicators, model, tables, dense, mode, self.config, self._schedule, self._device
+        )
+        self._program = WindowProgram(
+            model,
+            tables,
+            dense,
+            communicators,
+            self.config,
+            self._flight,
+            self._device,
+            dual_buffer=any(stage.name == "synchronise" for stage in self._schedule.stages),
+        )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if mode != "sequential":
             count = self.config.window_micro_batches
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,
-                streams or streams_for(device),
+                streams or streams_for(self._device), as_lane,
             )  # fmt: skip
-
-    def _demand_plain(self, communicators: Communicators) -> None:
-        """Raise ValueError for what one process with a plain loop does not do."""
-        config = self.config
-        if communicators.world_size != 1 or config.micro_batches != 1:
-            raise ValueError(
-                f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
-                f"and {config.micro_batches} micro-batches; 'sequential' has those without overlap"
-            )
-        if config.consistency != "batch":
-            raise ValueError("mode 'sync' is the reference of 'batch' consistency")
-        if config.skip_fetch:
-            raise ValueError("mode 'sync' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
-        if config.depth or config.average_every:
-            raise ValueError("mode 'sync' has one batch in flight and one copy: no depth, no average_every")
 
     @property
     def program(self) -> WindowProgram:
@@ -237,15 +198,20 @@ class Trainer:
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if not self._results:
+            self._flight.check_caller()
             if self._executor is None:
                 self._plain(iterator)
             else:
                 try:
                     self._piped(self._executor, iterator)
                 except StageFailedError:
-                    self._pending.clear()  # nothing will come of them
+                    self.close()  # nothing will come of the others
                     raise
         return self._results.popleft()
+
+    def in_flight(self) -> list[int]:
+        """Steps whose batches were read and are not finished, oldest first."""
+        return [batch.step for window in self._pending for batch in window.batches]
 
     @property
     def stopping(self) -> bool:
@@ -264,17 +230,41 @@ class Trainer:
             window = self._next_window(iterator)
             if window is None:
                 break
+            self._begin(window)
             executor.submit(window.number, window)
-            self._pending.append(window)
         if not self._pending:
             self._end_run()
             raise StopIteration
         window = self._pending[0]
         executor.wait(window.number)
         if len(self._pending) == 1:
-            self.program.finish(window)
-        self._pending.popleft()  # only now: an interrupt before leaves everything to be done
+            with on_the_callers_thread():
+                self.program.finish(window)
+        self._end(window)  # only now: an interrupt before leaves everything to be done
         self._finish(window)
+
+    def _begin(self, window: Window) -> None:
+        """The window is in flight."""
+        self._flight.begin()
+        self._pending.append(window)
+        self._read = window.update
+        self._number += 1
+        self._batches += len(window.batches)
+
+    def _end(self, window: Window) -> None:
+        """The oldest window in flight is done."""
+        self._pending.popleft()
+        self._flight.updated(window.update)
+        if not self._pending:
+            self._flight.end()
+
+    def _abandon(self) -> None:
+        self._pending.clear()
+        self._flight.end()
+
+    def _steps_in_flight(self) -> str:
+        steps = self.in_flight()
+        return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} are"
 
     def sync(self) -> None:
         """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
@@ -287,7 +277,8 @@ class Trainer:
             )
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
-        with self.recorder.span("replica", "average", batch=self._finished) as args:
+        span = self.recorder.span("replica", "average", batch=self._finished)
+        with span as args, on_the_callers_thread():
             sent = args["bytes"] = self._average.average()
         self.counts.row_bytes += sent
 
@@ -300,10 +291,13 @@ class Trainer:
         return every > 0 and (window.update + 1) % every == 0
 
     def close(self) -> None:
-        """Stop the lanes; batches in flight are abandoned, and the state is that of no step."""
-        self._pending.clear()
+        """Stop the lanes and give the model back.
+
+        Batches in flight are abandoned, and the state is then that of no step.
+        """
         if self._executor is not None:
             self._executor.close()
+        self._abandon()
 
     def __enter__(self) -> Trainer:
         return self
@@ -328,9 +322,14 @@ class Trainer:
                 f"an update takes {count} consecutive batches from a multiple of {count}, got steps "
                 f"{[batch.step for batch in batches]}"
             )
-        window = Window(self._number, batches, first // count)
-        self._number += 1
-        self._batches += len(batches)
+        window = Window(self._number, batches, first // count, CallerSettings.of_this_thread(self._device))
+        last = max(self._read, self._flight.last_update)
+        if window.update <= last:
+            raise ValueError(
+                f"step {first} is update {window.update}, and update {last} of these tables and this "
+                "optimizer is done or in flight: steps must rise, since Adam's bias correction, eviction and "
+                "dropout go by their numbers; to begin anew make new tables and a new optimizer, or load them"
+            )
         return window
 
     def _plain(self, iterator: Iterator[Batch]) -> None:
@@ -338,23 +337,35 @@ class Trainer:
         if window is None:
             self._end_run()
             raise StopIteration
-        if self.reference is None:
-            assert self._schedule is not None
-            run_in_turn(self._schedule, self.program, window, self._span)
-            self._finish(window)
-            return
+        self._begin(window)
+        try:
+            with on_the_callers_thread():
+                if self.reference is None:
+                    assert self._schedule is not None
+                    run_in_turn(self._schedule, self.program, window, self._span)
+                else:
+                    self._run_reference(self.reference, window)
+        except BaseException:
+            self._abandon()
+            raise
+        self._end(window)
+        self._finish(window)
+
+    def _run_reference(self, reference: Synchronous, window: Window) -> None:
         self._stopping |= self._communicators.stop.is_set()
         with self.recorder.span("compute", "compute", batch=window.step):
-            losses = self.reference.step(window.batches)
-        terms = sum(batch.loss_terms for batch in window.batches)
-        for batch, each in zip(window.batches, losses, strict=True):
-            self._results.append(StepResult(batch.step, batch.sample_ids, each, terms))
+            losses = reference.step(window.batches, window.settings)
+        window.losses = dict(enumerate(losses))
+        window.micro_batches = window.batches
+        window.terms = sum(batch.loss_terms for batch in window.batches)
+        window.loss = self._sums.over(self._sums.total(torch.cat(losses)), window.terms)
 
     def _end_run(self) -> None:
         """Agree with the other ranks that the batches have ended here, once after the last of them."""
         batches, self._batches = self._batches, 0
         if batches and self._program is not None:
-            with self._communicators.watch.doing(f"the end of its run, after {batches} batches"):
+            ending = self._communicators.watch.doing(f"the end of its run, after {batches} batches")
+            with ending, on_the_callers_thread():
                 self._program.end_run(self._finished, batches)
 
     def _finish(self, window: Window) -> None:
@@ -366,8 +377,10 @@ class Trainer:
             self._average.note(window)
             if self._averages_after(window):
                 self.sync()
-        for batch, ids, losses in self.program.losses_of(window):
-            self._results.append(StepResult(batch.step, ids, losses, window.terms))
+        assert window.loss is not None
+        loss = self._sums.mean_loss(window.loss)
+        for batch, ids, losses in window.losses_by_batch(self.config.micro_batches):
+            self._results.append(StepResult(batch.step, ids, losses, window.terms, loss))
 
     @contextmanager
     def _span(self, lane: str, task: Task, window: Window):

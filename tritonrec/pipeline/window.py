@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..data import Batch
+from .model_call import CallerSettings
 from .routes import MAX_FIRST_USE, Asked, Leg, no_keys
 from .shares import Meeting
 
@@ -50,7 +51,8 @@ class TableWindow:
     meetings: list[Meeting] = field(default_factory=list)  # [i]: rows whose replicas' sums are complete
     wanted: Leg = field(default_factory=Leg)  # buffer rows to send with each micro-batch
     returned: Leg = field(default_factory=Leg)  # buffer rows whose gradients come with each
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))  # (K, row width)
+    # (K, row width)
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
     # the window
     embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
     gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
@@ -105,11 +107,13 @@ class Window:
     number: int  # windows of this run counted from 0; its parity chooses the buffer
     batches: list[Batch]  # one, or as many as gradients are accumulated over
     update: int  # updates of the rows and parameters before this one, over all runs
+    settings: CallerSettings = field(default_factory=CallerSettings)  # of the thread that read the batches
     micro_batches: list[Batch] = field(default_factory=list)
     tables: list[TableWindow] = field(default_factory=list)
     terms: int = 0  # of the loss, every rank's samples together
     row_terms: int = 0  # what rows' gradients are divided by: the same, unless replicas train on their own
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    loss: torch.Tensor | None = None  # (1,) mean per term, of every rank's samples together
     dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
     stop: bool = False  # whether a rank was asked to stop before its keys were routed
@@ -119,6 +123,15 @@ class Window:
     def sending(self, stage: str, micro_batch: int) -> Sent:
         """Where the task of `stage` counts what it sends."""
         return self.sent.setdefault((stage, micro_batch), Sent())
+
+    def losses_by_batch(self, count: int) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
+        """For each batch, cut into `count`: itself, and in that order sample ids (B,) and losses (B,)."""
+        found = []
+        for place, batch in enumerate(self.batches):
+            part = range(place * count, (place + 1) * count)
+            ids = torch.cat([self.micro_batches[i].sample_ids for i in part])
+            found.append((batch, ids, torch.cat([self.losses[i] for i in part])))
+        return found
 
     @property
     def step(self) -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..kernels.arguments import check_rank
 from ..nn import DLRM, sigmoid
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def own_samples(samples: int, rank: int, world_size: int) -> slice:
-    """The block of a batch's `samples` that a rank owns; the first ranks have one more where they differ."""
+    """The block of a batch's `samples` that a rank owns; the first ranks have one more where they differ.
+
+    Raises ValueError for a rank that is not in [0, world_size).
+    """
+    check_rank(rank, world_size)
     return slice(*(at * (samples // world_size) + min(at, samples % world_size) for at in (rank, rank + 1)))
 
 
@@ -40,7 +45,8 @@ class TableWiseDLRM:
         tables: ids (n,) int64 -> rows (n, d), for the features this rank owns.
         rank, world_size: of the exchange.
 
-    Raises ValueError for a feature without an owner, an owner that is no rank, or a table that is missing.
+    Raises ValueError for a rank that is not in [0, world_size), a feature without an owner, an owner that is
+    no rank, or a table that is missing.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class TableWiseDLRM:
         rank: int,
         world_size: int,
     ):
+        check_rank(rank, world_size)
         features = model.config.features
         for name in features:
             if not 0 <= owners.get(name, -1) < world_size:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
+from ..kernels.arguments import check_rank
 
 
 @dataclass(frozen=True)
@@ -89,5 +90,6 @@ def hot_rows(
 
 def owned(hot: HotRows, shard: int, shards: int) -> torch.Tensor:
     """(h,) int64 places of the hot rows that a rank holds, ascending."""
+    check_rank(shard, shards)
     every = torch.cat([*hot.ids, torch.empty(0, dtype=torch.int64)])
     return (ops.owner_of(every, shards) == shard).nonzero().squeeze(1)

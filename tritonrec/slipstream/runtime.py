@@ -154,7 +154,8 @@ class Slipstream:
                     keys.append(group.layout.pack(group.layout.names.index(name), ids, name))
                     places.append(here)
             every, order = torch.cat(keys).sort()
-            rows, flags = torch.zeros(len(every), group.table.dim), torch.zeros(len(every), dtype=torch.bool)
+            rows = torch.zeros(len(every), group.table.dim, dtype=torch.float32)
+            flags = torch.zeros(len(every), dtype=torch.bool)
             followed.append(
                 _Followed(every, torch.cat(places)[order], rows, rows.clone(), flags, flags.clone())
             )
@@ -234,8 +235,9 @@ class Slipstream:
         history = []
         for number in range(count):
             part = [group.changes[number] for group in self._groups] if self.communicators.saves else []
-            changes = torch.full((len(self.hot),), math.inf)
-            values = self.communicators.control.gather(torch.cat([*part, torch.empty(0)]))
+            changes = torch.full((len(self.hot),), math.inf, dtype=torch.float32)
+            part.append(torch.empty(0, dtype=torch.float32))
+            values = self.communicators.control.gather(torch.cat(part))
             changes[every] = torch.cat(values)
             history.append(changes)
         return history

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 from torch._subclasses.fake_tensor import is_fake
 
+from .calls import SAME, CallCheck, described
 from .exchange import BoundedLagAllToAll, Exchange
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class _Pending(dist.Work):
         self._exchange = exchange
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Complete the exchange and all older ones, under the group's timeout."""
-        self._exchange.wait()
+        """Complete the exchange and all older ones, each within `timeout` or the group's."""
+        self._exchange.wait(timeout or None)
         return True
 
     def is_completed(self) -> bool:
@@ -80,14 +81,18 @@ def _refuse_fake(name: str, first: object) -> None:
 
 
 def _by_backend(name: str) -> Callable[..., dist.Work]:
-    """A group's method that has the backend of its tensors do `name`; the host's where it has no tensors."""
+    """A group's method that has the backend of its tensors do `name`, for the host after a `CallCheck`."""
 
-    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        first: Any = next(iter((*args, *kwargs.values())), None)
+    def call(group: BoundedLagGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        given = (*args, *kwargs.values())
+        first: Any = next(iter(given), None)
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
         _refuse_fake(name, first)
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        if device.type == "cpu" and name not in ("send", "recv"):
+            tensors = SAME[name](*given[:2]) if name in SAME else given[0]
+            group.check(described(name.strip("_"), tensors, given[-1]))
         return getattr(group._get_backend(device), name)(*args, **kwargs)
 
     return call
@@ -113,6 +118,9 @@ class BoundedLagGroup(dist.ProcessGroup):
     passed on from here without: gloo's threads need that lock to drop a tensor while they hold a lock that
     the next collective waits for, and a rank stood still for ever. So no dispatch mode sees collectives that
     are called by `torch.distributed`; fake tensors are refused.
+
+    Ranks compare their calls (`CallCheck`), but for `send` and `recv` and those of tensors on a device, where
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does.
     """
 
     def __init__(
@@ -130,6 +138,7 @@ class BoundedLagGroup(dist.ProcessGroup):
             self._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         gloo: Any = self._get_backend(torch.device("cpu"))
+        self.check = CallCheck(gloo, timeout)
         self.exchange = BoundedLagAllToAll(gloo, options.bound, 0, timeout, options.recorder)
 
     def getBackendName(self) -> str:
@@ -148,8 +157,6 @@ class BoundedLagGroup(dist.ProcessGroup):
         _refuse_fake("all_to_all_single", input)
         receive = self._splits("output", output, output_split_sizes)
         send = self._splits("input", input, input_split_sizes)
-        if not output.is_contiguous():
-            raise ValueError("all_to_all_single needs a contiguous output")
         return _Pending(self.exchange.start(input, send, receive, output))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name from torch 2.13 on
@@ -158,12 +165,19 @@ class BoundedLagGroup(dist.ProcessGroup):
     allreduce = _by_backend("allreduce")
     allreduce_coalesced = _by_backend("allreduce_coalesced")
     broadcast = _by_backend("broadcast")
+    gather = _by_backend("gather")
+    reduce = _by_backend("reduce")
     reduce_scatter = _by_backend("reduce_scatter")
+    scatter = _by_backend("scatter")
+    _allgather_base = _by_backend("_allgather_base")
+    _reduce_scatter_base = _by_backend("_reduce_scatter_base")
     send = _by_backend("send")
     recv = _by_backend("recv")
     allgather_into_tensor_coalesced = _one_by_one("_allgather_base")
     reduce_scatter_tensor_coalesced = _one_by_one("_reduce_scatter_base")
     # Their names from torch 2.13 on.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -173,6 +187,7 @@ class BoundedLagGroup(dist.ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         host: Any = self._get_backend(torch.device("cpu"))
+        self.check("barrier")
         return host.barrier(opts)
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:

@@ -15,86 +15,80 @@ The paper has k buffers and one-sided puts into the peers' memory: there a fast 
 whose owner still waits for a third rank. Here every rank posts its own receives, and posts one only when its
 buffer is free, so a message that comes early waits at its sender.
 
-No collective is hidden anywhere: a message carries its number of rows in a header, into a receive buffer as
-large as the largest message allowed.
+No collective is hidden anywhere: a message carries its number of rows, their dtype and width in a header, and
+the number of rows that its sender expects in turn. Both ranks compare; `messages` has the protocol.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..communicator import TIMEOUT
-from ..launch import RankDiedError
+from ..watch import RankDiedError
+from .checks import check_out, check_values, checked_counts, disagreement
+from .messages import (
+    EAGER,
+    FAILED,
+    HEADER,
+    NOTHING,
+    TAG,
+    UNKNOWN,
+    Deadline,
+    Header,
+    Layout,
+    Slot,
+    SupportsMessages,
+    Tags,
+    header_words,
+    room,
+)
 
 if TYPE_CHECKING:
     from ...trace import SupportsRecording
-
-HEADER = 32
-"""Bytes before the rows: int64 number of the exchange, rows, bytes of a row, and the sender's bound."""
-TAG = 0x626C7300
-"""First tag of an exchange; far from the tags that people choose."""
-_NOTHING = -1
-
-
-class SupportsMessages(Protocol):
-    """What an exchange asks of a group: `torch.distributed.ProcessGroup` and its backends have it."""
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> Any: ...
-
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> Any: ...
-
-
-class _Slot:
-    """Buffers of one exchange in flight: one to and one from each rank, header first."""
-
-    def __init__(self, world_size: int):
-        self.send: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * world_size
-        self.receive = list(self.send)
-        self.sending: list[tuple[int, Any]] = []
-
-    @staticmethod
-    def room(buffers: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        """`buffers[rank]`, replaced by a larger one where it has fewer than `size` bytes."""
-        if len(buffers[rank]) < size:
-            buffers[rank] = torch.empty(size, dtype=torch.uint8)
-        return buffers[rank]
 
 
 class Exchange:
     """An exchange that has been started; `wait` returns what came."""
 
     def __init__(
-        self, owner: BoundedLagAllToAll, number: int, values: torch.Tensor, out: torch.Tensor | None
+        self,
+        owner: BoundedLagAllToAll,
+        number: int,
+        values: torch.Tensor,
+        send: list[int],
+        receive: list[int] | None,
+        out: torch.Tensor | None,
     ):
-        self.number = number
+        self.number, self.send, self.receive, self.out = number, send, receive, out
+        self.layout = Layout.of(values)
         self.done = False
         self.counts: list[int] = []
         self.values: torch.Tensor | None = None
-        self.out = out
         self.like = values[:0]
-        self.receiving: list[tuple[int, Any]] = []
+        self.first: list[tuple[int, Any]] = []
+        self.rest: list[tuple[int, Any]] = []
         self._owner = owner
 
-    def wait(self) -> tuple[torch.Tensor, list[int]]:
-        """Complete this exchange, and before it every older one.
+    def size(self, rows: int) -> int:
+        """Bytes of `rows` rows."""
+        return rows * self.layout.row_bytes
+
+    def wait(self, timeout: timedelta | None = None) -> tuple[torch.Tensor, list[int]]:
+        """Complete this exchange, and before it every older one, within `timeout` or the owner's.
 
         Returns:
             (sum(counts), ...) rows grouped by source rank, and how many came from each.
 
-        Raises RankDiedError naming the rank that died, or sent nothing within the timeout.
+        Raises RankDiedError naming the rank that died, or sent nothing within the timeout, and RuntimeError
+        where two ranks disagree about rows, dtype, width, bound or capacity.
         """
-        self._owner._finish_through(self)
+        self._owner._finish_through(self, timeout)
         assert self.values is not None
         return self.values, self.counts
 
@@ -104,11 +98,11 @@ class BoundedLagAllToAll:
 
     Args:
         group: a process group with tagged point-to-point messages (gloo, or one of `register`), or None for a
-            run of one rank. Nobody else may use its tags from `tag` to `tag + bound`.
+            run of one rank. Nobody else may use its tags from `tag` to `tag + 128 (bound + 1)`.
         bound: k, at least 0, the same on all ranks.
         capacity: most bytes of rows that one rank sends to another in one exchange, the same on all ranks;
-            needed by exchanges that are not told what they receive. Every rank keeps
-            2 (k + 1) (W - 1) buffers of this size, whatever the tables' sizes (section V-F).
+            needed by exchanges that are not told what they receive. Every rank keeps 2 (k + 1) (W - 1)
+            buffers of this size, rounded up to a power of two, whatever the tables' sizes (section V-F).
         timeout: how long `wait` stays for the other ranks before it raises.
         recorder: gets a span for each start and each wait, and the counters ``lag over rank q``.
         tag: first tag; two exchanges over one group need ranges of their own.
@@ -126,21 +120,24 @@ class BoundedLagAllToAll:
         recorder: SupportsRecording | None = None,
         tag: int = TAG,
     ):
-        if bound < 0:
-            raise ValueError(f"bound must be at least 0 exchanges, got {bound}")
-        if capacity < 0:
-            raise ValueError(f"capacity must be at least 0 bytes, got {capacity}")
+        for name, value, unit in (("bound", bound, "exchanges"), ("capacity", capacity, "bytes")):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be at least 0 {unit}, and whole, got {value}")
         self.group, self.bound, self.capacity, self.timeout = group, bound, capacity, timeout
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        self.recorder, self.tag = recorder, tag
+        self.recorder = recorder
+        self._tags = Tags(tag, bound + 1)
+        self._eager = room(max(EAGER, capacity))  # bytes of rows in the first message, at most
         self.started = 0
         self.lags = [0] * self.world_size
         self.largest_lag = 0
         self._flight: deque[Exchange] = deque()
-        self._slots = [_Slot(self.world_size) for _ in range(bound + 1)]
+        self._slots = [Slot(self.world_size) for _ in range(bound + 1)]
         self._others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._settings: list[tuple[int, Any, torch.Tensor]] = []
         self._failure = ""
+        self._notices: list[Any] = []
 
     @property
     def _messages(self) -> SupportsMessages:
@@ -172,23 +169,42 @@ class BoundedLagAllToAll:
             values: (sum(send), ...) rows grouped by destination rank.
             send: rows to each rank, world_size entries.
             receive: rows from each rank where they are known; buffers then grow as needed and `capacity`
-                does not count. They must be right: gloo ends a process that gets a longer message.
-            out: contiguous, where the rows go that come; new by default.
+                does not count. Ranks compare them with the rows that come.
+            out: contiguous, of the dtype and on the device of `values`, where the rows go that come; new by
+                default.
 
-        Raises ValueError for counts that do not fit `values`, and for messages larger than the capacity;
-        RankDiedError as `Exchange.wait` does.
+        Raises ValueError for arguments that do not fit each other, and for messages larger than the capacity;
+        what `Exchange.wait` raises, for the oldest.
         """
-        row_bytes = self._check(values, send, receive)
+        if self._failure:
+            raise RankDiedError(f"an earlier exchange failed: {self._failure}")
+        send = checked_counts("send", send, self.world_size)
+        check_values(values, send)
+        if receive is not None:
+            receive = checked_counts("receive", receive, self.world_size)
+            if receive[self.rank] != send[self.rank]:
+                raise ValueError(
+                    f"rank {self.rank} sends itself {send[self.rank]} rows and expects {receive[self.rank]}"
+                )
+        if out is not None:
+            check_out(out, values, receive)
+        largest = max((send[peer] for peer in self._others), default=0) * Layout.of(values).row_bytes
+        if receive is None and largest > self.capacity:
+            raise ValueError(
+                f"a message of {largest} bytes does not fit the capacity of {self.capacity}: "
+                "give BoundedLagAllToAll a larger one, on all ranks"
+            )
         if len(self._flight) > self.bound:
             self._finish_oldest()
         number = self.started
         slot = self._slots[number % len(self._slots)]
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        self._await(slot.sending, number, deadline)
-        exchange = Exchange(self, number, values, out)
+        self._await(slot.sending, number, Deadline(self.timeout))
+        exchange = Exchange(self, number, values, send, receive, out)
         self._look_at_lags(number)
-        with self._span("start", batch=number, bytes=sum(send) * row_bytes):
-            self._post(exchange, slot, values, send, receive, row_bytes)
+        with self._span("start", batch=number, bytes=exchange.size(sum(send))):
+            if number == 0:
+                self._post_settings(slot)
+            self._post(exchange, slot, values)
         self._flight.append(exchange)
         self.started += 1
         return exchange
@@ -197,80 +213,145 @@ class BoundedLagAllToAll:
         """Complete every exchange, and see every message off."""
         while self._flight:
             self._finish_oldest()
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = Deadline(self.timeout)
         for slot in self._slots:
             self._await(slot.sending, self.started - 1, deadline)
 
-    def _post(self, exchange, slot, values, send, receive, row_bytes) -> None:
-        """Post the receives, then the sends; a rank's rows to itself go into its receive buffer."""
-        tag = self.tag + exchange.number % len(self._slots)
+    def _post_settings(self, slot: Slot) -> None:
+        """Say this rank's bound and capacity to all others, and post receives for theirs."""
         for peer in self._others:
-            size = HEADER + (self.capacity if receive is None else receive[peer] * row_bytes)
-            buffer = slot.room(slot.receive, peer, size)
-            _header(buffer)[0] = _NOTHING
-            exchange.receiving.append((peer, self._messages.recv([buffer[:size]], peer, tag)))
-        starts = np.cumsum([0, *send]) * row_bytes
-        rows = values.detach().contiguous().view(-1).view(torch.uint8)
+            theirs = torch.zeros(2, dtype=torch.int64)
+            work = self._messages.recv([theirs], peer, self._tags.settings)
+            self._settings.append((peer, work, theirs))
+            mine = torch.tensor([self.bound, self.capacity])
+            slot.sending.append((peer, self._messages.send([mine], peer, self._tags.settings)))
+
+    def _post(self, exchange: Exchange, slot: Slot, values: torch.Tensor) -> None:
+        """Post the receives, then the sends; a rank's rows to itself go into its receive buffer."""
+        place, size_of = exchange.number % len(self._slots), exchange.size
+        send, receive = exchange.send, exchange.receive
+        head, tag = HEADER + self._eager, self._tags.first(place, self._eager)
+        for peer in self._others:
+            more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
+            buffer = slot.room(slot.receive, peer, head + (room(more) if more else 0))
+            header_words(buffer)[0] = NOTHING
+            exchange.first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
+            if more:
+                rest = buffer[head : head + room(more)]
+                work = self._messages.recv([rest], peer, self._tags.rest(place, more))
+                exchange.rest.append((peer, work))
+        starts = [size_of(int(rows)) for rows in np.cumsum([0, *send])]
+        rows = values.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for peer in (*self._others, self.rank):
-            size = HEADER + send[peer] * row_bytes
+            size = HEADER + size_of(send[peer])
             buffer = slot.room(slot.receive if peer == self.rank else slot.send, peer, size)
-            _header(buffer)[:] = exchange.number, send[peer], row_bytes, self.bound
+            expects = UNKNOWN if receive is None else receive[peer]
+            Header.of(exchange.number, send[peer], exchange.layout, expects).write(buffer)
             buffer[HEADER:size].copy_(rows[starts[peer] : starts[peer + 1]])
-            if peer != self.rank:
-                slot.sending.append((peer, self._messages.send([buffer[:size]], peer, tag)))
+            if peer == self.rank:
+                continue
+            slot.sending.append((peer, self._messages.send([buffer[: min(size, head)]], peer, tag)))
+            if size > head:
+                work = self._messages.send([buffer[head:size]], peer, self._tags.rest(place, size - head))
+                slot.sending.append((peer, work))
 
-    def _finish_through(self, exchange: Exchange) -> None:
+    def _finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
         while not exchange.done:
-            self._finish_oldest()
+            self._finish_oldest(timeout)
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self, timeout: timedelta | None = None) -> None:
         if self._failure:
             raise RankDiedError(f"an earlier exchange failed: {self._failure}")
         exchange = self._flight.popleft()
+        slot = self._slots[exchange.number % len(self._slots)]
         with self._span("wait", batch=exchange.number) as noted:
-            deadline = time.monotonic() + self.timeout.total_seconds()
-            self._await(exchange.receiving, exchange.number, deadline)
-            values = self._collect(exchange)
+            deadline = Deadline(timeout or self.timeout)
+            self._compare_settings(deadline)
+            self._await(exchange.first, exchange.number, deadline)
+            for peer in range(self.world_size):
+                self._compare(exchange, peer, slot.receive[peer])
+            self._await(exchange.rest, exchange.number, deadline)
+            values = self._collect(exchange, slot)
             noted["bytes"] = values.numel() * values.element_size()
         exchange.values = values
         exchange.done = True
 
-    def _collect(self, exchange: Exchange) -> torch.Tensor:
-        """The rows that came, in order of source, after the headers were checked."""
-        slot = self._slots[exchange.number % len(self._slots)]
-        like, row_shape = exchange.like, exchange.like.shape[1:]
-        row_bytes = row_shape.numel() * like.element_size()
-        for peer in range(self.world_size):
-            number, rows, their_row_bytes, bound = _header(slot.receive[peer]).tolist()
-            if (number, their_row_bytes, bound) != (exchange.number, row_bytes, self.bound):
-                self._failure = (
-                    f"rank {peer} sent exchange {number}, bound {bound}, rows of {their_row_bytes} bytes; "
-                    f"rank {self.rank} expected {exchange.number}, bound {self.bound}, {row_bytes} bytes: "
-                    "all ranks have to run the same exchanges"
+    def _compare_settings(self, deadline: Deadline) -> None:
+        """Refuse ranks with another bound or capacity; once, before anything that depends on them is read."""
+        mine = {"bound": self.bound, "capacity": self.capacity}
+        while self._settings:
+            peer, work, theirs = self._settings[0]
+            self._await([(peer, work)], 0, deadline)
+            for (name, value), other in zip(mine.items(), theirs.tolist(), strict=True):
+                if value != other:
+                    self._refuse(
+                        f"rank {peer} has {name}={other} and rank {self.rank} has {name}={value}: give "
+                        "BoundedLagAllToAll the same on all ranks"
+                    )
+            self._settings.pop(0)
+
+    def _compare(self, exchange: Exchange, peer: int, buffer: torch.Tensor) -> None:
+        """Refuse a message of another exchange, or with other rows than one of the two ranks knows of."""
+        header = Header.read(buffer)
+        if header.expects == FAILED:
+            self._failure = bytes(buffer[HEADER : HEADER + header.rows].tolist()).decode(errors="replace")
+            raise RuntimeError(self._failure)
+        expected = UNKNOWN if exchange.receive is None else exchange.receive[peer]
+        sent = exchange.send[peer]
+        problem = disagreement(header, peer, self.rank, exchange.number, exchange.layout, sent, expected)
+        for source, to, rows, known in (
+            (peer, self.rank, header.rows, expected),
+            (self.rank, peer, sent, header.expects),
+        ):
+            size = exchange.size(rows)
+            if not problem and known == UNKNOWN and source != to and size > self._eager:
+                problem = (
+                    f"rank {source} sent {size} bytes, and rank {to} has a capacity of {self.capacity} in "
+                    f"all-to-all {exchange.number}: give BoundedLagAllToAll a larger one, on all ranks"
                 )
-                raise RuntimeError(self._failure)
-            exchange.counts.append(rows)
-        total = sum(exchange.counts)
-        values = like.new_empty((total, *row_shape)) if exchange.out is None else exchange.out
-        flat = values.view(-1).view(torch.uint8)
+        if problem:
+            self._refuse(problem)
+        exchange.counts.append(header.rows)
+
+    def _refuse(self, problem: str) -> None:
+        """Raise `problem`, on this rank now and on the others as they come to the next exchange."""
+        self._failure = problem
+        text = problem.encode()[: self._eager]
+        notice = torch.zeros(HEADER + len(text), dtype=torch.uint8)
+        Header.of(self.started, len(text), Layout(torch.uint8, 1), FAILED).write(notice)
+        notice[HEADER:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        tag = self._tags.first(self.started % len(self._slots), self._eager)
+        for peer in self._others:
+            with suppress(RuntimeError):  # of a rank that is gone
+                self._notices.append((notice, self._messages.send([notice], peer, tag)))
+        raise RuntimeError(problem)
+
+    def _collect(self, exchange: Exchange, slot: Slot) -> torch.Tensor:
+        """The rows that came, in order of source."""
+        like, total = exchange.like, sum(exchange.counts)
+        values = like.new_empty((total, *like.shape[1:])) if exchange.out is None else exchange.out
+        if len(values) != total:
+            self._refuse(
+                f"out has {len(values)} rows, and {total} came to rank {self.rank} in all-to-all "
+                f"{exchange.number}: give out as many rows as are sent to this rank"
+            )
+        flat = values.detach().view(-1).view(torch.uint8)
         at = 0
         for peer, rows in enumerate(exchange.counts):
-            size = rows * row_bytes
+            size = exchange.size(rows)
             flat[at : at + size].copy_(slot.receive[peer][HEADER : HEADER + size])
             at += size
         return values
 
-    def _await(self, works: list[tuple[int, Any]], number: int, deadline: float) -> None:
+    def _await(self, works: list[tuple[int, Any]], number: int, deadline: Deadline) -> None:
         """Wait for point-to-point messages, which are dropped from `works` one by one."""
         while works:
             peer, work = works[0]
-            left = max(deadline - time.monotonic(), 0.001)
             try:
-                work.wait(timedelta(seconds=left))
+                work.wait(deadline.left)
             except RuntimeError as error:
-                seconds = self.timeout.total_seconds()
-                if time.monotonic() >= deadline:
-                    why = f"did nothing about exchange {number} within {seconds:g} s: it stalled"
+                if deadline.is_over:
+                    why = f"did nothing about exchange {number} within {deadline.seconds:g} s: it stalled"
                 else:
                     why = f"is gone, or gave up on another rank, in exchange {number}: {error}"
                 self._failure = f"rank {peer} {why}"
@@ -287,7 +368,7 @@ class BoundedLagAllToAll:
             arrived = number - len(self._flight)
             for exchange in self._flight:
                 slot = self._slots[exchange.number % len(self._slots)]
-                if _header(slot.receive[peer])[0] != exchange.number:
+                if header_words(slot.receive[peer])[0] != exchange.number:
                     break
                 arrived += 1
             self.lags[peer] = number - arrived
@@ -295,33 +376,7 @@ class BoundedLagAllToAll:
             if self.recorder is not None:
                 self.recorder.counter(f"lag over rank {peer}", self.lags[peer])
 
-    def _check(self, values: torch.Tensor, send: list[int], receive: list[int] | None) -> int:
-        """Bytes of a row of `values`, after the arguments of `start` were checked."""
-        if self._failure:
-            raise RankDiedError(f"an earlier exchange failed: {self._failure}")
-        world = self.world_size
-        for name, counts in (("send", send), ("receive", receive)):
-            if counts is not None and (len(counts) != world or min(counts) < 0):
-                raise ValueError(
-                    f"{name} needs {world} counts of at least 0, one for each rank, got {counts}"
-                )
-        if values.dim() < 1 or len(values) != sum(send):
-            raise ValueError(f"values must have sum(send) = {sum(send)} rows, got {tuple(values.shape)}")
-        row_bytes = values.shape[1:].numel() * values.element_size()
-        largest = max((send[peer] for peer in self._others), default=0) * row_bytes
-        if receive is None and largest > self.capacity:
-            raise ValueError(
-                f"a message of {largest} bytes does not fit the capacity of {self.capacity}: "
-                "give BoundedLagAllToAll a larger one, on all ranks"
-            )
-        return row_bytes
-
     def _span(self, name: str, **args: Any) -> AbstractContextManager[dict[str, Any]]:
         if self.recorder is None:
             return nullcontext({})
         return self.recorder.span("communication", name, **args)
-
-
-def _header(buffer: torch.Tensor) -> np.ndarray:
-    """The four int64 at the head of a buffer, sharing its memory."""
-    return buffer[:HEADER].numpy().view(np.int64)

@@ -65,7 +65,7 @@ def run_rank(
     window = setting.window(job.seed)
     with Trainer(model, tables, dense, communicators, setting.mode, window, recorder) as trainer:
         emulation.install(trainer.program)
-        communicators.control.all_reduce(torch.zeros(1), "start together")
+        communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "start together")
         for result in trainer.run(batches):
             losses[result.step] = (result.sample_ids.numpy(), result.losses.numpy())
     recorder.save(f"{path}.{communicators.rank}")

@@ -47,20 +47,20 @@ def bucketize(
         each in their original order, and ``counts`` (world_size,) int64, the split sizes of the key
         all-to-all. Positions behind `count` stay where they are.
     """
-    _validate(keys, world_size)
-    check_scalar("count", count, keys)
+    _validate(keys, world_size, count)
     if type(world_size) is int and in_plain_eager(keys, count):
         return launch(keys, world_size, impl, count)
     return torch.ops.tritonrec.bucketize(keys, world_size, impl, count)
 
 
-def _validate(keys: torch.Tensor, world_size: int) -> None:
+def _validate(keys: torch.Tensor, world_size: int, count: torch.Tensor | None = None) -> None:
     if not isinstance(keys, torch.Tensor):
         raise not_a_tensor("keys", keys)
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if not 1 <= world_size < 1 << 31:
         raise ValueError(f"world_size must be in [1, 2**31), got {world_size}")
+    check_scalar("count", count, keys)
 
 
 def launch_owner_of(keys: torch.Tensor, world_size: int, impl: str = "auto") -> torch.Tensor:
@@ -103,6 +103,7 @@ def launch(keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor |
 
 @custom_op("tritonrec::owner_of", mutates_args=())
 def _owner_of_op(keys: torch.Tensor, world_size: int, impl: str) -> torch.Tensor:
+    _validate(keys, world_size)
     return launch_owner_of(keys, world_size, impl)
 
 
@@ -115,6 +116,7 @@ def _owner_of_fake(keys: torch.Tensor, world_size: int, impl: str) -> torch.Tens
 def _bucketize_op(
     keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _validate(keys, world_size, count)
     return launch(keys, world_size, impl, count)
 
 

@@ -2,9 +2,10 @@
 """Key routing: owners in a loop that vectorises, then a stable counting sort by owner."""
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
+
+from ..caches import njit
 
 _HALF = np.uint64(32)
 

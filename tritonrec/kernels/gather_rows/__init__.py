@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.gather_rows import reference
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, held, pad
 from tritonrec.kernels.registration import custom_op
-from tritonrec.kernels.row_layout import check_apart, check_rows, flat_rows
+from tritonrec.kernels.row_layout import check_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
 # Bytes from which the loop beats torch's index_copy_: at 200 rows of 256 bytes it takes 1.7 of the time,
@@ -43,8 +45,7 @@ def gather_rows(
     Differentiable in `source` where that is float32: the gradient of a row is the sum of the gradients of
     its occurrences, added in order of occurrence (`segment_sum`, window level).
     """
-    _validate("source", source, rows)
-    check_scalar("count", count, rows)
+    _check_gather(source, rows, count)
     if not in_plain_eager(source, rows, count):
         return torch.ops.tritonrec.gather_rows(source, rows, impl, count)
     if source.requires_grad and torch.is_grad_enabled():
@@ -66,7 +67,7 @@ def scatter_rows(
     Args:
         destination: (R, D), any dtype, row stride arbitrary; mutated.
         rows: (K,) int64 in [0, R), distinct (not checked: with a repeated row the winner is unspecified).
-        values: (K, D), with `source` (N, D) of any N; dtype of `destination`, in memory of its own.
+        values: (K, D), with `source` (N, D) of any N; dtype of `destination`.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
         source: (K,) int64 in [0, N); a row of `values` may be taken many times, or never.
         count: () int64, the rows that hold (`kernels.padding`); the others are not written.
@@ -74,12 +75,40 @@ def scatter_rows(
     Raises:
         IndexError: a row is outside the destination or the values; the destination is unchanged (on an
             accelerator: an asynchronous device assertion).
-        ValueError: shapes, dtypes or devices that do not fit; or, with `source`, values and destination in
-            one storage.
+        ValueError: shapes, dtypes or devices that do not fit; `destination` shares memory with another
+            argument.
+
+    Differentiable in destination and values, as `Tensor.index_copy_`: rows that are written get no gradient,
+    and values the gradient of the row they went to; with `source` the sum over the rows they went to, for
+    float32 (`segment_sum`, window level).
     """
-    _validate("destination", destination, rows)
+    _check_scatter(destination, rows, values, count, source)
+    differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)
+    if differentiated and forward_ad._current_level < 0:  # the op refuses a tangent
+        _ScatterRows.apply(destination, rows, values, impl, source, count)
+        return
+    if not in_plain_eager(destination, rows, values, count, source):
+        torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
+        return
+    written(destination)
+    launch_scatter(destination, rows, values, impl, count, source)
+
+
+def _check_gather(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> None:
+    _check_rows_of("source", source, rows)
+    check_scalar("count", count, rows)
+
+
+def _check_scatter(
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    count: torch.Tensor | None,
+    source: torch.Tensor | None,
+) -> None:
+    _check_rows_of("destination", destination, rows)
     if source is not None:
-        _validate("values", values, source, "source")
+        _check_rows_of("values", values, source, "source")
         if source.shape != rows.shape:
             raise ValueError(f"rows and source must be equally many, got {len(rows)} and {len(source)}")
     if not isinstance(values, torch.Tensor):
@@ -93,15 +122,9 @@ def scatter_rows(
     if values.device != destination.device:
         raise ValueError(f"destination is on {destination.device}, values on {values.device}")
     check_scalar("count", count, rows)
-    differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)
-    if differentiated or not in_plain_eager(destination, rows, values, count, source):
-        torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
-        return
-    written(destination)
-    launch_scatter(destination, rows, values, impl, count, source)
 
 
-def _validate(name: str, matrix: torch.Tensor, rows: torch.Tensor, name_of_rows: str = "rows") -> None:
+def _check_rows_of(name: str, matrix: torch.Tensor, rows: torch.Tensor, name_of_rows: str = "rows") -> None:
     if not isinstance(matrix, torch.Tensor):
         raise not_a_tensor(name, matrix)
     if not isinstance(rows, torch.Tensor):
@@ -152,12 +175,11 @@ def launch_scatter(
 ) -> None:
     """`scatter_rows` without validation of shapes and dispatcher, for callers inside the package."""
     chosen = implementation(impl, destination)  # type: ignore[arg-type]
-    check_apart("destination", destination)
+    read = {"rows": rows, "values": values, "count": count, "source": source}
+    check_no_overlap({"destination": destination}, read)
     check_rows("rows", rows, destination.shape[0], count)
     if source is not None:
         check_rows("source", source, values.shape[0], count)
-        if _share_storage(destination, values):
-            raise ValueError("values and destination share one storage: give values.clone()")
     if chosen == "triton":
         from tritonrec.kernels.gather_rows import triton_rows
 
@@ -175,10 +197,6 @@ def launch_scatter(
         _scatter_cpu(destination, rows, values, source)
 
 
-def _share_storage(destination: torch.Tensor, values: torch.Tensor) -> bool:
-    return destination.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() != 0
-
-
 def _scatter_cpu(
     destination: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, source: torch.Tensor | None
 ) -> None:
@@ -186,8 +204,7 @@ def _scatter_cpu(
         destination.index_copy_(0, rows, values if source is None else values.index_select(0, source))
         return
     if source is None:
-        # torch sees where parts of one storage overlap, and has no kernel for rarer types.
-        if _share_storage(destination, values) or (values.nbytes < SMALL and values.dtype in COMMON):
+        if values.nbytes < SMALL and values.dtype in COMMON:  # torch has no kernel for rarer types
             destination.index_copy_(0, rows, values)
             return
         source = torch.arange(rows.numel())
@@ -207,6 +224,7 @@ def _scatter_cpu(
 def _gather_op(
     source: torch.Tensor, rows: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> torch.Tensor:
+    _check_gather(source, rows, count)
     return launch_gather(source, rows, impl, count)
 
 
@@ -245,9 +263,46 @@ def _scatter_op(
     count: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
 ) -> None:
+    _check_scatter(destination, rows, values, count, source)
     launch_scatter(destination, rows, values, impl, count, source)
 
 
 @_scatter_op.register_fake
 def _scatter_fake(destination, rows, values, impl, count=None, source=None):
     return None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """`scatter_rows` as a step of autograd: an op that returns nothing has no derivative of its own."""
+
+    @staticmethod
+    def forward(destination, rows, values, impl, source, count):
+        scatter_rows(destination, rows, values, impl, source=source, count=count)
+        return destination
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        destination, rows, values, ctx.impl, source, count = inputs
+        ctx.mark_dirty(destination)
+        ctx.save_for_backward(rows, source, count)
+        ctx.num_values, ctx.dtype = len(values), values.dtype
+
+    @staticmethod
+    def backward(ctx, grad):
+        from tritonrec.kernels.segment_sum import segment_sum
+
+        rows, source, count = ctx.saved_tensors
+        kept = taken = None
+        if ctx.needs_input_grad[0]:
+            kept = grad.clone()
+            scatter_rows(kept, rows, kept.new_zeros(len(rows), kept.shape[1]), ctx.impl, count=count)
+        if ctx.needs_input_grad[2]:
+            taken = gather_rows(grad, rows, ctx.impl, count=count)
+            if source is not None and ctx.dtype != torch.float32:
+                raise ValueError(
+                    "scatter_rows with source is differentiable in float32 values, got "
+                    f"{ctx.dtype}: use .float()"
+                )
+            if source is not None:
+                taken = segment_sum(taken, source, ctx.num_values, impl=ctx.impl, count=count)
+        return kept, None, taken, None, None, None

@@ -5,9 +5,10 @@ Matrices are flat arrays of bytes with a row stride (`kernels.row_layout.flat_ro
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_intrinsics import copy, prefetch
+
+from ..caches import njit
 
 AHEAD = 8
 LINE = np.uintp(64)

@@ -17,7 +17,8 @@ import torch
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import reference
-from tritonrec.kernels.padding import check_scalar, record
+from tritonrec.kernels.overlap import check_no_overlap
+from tritonrec.kernels.padding import check_scalar, check_status, record
 from tritonrec.kernels.registration import custom_op
 
 DEFAULT_BITS = 36
@@ -65,7 +66,9 @@ def check_summed(
         status: () int64, as those ops left it. shape: of their `values`. bits, name: as given to them.
     Raises:
         ExactSumError: a value could not be added; the results of that call and what came of them are void.
+        ValueError: `status` is not () int64, or holds no position of `shape`.
     """
+    check_status(status, math.prod(shape))
     code = int(status)
     if code:
         index = tuple(int(i) for i in np.unravel_index(code - 1, shape))
@@ -92,21 +95,27 @@ def to_grid(
         ExactSumError: a value is not finite, or |value * 2**bits| >= 2**62.
         ValueError: another dtype, or bits out of range.
     """
+    _check_values(values, bits, status)
+    if status is not None:
+        return _to_grid_status(values, bits, name, impl, status)
+    return _to_grid(values, bits, name, impl)
+
+
+def _check_values(values: torch.Tensor, bits: int, status: torch.Tensor | None = None) -> None:
     if not isinstance(values, torch.Tensor):
         raise not_a_tensor("values", values)
     if values.dtype != torch.float32:
         raise ValueError(f"values must be float32, got {values.dtype}")
     check_bits(bits)
     check_scalar("status", status, values)
-    if status is not None:
-        return _to_grid_status(values, bits, name, impl, status)
-    return _to_grid(values, bits, name, impl)
 
 
 def _launch_to_grid(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor | None = None
 ) -> torch.Tensor:
     chosen = implementation(impl, values)  # type: ignore[arg-type]
+    if status is not None:
+        check_no_overlap({"status": status}, {"values": values})
     values = values.detach().contiguous()
     grid = torch.empty(values.shape, dtype=torch.int64, device=values.device)
     if values.numel() == 0:
@@ -138,6 +147,7 @@ def _launch_to_grid(
 
 @custom_op("tritonrec::to_grid", mutates_args=())
 def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
+    _check_values(values, bits)
     return _launch_to_grid(values, bits, name, impl)
 
 
@@ -146,6 +156,7 @@ def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Ten
 def _to_grid_status(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor
 ) -> torch.Tensor:
+    _check_values(values, bits, status)
     return _launch_to_grid(values, bits, name, impl, status)
 
 
@@ -167,6 +178,11 @@ def from_grid(
     Raises:
         ValueError: another dtype, a divisor that is zero or not finite, or bits out of range.
     """
+    _check_sums(sums, divisor, bits)
+    return _from_grid(sums, divisor, bits, impl)
+
+
+def _check_sums(sums: torch.Tensor, divisor: float, bits: int) -> None:
     if not isinstance(sums, torch.Tensor):
         raise not_a_tensor("sums", sums)
     if sums.dtype != torch.int64:
@@ -174,16 +190,16 @@ def from_grid(
     if divisor == 0 or not math.isfinite(divisor):
         raise ValueError(f"divisor must be finite and not zero, got {divisor}")
     check_bits(bits)
-    return _from_grid(sums, divisor, bits, impl)
 
 
 @custom_op("tritonrec::from_grid", mutates_args=())
 def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torch.Tensor:
+    _check_sums(sums, divisor, bits)
     chosen = implementation(impl, sums)  # type: ignore[arg-type]
     if chosen == "reference":
         return reference.from_grid(sums, divisor, bits).to(sums.device)
     sums = sums.contiguous()
-    values = torch.empty(sums.shape, device=sums.device)
+    values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:
         return values
     if chosen == "cpu":
@@ -199,4 +215,4 @@ def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torc
 
 @_from_grid.register_fake
 def _(sums, divisor, bits, impl):
-    return torch.empty(sums.shape, device=sums.device)
+    return torch.empty(sums.shape, dtype=torch.float32, device=sums.device)

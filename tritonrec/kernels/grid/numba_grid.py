@@ -5,7 +5,8 @@ half to even, is the only rounding and compiles to one vector instruction.
 """
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 
 @njit(cache=True, nogil=True)
@@ -39,9 +40,14 @@ def add_rounded(total, start, values, first, count, scale, limit):
     outside = 0
     for d in range(count):
         outside += not (abs(values[first + d]) < limit)
-    if outside:
+    if outside:  # what comes before it in the row may have no place either
         for d in range(count):
             if not (abs(values[first + d]) < limit):
+                return np.int64(d)
+            term = np.int64(np.rint(np.float64(values[first + d]) * scale))
+            before = total[start + d]
+            after = before + term
+            if ((before ^ after) & (term ^ after)) < 0:
                 return np.int64(d)
     wrapped = np.int64(0)
     for d in range(count):

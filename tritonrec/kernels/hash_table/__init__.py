@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, in_plain_eager, written
 from tritonrec.kernels.hash_table import call
 from tritonrec.kernels.hash_table.call import HashTableFullError, Pair
-from tritonrec.kernels.padding import check_scalar
+from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_lookup, check_table
+from tritonrec.kernels.padding import check_status
 
 __all__ = [
     "HashTableFullError",
@@ -75,20 +75,11 @@ def hash_insert(
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.
+        ValueError: shapes, dtypes or devices that do not fit; a row outside [0, 2**31) (on an accelerator: an
+            asynchronous device assertion).
     """
-    _validate(slot_keys, slot_rows, keys, count)
-    check_scalar("status", status, slot_keys)
-    if free_rows is not None:
-        _validate_rows("free_rows", free_rows, slot_rows)
-    first_row = 0
-    row_counter: torch.Tensor | None = None
-    if isinstance(next_row, torch.Tensor):
-        check_scalar("next_row", next_row, slot_keys)
-        row_counter = next_row
-    elif 0 <= next_row < 1 << 31:
-        first_row = next_row
-    else:
-        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
+    check_insert(slot_keys, slot_rows, keys, next_row, free_rows, count, status)
+    first_row, row_counter = (0, next_row) if isinstance(next_row, torch.Tensor) else (next_row, None)
     if in_plain_eager(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status):
         written(slot_keys, slot_rows, row_counter, status)
         return call.launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl, count, status)
@@ -105,7 +96,9 @@ def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:
         status: () int64, as `hash_insert` left it. slot_rows: (M,) int32, that table.
     Raises:
         HashTableFullError: a call was refused; it changed nothing, and its new keys have no rows.
+        ValueError: `status` is not () int64, or negative, which no call writes.
     """
+    check_status(status)
     refused = int(status)
     if refused:
         raise HashTableFullError(
@@ -135,7 +128,7 @@ def hash_find(
     Returns:
         (K,) int64; -1 behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     if in_plain_eager(slot_keys, slot_rows, keys, count):
         return call.launch_find(slot_keys, slot_rows, keys, impl, count)
     return torch.ops.tritonrec.hash_find(slot_keys, slot_rows, keys, impl, count)
@@ -163,10 +156,7 @@ def hash_assign(
     Returns:
         (K,) int64, the row each key had, or -1 where it is absent or behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys, count)
-    _validate_rows("rows", rows, slot_rows)
-    if rows.shape != keys.shape:
-        raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
+    check_assign(slot_keys, slot_rows, keys, rows, count)
     if in_plain_eager(slot_keys, slot_rows, keys, rows, count):
         written(slot_rows)
         return call.launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
@@ -193,7 +183,7 @@ def hash_erase(
     Returns:
         (K,) int64, the row each key had, or -1 where it was absent or behind `count`.
     """
-    _validate(slot_keys, slot_rows, keys, count)
+    check_lookup(slot_keys, slot_rows, keys, count)
     if in_plain_eager(slot_keys, slot_rows, keys, count):
         written(slot_rows)
         return call.launch_erase(slot_keys, slot_rows, keys, impl, count)
@@ -211,43 +201,5 @@ def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: Impl = "au
     Returns:
         ``slot_keys`` (2M,) int64 and ``slot_rows`` (2M,) int32.
     """
-    _validate(slot_keys, slot_rows)
+    check_table(slot_keys, slot_rows)
     return torch.ops.tritonrec.hash_grow(slot_keys, slot_rows, impl)
-
-
-def _validate(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
-) -> None:
-    for name, tensor in (("slot_keys", slot_keys), ("slot_rows", slot_rows), ("keys", keys)):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise not_a_tensor(name, tensor)
-    size = slot_keys.shape[0] if slot_keys.dim() == 1 else -1
-    if size < 8 or size & (size - 1) or slot_rows.shape != slot_keys.shape:
-        raise ValueError(
-            "slot_keys and slot_rows must be (M,) with M a power of two and at least 8, "
-            f"got {tuple(slot_keys.shape)} and {tuple(slot_rows.shape)}"
-        )
-    if slot_keys.dtype != torch.int64 or slot_rows.dtype != torch.int32:
-        raise ValueError(
-            f"slot_keys must be int64 and slot_rows int32, got {slot_keys.dtype}, {slot_rows.dtype}"
-        )
-    if not (slot_keys.is_contiguous() and slot_rows.is_contiguous()):
-        raise ValueError("slot_keys and slot_rows must be contiguous")
-    if keys is not None and (keys.dtype != torch.int64 or keys.dim() != 1):
-        raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
-    for name, other in (("slot_rows", slot_rows), ("keys", keys)):
-        if other is not None and other.device != slot_keys.device:
-            raise ValueError(f"slot_keys is on {slot_keys.device}, {name} on {other.device}")
-    check_scalar("count", count, slot_keys)
-
-
-def _validate_rows(name: str, rows: torch.Tensor, slot_rows: torch.Tensor) -> None:
-    if not isinstance(rows, torch.Tensor):
-        raise not_a_tensor(name, rows)
-    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
-        raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
-    if rows.device != slot_rows.device:
-        raise ValueError(f"slot_rows is on {slot_rows.device}, {name} on {rows.device}")

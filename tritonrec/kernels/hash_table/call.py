@@ -6,7 +6,9 @@ import torch
 
 from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
-from tritonrec.kernels.padding import held, pad, record
+from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_lookup, check_table
+from tritonrec.kernels.overlap import check_no_overlap
+from tritonrec.kernels.padding import held, pad, padding, record
 from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -17,11 +19,28 @@ class HashTableFullError(RuntimeError):
 
 
 def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    """Refuse row numbers outside [0, 2**31); on an accelerator the check is queued, and nothing waits."""
     if not on_host(rows):
+        inside = (rows >= 0) & (rows < 1 << 31)
+        if count is not None:
+            inside |= padding(rows.numel(), count)
+        torch._assert_async(inside.all(), f"{name} must be in [0, 2**31)")
         return
     rows = _first(rows, count)
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
         raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
+
+
+def _check_next_row(next_row: int | torch.Tensor) -> None:
+    """Refuse a first row outside [0, 2**31), or a counter outside [0, 2**31], where all rows are taken."""
+    if isinstance(next_row, torch.Tensor) and not on_host(next_row):
+        inside = (next_row >= 0) & (next_row <= 1 << 31)
+        torch._assert_async(inside, "next_row must be in [0, 2**31]")
+    elif isinstance(next_row, torch.Tensor):
+        if not 0 <= int(next_row) <= 1 << 31:
+            raise ValueError(f"next_row must be in [0, 2**31], got {int(next_row)}")
+    elif not 0 <= next_row < 1 << 31:
+        raise ValueError(f"next_row must be in [0, 2**31), got {next_row}")
 
 
 def launch_insert(
@@ -36,7 +55,13 @@ def launch_insert(
 ) -> Pair:
     """`hash_insert` without validation of shapes and the dispatcher, for callers inside the package."""
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
+    written: dict[str, torch.Tensor | None] = {
+        "slot_keys": slot_keys, "slot_rows": slot_rows, "status": status,
+        "next_row": next_row if isinstance(next_row, torch.Tensor) else None,
+    }  # fmt: skip
+    check_no_overlap(written, {"keys": keys, "free_rows": free_rows, "count": count})
     size = keys.numel()
+    _check_next_row(next_row)
     if free_rows is None:
         free_rows = keys.new_empty(0)
     else:
@@ -156,6 +181,8 @@ def launch_assign(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`hash_assign` without validation of shapes and the dispatcher, for callers inside the package."""
+    read = {"slot_keys": slot_keys, "keys": keys, "rows": rows, "count": count}
+    check_no_overlap({"slot_rows": slot_rows}, read)
     _check_range("rows", rows, count)
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     if chosen == "triton":
@@ -187,6 +214,7 @@ def launch_erase(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`hash_erase` without validation and without the dispatcher, for callers inside the package."""
+    check_no_overlap({"slot_rows": slot_rows}, {"slot_keys": slot_keys, "keys": keys, "count": count})
     chosen = implementation(impl, slot_keys)  # type: ignore[arg-type]
     if chosen == "triton":
         from tritonrec.kernels.hash_table import triton_hash_table
@@ -240,6 +268,7 @@ def _insert_op(
     free_rows: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_insert(slot_keys, slot_rows, keys, next_row, free_rows)
     return launch_insert(slot_keys, slot_rows, keys, next_row, free_rows, impl)
 
 
@@ -258,6 +287,7 @@ def _insert_padded_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`next_row` counts where there is no `row_counter`."""
     first_row = next_row if row_counter is None else row_counter
+    check_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, status)
     return launch_insert(slot_keys, slot_rows, keys, first_row, free_rows, impl, count, status)
 
 
@@ -277,6 +307,7 @@ def _find_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_lookup(slot_keys, slot_rows, keys, count)
     return launch_find(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -294,6 +325,7 @@ def _assign_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_assign(slot_keys, slot_rows, keys, rows, count)
     return launch_assign(slot_keys, slot_rows, keys, rows, impl, count)
 
 
@@ -310,6 +342,7 @@ def _erase_op(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_lookup(slot_keys, slot_rows, keys, count)
     return launch_erase(slot_keys, slot_rows, keys, impl, count)
 
 
@@ -322,6 +355,7 @@ def _erase_fake(slot_keys, slot_rows, keys, impl, count=None):
 def _grow_op(
     slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_table(slot_keys, slot_rows)
     return launch_grow(slot_keys, slot_rows, impl)
 
 

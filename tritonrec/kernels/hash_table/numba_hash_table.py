@@ -6,10 +6,11 @@ for one key the others are already on their way, so a lookup costs bandwidth ins
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import equal_mask8, lowest_bit, negative_mask8, prefetch
+
+from ..caches import njit
 
 BLOCK = 64
 _ZERO = np.uint64(0)

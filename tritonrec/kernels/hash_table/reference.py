@@ -113,7 +113,10 @@ def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.T
     table_keys, table_rows = [0] * 2 * slot_keys.numel(), [EMPTY] * 2 * slot_keys.numel()
     for key, row in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True):
         if row >= 0:
-            _, slot = _search(table_keys, table_rows, key)
+            # also for a key that is there twice: `_search` would find its own
+            slot = next(
+                slot for group in probe(key, len(table_keys)) for slot in group if table_rows[slot] < 0
+            )
             table_keys[slot], table_rows[slot] = key, row
     return (
         torch.tensor(table_keys, dtype=torch.int64, device=slot_keys.device),

@@ -37,12 +37,14 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from tritonrec.kernels.arguments import check_tensors, check_whole
 from tritonrec.kernels.dispatch import PLAIN_NUMBERS, Impl, implementation, in_plain_eager, plain_function
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import reference
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.checks import check_arguments, check_values
+from tritonrec.kernels.hstu_attention.checks import check_arguments, check_backward, check_into, check_values
 from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.kernels.offsets import check_offsets_shape
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.workers import over_ranges
 
@@ -115,17 +117,20 @@ def hstu_attention(
     Raises:
         ValueError: shapes, dtypes, offsets, lengths or numbers of tokens that do not fit.
     """
+    check_whole(contextual_seq_len=contextual_seq_len)
     if contextual_seq_len:
         if num_contexts is not None:
             raise ValueError("give num_contexts or contextual_seq_len, not both")
+        check_offsets_shape("seq_offsets", seq_offsets)
+        check_tensors(("num_targets",), seq_offsets=seq_offsets, num_targets=num_targets)
         rest = seq_offsets[1:] - seq_offsets[:-1]
         rest = rest if num_targets is None else rest - num_targets
         num_contexts = rest.clamp(0, contextual_seq_len)
     mask = Mask(target_group_size, max_attn_len, min_full_attn_seq_len, attn_prefix_len)
     call = Call(
-        seq_offsets, max_seq_len, alpha, 1 if scaling_seqlen is None else scaling_seqlen, list(mask),
+        seq_offsets, max_seq_len, float(alpha), 1 if scaling_seqlen is None else scaling_seqlen, list(mask),
         num_targets, num_contexts, delta_offsets, attn_scale, pos_weights, ts_weights, timestamps,
-        query_timestamps, alpha if bias_scaled_by_alpha else 1.0, deterministic, impl,
+        query_timestamps, float(alpha) if bias_scaled_by_alpha else 1.0, deterministic, impl,
     )  # fmt: skip
     if (scaling_seqlen is None) == (attn_scale is None):
         raise ValueError("give the normaliser: scaling_seqlen or attn_scale, one of the two")
@@ -142,7 +147,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
     if chosen == "reference":
         return reference.forward(q, k, v, call)
     shape = (*q.shape[:2], v.shape[2])
-    if q.numel() == 0 or v.numel() == 0:
+    if _is_zero(q, v):
         return v.new_zeros(shape)
     if chosen == "triton":
         from tritonrec.kernels.hstu_attention import triton_attention
@@ -155,6 +160,11 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: C
     out = v.new_zeros(shape)
     _launch(numba_attention.forward, (q, k, v), call, (out,), 1.0)
     return out
+
+
+def _is_zero(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing is summed. With Dqk = 0 there still is the bias."""
+    return q.shape[0] == 0 or q.shape[1] == 0 or v.numel() == 0
 
 
 def attention_backward(
@@ -171,7 +181,7 @@ def attention_backward(
         dq, dk, dv = grads if into is None else (to.copy_(grad) for to, grad in zip(into, grads, strict=True))
         return dq, dk, dv, dpos, dts
     dpos, dts = call.new_table_gradients()
-    if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
+    if chosen == "triton" and not _is_zero(q, v):
         from tritonrec.kernels.hstu_attention import triton_attention
 
         dq, dk, dv = into or (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
@@ -181,7 +191,7 @@ def attention_backward(
         dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
     else:
         dq, dk, dv = (tensor.zero_() for tensor in into)
-    if q.numel() == 0 or v.numel() == 0:
+    if _is_zero(q, v):
         return dq, dk, dv, dpos, dts
     from tritonrec.kernels.hstu_attention import numba_attention
 
@@ -227,7 +237,7 @@ def _launch(kernel: Callable, inputs: Tensors, call: Call, outs: Tensors, weight
     times = _array(call.timestamps, _NO_TIMES)
     described = (
         offsets, row_offsets, _array(call.num_targets, none), _array(call.num_contexts, none),
-        np.array(call.mask_numbers, np.int64), scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
+        np.array(call.mask, np.int64), scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
         _array(call.pos_weights, _NO_WEIGHTS), base, sign, _array(call.ts_weights, _NO_WEIGHTS),
         _array(call.query_timestamps, times), times, np.float32(call.bias_factor),
     )  # fmt: skip
@@ -261,6 +271,7 @@ def _attend(q, k, v, *described):
     "tritonrec::hstu_attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> Tensor"
 )
 def _hstu_attention(q, k, v, *described):
+    check_arguments(q, k, v, Call(*described))
     return _attend(q, k, v, *described)
 
 
@@ -275,7 +286,9 @@ def _(q, k, v, *described):
     schema=f"(Tensor do, Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _hstu_attention_backward(do, q, k, v, *described):
-    return attention_backward(do, q, k, v, Call(*described))
+    call = Call(*described)
+    check_backward(do, q, k, v, call)
+    return attention_backward(do, q, k, v, call)
 
 
 @_hstu_attention_backward.register_fake
@@ -292,13 +305,10 @@ def _(do, q, k, v, *described):
     ),
 )
 def _hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described):
-    for name, to, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
-            raise ValueError(
-                f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
-                f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
-            )
-    return attention_backward(do, q, k, v, Call(*described), (dq, dk, dv))[3:]
+    call = Call(*described)
+    check_backward(do, q, k, v, call)
+    check_into({"dq": dq, "dk": dk, "dv": dv}, do, q, k, v, call)
+    return attention_backward(do, q, k, v, call, (dq, dk, dv))[3:]
 
 
 @_hstu_attention_backward_into.register_fake

@@ -31,7 +31,9 @@ class Call(NamedTuple):
 
     @property
     def mask(self) -> Mask:
-        return Mask(*self.mask_numbers)
+        """Numbers beyond every sequence mean what its length means, and sums with them could overflow."""
+        most = max(self.max_seq_len, 1)
+        return Mask(*(min(number, most) for number in self.mask_numbers))
 
     @property
     def num_sequences(self) -> int:

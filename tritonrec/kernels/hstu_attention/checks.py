@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors, check_whole
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.offsets import check_lengths, check_offsets
+from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.kernels.offsets import (
+    check_lengths,
+    check_max_seq_len,
+    check_offsets,
+    check_offsets_shape,
+)
+from tritonrec.kernels.overlap import check_no_overlap
 
 INTEGERS = (torch.int32, torch.int64)
 OPTIONAL = (
@@ -16,7 +23,7 @@ OPTIONAL = (
 
 
 def check_arguments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, contextual_seq_len: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, contextual_seq_len: int = 0
 ) -> None:
     """Refuse what does not fit, by shapes, dtypes and numbers: no value of a tensor is read."""
     check_tensors(
@@ -25,6 +32,7 @@ def check_arguments(
         pos_weights=call.pos_weights, ts_weights=call.ts_weights, timestamps=call.timestamps,
         query_timestamps=call.query_timestamps,
     )  # fmt: skip
+    check_offsets_shape("seq_offsets", call.seq_offsets)
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
         raise ValueError(
@@ -37,8 +45,13 @@ def check_arguments(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_whole(max_seq_len=call.max_seq_len, scaling_seqlen=call.scaling_seqlen)
+    check_max_seq_len(call.max_seq_len)
     if call.scaling_seqlen < 1:
         raise ValueError(f"scaling_seqlen must be at least 1, got {call.scaling_seqlen}")
+    if len(call.mask_numbers) != len(Mask._fields):
+        raise ValueError(f"mask_numbers must be {len(Mask._fields)}, {Mask._fields}, got {call.mask_numbers}")
+    check_whole(**dict(zip(Mask._fields, call.mask_numbers, strict=True)))
     if call.mask_numbers[0] < 1 or min(*call.mask_numbers, contextual_seq_len) < 0:
         numbers = {**call.mask._asdict(), "contextual_seq_len": contextual_seq_len}
         name = next(n for n, count in numbers.items() if count < (n == "target_group_size"))
@@ -114,6 +127,30 @@ def check_values(q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
         lengths = lengths - call.num_targets
     if call.num_contexts is not None:
         _check_counts("num_contexts", call.num_contexts, lengths)
+
+
+def check_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+    """As `check_arguments` and `check_values`, and `do` like the output."""
+    check_arguments(q, k, v, call)
+    check_tensors(q=q, do=do)
+    check_shape("do", do, (*q.shape[:2], v.shape[2]), v.dtype)
+    check_values(q, k, call)
+
+
+def check_into(
+    into: dict[str, torch.Tensor], do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    call: Call,
+) -> None:  # fmt: skip
+    """Refuse tensors for dq, dk and dv that do not fit q, k and v, or share memory with an argument."""
+    check_tensors(q=q, **into)
+    for (name, to), of in zip(into.items(), (q, k, v), strict=True):
+        if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
+            raise ValueError(
+                f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
+                f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
+            )
+    tensors = {n: x for n, x in call._asdict().items() if isinstance(x, torch.Tensor)}
+    check_no_overlap(into, {"do": do, "q": q, "k": k, "v": v, **tensors})
 
 
 def _check_counts(name: str, counts: torch.Tensor, most: torch.Tensor) -> None:

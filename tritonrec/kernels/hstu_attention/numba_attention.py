@@ -8,13 +8,14 @@ bits depend on that sequence alone, and a row of the output on that row.
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.hstu_attention.numba_bias import add_bias, add_bias_gradient
 from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.numba_float import exp
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import transpose
+
+from ..caches import njit
 
 F32 = np.float32
 I = np.int64

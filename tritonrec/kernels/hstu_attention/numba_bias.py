@@ -7,9 +7,10 @@ A table that is not there is empty. Gradients of the tables add float32 terms in
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_sequences import log2_of_difference
+
+from ..caches import njit
 
 I = np.int64
 U = np.uintp

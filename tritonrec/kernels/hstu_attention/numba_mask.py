@@ -8,7 +8,8 @@ not depend on its company.
 """
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 I = np.int64
 U = np.uintp

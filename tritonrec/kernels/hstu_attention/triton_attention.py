@@ -119,7 +119,7 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         config = configuration(*dims, call.has_bias, q.device)
         tiles = Tiles(call, len(q), config["OWN"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
-    summed = dq if call.deterministic else torch.zeros(q.shape, device=q.device)
+    summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     config = configuration(*dims, True, q.device)
     tiles = Tiles(call, len(k), config["OWN"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
@@ -134,7 +134,7 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         config = table_configuration(*dims, dts.shape[1], q.device)
         tiles = Tiles(call, len(q), config["OWN"], by_query=True)
         parts = len(k) // config["OWN"] + call.num_sequences + 1
-        parts = torch.empty(parts, config["ENTRIES"], device=q.device)
+        parts = torch.empty(parts, config["ENTRIES"], dtype=torch.float32, device=q.device)
         launch(times_kernel, {**inputs, "parts": parts}, described, tiles, 1, config)
         parts_kernel[(call.num_sequences,)](
             parts, dts, described.layout, dts.shape[1], OWN=config["OWN"], ENTRIES=config["ENTRIES"]

@@ -64,6 +64,19 @@ def intersect(
     Distinctness is not checked: keys come from `unique`. With repeated keys the matches are unspecified.
     This is K(t) ∩ K(t+1) of dual-buffer synchronisation (NestPipe, dual-buffer pipelining).
     """
+    _check(left, right, left_count, right_count)
+    if in_plain_eager(left, right, left_count, right_count):
+        return launch(left, right, impl, left_count, right_count, padded)  # type: ignore[return-value]
+    op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
+    return op(left, right, impl, left_count, right_count)
+
+
+def _check(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_count: torch.Tensor | None,
+    right_count: torch.Tensor | None,
+) -> None:
     for name, keys in (("left", left), ("right", right)):
         if not isinstance(keys, torch.Tensor):
             raise not_a_tensor(name, keys)
@@ -73,10 +86,6 @@ def intersect(
         raise ValueError(f"left is on {left.device}, right on {right.device}")
     check_scalar("left_count", left_count, left)
     check_scalar("right_count", right_count, right)
-    if in_plain_eager(left, right, left_count, right_count):
-        return launch(left, right, impl, left_count, right_count, padded)  # type: ignore[return-value]
-    op = torch.ops.tritonrec.intersect_padded if padded else torch.ops.tritonrec.intersect
-    return op(left, right, impl, left_count, right_count)
 
 
 def launch(
@@ -103,7 +112,11 @@ def launch(
     found = _launch_cpu(left, right) if chosen == "cpu" else _intersect_reference(left, right)
     if not padded:
         return found
-    return (*(pad(positions, length, -1) for positions in found), left.new_full((), found[0].numel()))
+    # longer, where keys of `left` are there twice
+    return (
+        *(pad(positions[:length], length, -1) for positions in found),
+        left.new_full((), min(found[0].numel(), length)),
+    )
 
 
 def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
@@ -117,6 +130,7 @@ def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
         in_left = torch.empty(left.numel(), dtype=torch.int64)
         numba_intersect.invert(matched.numpy(), in_left.numpy())
         matched = in_left
+        common = int((in_left >= 0).sum())  # fewer, where keys of `right` are there twice
     left_positions, right_positions = (torch.empty(common, dtype=torch.int64) for _ in range(2))
     numba_intersect.compact(matched.numpy(), left_positions.numpy(), right_positions.numpy())
     return left_positions, right_positions
@@ -130,6 +144,7 @@ def _intersect_op(
     left_count: torch.Tensor | None = None,
     right_count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(left, right, left_count, right_count)
     return launch(left, right, impl, left_count, right_count)  # type: ignore[return-value]
 
 
@@ -147,6 +162,7 @@ def _intersect_padded_op(
     left_count: torch.Tensor | None = None,
     right_count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(left, right, left_count, right_count)
     return launch(left, right, impl, left_count, right_count, padded=True)  # type: ignore[return-value]
 
 

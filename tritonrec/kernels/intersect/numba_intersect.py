@@ -6,10 +6,11 @@ key is special. The keys of a buffer are distinct, so building compares no keys 
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import prefetch
+
+from ..caches import njit
 
 BLOCK = 128
 _ONE = np.uint64(1)

@@ -22,6 +22,7 @@ from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, contiguous_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
@@ -42,6 +43,11 @@ def linear(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
+    _check(x, weight, bias)
+    return _linear(x, weight, bias, impl)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     check_tensors(("bias",), x=x, weight=weight, bias=bias)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -54,7 +60,6 @@ def linear(
             f"x, weight and bias must share a dtype, got {x.dtype}, {weight.dtype} and "
             f"{None if bias is None else bias.dtype}"
         )
-    return _linear(x, weight, bias, impl)
 
 
 def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: str) -> torch.Tensor:
@@ -97,6 +102,7 @@ _NO_BIAS = np.empty(0, np.float32)
 
 @custom_op("tritonrec::linear", mutates_args=())
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: str) -> torch.Tensor:
+    _check(x, weight, bias)
     return rows_times(x.detach(), weight.detach().t(), None if bias is None else bias.detach(), impl)
 
 
@@ -142,8 +148,16 @@ def linear_weight_grad(
     Raises:
         ExactSumError: a sample's gradient is not finite or too large, or the sum leaves int64. The grid then
             holds a part of the sum and has to be discarded.
-        ValueError: shapes, dtypes or offsets that do not fit.
+        ValueError: shapes, dtypes or offsets that do not fit; `grid` shares memory with another argument.
     """
+    _check_weight_grad(grid, dy, x, seq_offsets, bits)
+    _linear_weight_grad(grid, dy, x, seq_offsets, bits, name, impl)
+    return grid
+
+
+def _check_weight_grad(
+    grid: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int
+) -> None:
     check_tensors(grid=grid, dy=dy, x=x, seq_offsets=seq_offsets)
     check_matrix("grid", grid, torch.int64, in_place=True)
     check_matrix("dy", dy, torch.float32)
@@ -154,8 +168,6 @@ def linear_weight_grad(
             f"dy {tuple(dy.shape)}, x {tuple(x.shape)}"
         )
     check_bits(bits)
-    _linear_weight_grad(grid, dy, x, seq_offsets, bits, name, impl)
-    return grid
 
 
 def accumulate_weight_grad(
@@ -215,6 +227,8 @@ def _linear_weight_grad(
     name: str,
     impl: str,
 ) -> None:
+    _check_weight_grad(grid, dy, x, seq_offsets, bits)
+    check_no_overlap({"grid": grid}, {"dy": dy, "x": x, "seq_offsets": seq_offsets})
     check_offsets("seq_offsets", seq_offsets, x.shape[0])
     accumulate_weight_grad(grid, dy.detach(), x.detach(), seq_offsets, bits, name, impl)
 

@@ -2,10 +2,11 @@
 """Batch-invariant products on the CPU, over the one inner loop of `kernels.numba_matmul`."""
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.grid.numba_grid import add_rounded
 from tritonrec.kernels.numba_matmul import add_products
+
+from ..caches import njit
 
 U = np.uintp
 

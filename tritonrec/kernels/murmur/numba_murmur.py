@@ -2,7 +2,8 @@
 """MurmurHash3's 64-bit finaliser for numba kernels."""
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 _MULTIPLY_1 = np.uint64(0xFF51AFD7ED558CCD)
 _MULTIPLY_2 = np.uint64(0xC4CEB9FE1A85EC53)

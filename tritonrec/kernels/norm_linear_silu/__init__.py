@@ -22,11 +22,12 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.linear import rows_times
 from tritonrec.kernels.norm_linear_silu import reference
 from tritonrec.kernels.norm_mul_dropout import norm_backward
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, contiguous_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
@@ -59,6 +60,22 @@ def norm_linear_silu(
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
     """
+    _check(x, norm_weight, norm_bias, weight, bias)
+    again = {recompute} if isinstance(recompute, str) else set(recompute)
+    if unknown := again.difference(RECOMPUTED):
+        raise ValueError(f"recompute takes some of {RECOMPUTED}, got {sorted(unknown)}")
+    return _norm_linear_silu(
+        x, norm_weight, norm_bias, weight, bias, eps, "norm" not in again, "linear" not in again, impl
+    )[0]
+
+
+def _check(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     check_tensors(("bias",), x=x, **parameters)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -76,12 +93,6 @@ def norm_linear_silu(
     for name, tensor in parameters.items():
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
-    again = {recompute} if isinstance(recompute, str) else set(recompute)
-    if unknown := again.difference(RECOMPUTED):
-        raise ValueError(f"recompute takes some of {RECOMPUTED}, got {sorted(unknown)}")
-    return _norm_linear_silu(
-        x, norm_weight, norm_bias, weight, bias, eps, "norm" not in again, "linear" not in again, impl
-    )[0]
 
 
 def _chosen(impl: str, x: torch.Tensor) -> str:
@@ -97,7 +108,7 @@ def _outputs(
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
     tokens, columns = len(x), len(weight)
     z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
-    means, rstds = (torch.empty(tokens, device=x.device) for _ in range(2))
+    means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     return x.new_empty(tokens, columns), z, normed, means, rstds
 
 
@@ -169,7 +180,8 @@ def _backward_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     chosen = _chosen(impl, x)
     has_z, has_normed = len(z) == len(x), len(normed) == len(x)
-    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    terms = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(3))
+    dx, dnorm_weight, dnorm_bias = terms
     again = x.new_empty(len(x) * (not has_normed), x.shape[1])
     if len(x) == 0:
         return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
@@ -233,6 +245,7 @@ def _norm_linear_silu(
     keep_linear: bool,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(x, norm_weight, norm_bias, weight, bias)
     x, norm_weight, norm_bias, weight = (t.detach() for t in (x, norm_weight, norm_bias, weight))
     bias = None if bias is None else bias.detach()
     return _forward(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear, impl)
@@ -243,8 +256,36 @@ def _(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear, im
     return _outputs(x, weight, keep_normed, keep_linear)
 
 
-@custom_op("tritonrec::norm_linear_silu_backward", mutates_args=("dy",))
+@custom_op("tritonrec::norm_linear_silu_backward", mutates_args=())
 def _norm_linear_silu_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    z: torch.Tensor,
+    normed: torch.Tensor,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dz (L, out), and what the op into dy returns."""
+    dz = dy.clone(memory_format=torch.contiguous_format)
+    rest = _norm_linear_silu_backward_into(
+        dz, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl
+    )
+    return dz, *rest
+
+
+@_norm_linear_silu_backward.register_fake
+def _(dy, *rest):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), *_backward_into_fake(dy, *rest)
+
+
+@custom_op("tritonrec::norm_linear_silu_backward_into", mutates_args=("dy",))
+def _norm_linear_silu_backward_into(
     dy: torch.Tensor,
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -262,22 +303,37 @@ def _norm_linear_silu_backward(
 
     dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
     """
+    _check(x, norm_weight, norm_bias, weight, bias)
+    kept = {"z": (z, len(weight)), "normed": (normed, x.shape[1])}
+    rows = {"means": means, "rstds": rstds}
+    check_tensors(x=x, dy=dy, z=z, normed=normed, **rows)
     check_matrix("dy", dy, x.dtype)
+    for name, (tensor, columns) in kept.items():
+        check_shape(name, tensor, (len(x) if len(tensor) else 0, columns), x.dtype)
+    for name, tensor in rows.items():
+        check_shape(name, tensor, x.shape[:1], torch.float32)
     if dy.shape != (len(x), len(weight)) or not dy.is_contiguous():
         raise ValueError(
             f"dy is written in place and must be ({len(x)}, {len(weight)}) and contiguous, got "
             f"{tuple(dy.shape)} with strides {dy.stride()}"
         )
+    read = {
+        "x": x, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias,
+        "z": z, "normed": normed, "means": means, "rstds": rstds,
+    }  # fmt: skip
+    check_no_overlap({"dy": dy}, read)
     norm_weight, norm_bias, weight = norm_weight.detach(), norm_bias.detach(), weight.detach()
     bias = None if bias is None else bias.detach()
+    z, normed = z.detach(), normed.detach()
+    means, rstds = means.detach().contiguous(), rstds.detach().contiguous()
     return _backward_in_place(
         dy, x.detach(), norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl
     )
 
 
-@_norm_linear_silu_backward.register_fake
-def _(dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl):
-    terms = [torch.empty(x.shape, device=x.device) for _ in range(2)]
+@_norm_linear_silu_backward_into.register_fake
+def _backward_into_fake(dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds, impl):
+    terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
     kept = normed.shape[0] == x.shape[0]
     return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
 
@@ -289,9 +345,8 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy, *_):
     x, norm_weight, norm_bias, weight, bias, z, normed, means, rstds = ctx.saved_tensors
-    dz = dy.clone(memory_format=torch.contiguous_format)  # dy is the caller's
-    dx, dnorm_weight, dnorm_bias, again = _norm_linear_silu_backward(
-        dz, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, ctx.impl
+    dz, dx, dnorm_weight, dnorm_bias, again = _norm_linear_silu_backward(
+        dy, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, ctx.impl
     )
     normed = again if len(again) else normed
     return (

@@ -5,11 +5,12 @@ The loops are those of the three ops, so the bits are theirs.
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.linear.numba_linear import rows_times
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.silu import numba_silu as silu
+
+from ..caches import njit
 
 F32 = np.float32
 U = np.uintp

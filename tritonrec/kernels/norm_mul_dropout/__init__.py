@@ -17,9 +17,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.norm_mul_dropout import reference
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves
 from tritonrec.kernels.registration import custom_op
@@ -57,6 +58,24 @@ def norm_mul_dropout(
     Raises:
         ValueError: shapes, dtypes or p that do not fit.
     """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+    p = dropout if training else 0.0
+    _check(x, u, weight, bias, p, sample_ids, positions)
+    if not p:
+        sample_ids = positions = None
+    return _norm_mul_dropout(x, u, weight, bias, eps, p, seed, sample_ids, positions, impl)[0]
+
+
+def _check(
+    x: torch.Tensor,
+    u: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    sample_ids: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> None:
     check_tensors(
         ("u", "sample_ids", "positions"),
         x=x, u=u, weight=weight, bias=bias, sample_ids=sample_ids, positions=positions,
@@ -71,17 +90,20 @@ def norm_mul_dropout(
         )
     if not weight.dtype == bias.dtype == x.dtype:
         raise ValueError(f"weight and bias must be {x.dtype} like x, got {weight.dtype} and {bias.dtype}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-    p = dropout if training else 0.0
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout must lie in [0, 1), got {p}")
     if p:
         for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
             if tensor is None or tensor.shape != x.shape[:1] or tensor.dtype != torch.int64:
                 got = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
                 raise ValueError(f"with dropout, {name} must be ({x.shape[0]},) int64, got {got}")
-    else:
-        sample_ids = positions = None
-    return _norm_mul_dropout(x, u, weight, bias, eps, p, seed, sample_ids, positions, impl)[0]
+
+
+def _check_backward(dy: torch.Tensor, x: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor) -> None:
+    check_tensors(x=x, dy=dy, means=means, rstds=rstds)
+    check_shape("dy", dy, x.shape, x.dtype)
+    for name, tensor in (("means", means), ("rstds", rstds)):
+        check_shape(name, tensor, x.shape[:1], torch.float32)
 
 
 def norm_forward(
@@ -98,7 +120,7 @@ def norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), means (L,), rstds (L,): without the checks and the dispatcher, for hot callers."""
     chosen = implementation(impl, x)  # type: ignore[arg-type]
-    y, means, rstds = torch.empty(x.shape, device=x.device), x.new_empty(len(x)), x.new_empty(len(x))
+    y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
     if y.numel() == 0:
         return y, means, rstds
     if chosen == "reference":
@@ -144,9 +166,9 @@ def norm_backward(
     du overwrites the tensor given for it (rows contiguous, any row stride); new without.
     """
     chosen = implementation(impl, x)  # type: ignore[arg-type]
-    dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     if du is None:
-        du = torch.empty(x.shape, device=x.device) if u is not None else x.new_empty(0, x.shape[1])
+        du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
     if dx.numel() == 0:
         return dx, du, dweight, dbias
     if chosen == "reference":
@@ -202,7 +224,7 @@ def _draws(
     drawing = (
         np.uint32(k0), np.uint32(k1), np.int64(DROPOUT), np.uint64(threshold_of(p)), np.float32(1 / (1 - p))
     )  # fmt: skip
-    if sample_ids is None or positions is None:
+    if not p or sample_ids is None or positions is None:
         return drawing, _NO_IDS, _NO_IDS
     return drawing, sample_ids.contiguous().numpy(), positions.contiguous().numpy()
 
@@ -210,7 +232,7 @@ def _draws(
 def _reference_mask(
     p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None, dim: int
 ) -> torch.Tensor | None:
-    if sample_ids is None or positions is None:
+    if not p or sample_ids is None or positions is None:
         return None
     return reference.mask(seed, DROPOUT, sample_ids, positions, dim, threshold_of(p), 1 / (1 - p))
 
@@ -228,13 +250,14 @@ def _norm_mul_dropout(
     positions: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(x, u, weight, bias, p, sample_ids, positions)
     x, u = x.detach(), None if u is None else u.detach()
     return norm_forward(x, u, weight.detach(), bias.detach(), eps, p, seed, sample_ids, positions, impl)
 
 
 @_norm_mul_dropout.register_fake
 def _(x, u, weight, bias, eps, p, seed, sample_ids, positions, impl):
-    return torch.empty(x.shape, device=x.device), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
+    return x.new_empty(x.shape), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
 
 
 @custom_op("tritonrec::norm_mul_dropout_backward", mutates_args=())
@@ -252,13 +275,17 @@ def _norm_mul_dropout_backward(
     rstds: torch.Tensor,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(x, u, weight, bias, p, sample_ids, positions)
+    _check_backward(dy, x, means, rstds)
+    means, rstds = means.detach().contiguous(), rstds.detach().contiguous()
+    dy, x, u = dy.detach(), x.detach(), None if u is None else u.detach()
     return norm_backward(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl)
 
 
 @_norm_mul_dropout_backward.register_fake
 def _(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl):
     def row_terms():
-        return torch.empty(x.shape, device=x.device)
+        return x.new_empty(x.shape)
 
     du = row_terms() if u is not None else x.new_empty(0, x.shape[1])
     return row_terms(), du, row_terms(), row_terms()
@@ -280,9 +307,18 @@ def _norm_mul_dropout_backward_into(
     rstds: torch.Tensor,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_tensors(x=x, u=u, du=du)
+    _check(x, u, weight, bias, p, sample_ids, positions)
+    _check_backward(dy, x, means, rstds)
     check_matrix("du", du, torch.float32, in_place=True)
-    if du.shape != x.shape:
-        raise ValueError(f"du must be {tuple(x.shape)} like x, got {tuple(du.shape)}")
+    check_shape("du", du, x.shape, x.dtype)
+    read = {
+        "dy": dy, "x": x, "u": u, "weight": weight, "bias": bias, "sample_ids": sample_ids,
+        "positions": positions, "means": means, "rstds": rstds,
+    }  # fmt: skip
+    check_no_overlap({"du": du}, read)
+    means, rstds = means.detach().contiguous(), rstds.detach().contiguous()
+    dy, x, u = dy.detach(), x.detach(), u.detach()
     dx, _, dweight, dbias = norm_backward(
         dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl, du
     )
@@ -291,7 +327,7 @@ def _norm_mul_dropout_backward_into(
 
 @_norm_mul_dropout_backward_into.register_fake
 def _(du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds, impl):
-    dx, dweight, dbias = (torch.empty(x.shape, device=x.device) for _ in range(3))
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     return dx, dweight, dbias
 
 

@@ -2,10 +2,11 @@
 """Norm, gate and dropout on the CPU: one row at a time, sums along a row in a fixed order."""
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_float import dot
 from tritonrec.kernels.philox.numba_philox import philox4x32
+
+from ..caches import njit
 
 F32 = np.float32
 U = np.uintp

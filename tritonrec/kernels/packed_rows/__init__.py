@@ -27,6 +27,7 @@ import torch
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
 from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
 from tritonrec.kernels.registration import custom_op
@@ -53,8 +54,7 @@ def pack_rows(
         IndexError: a row outside `values` (on an accelerator: an asynchronous device assertion).
         ValueError: an argument of another shape, dtype or device.
     """
-    check_matrix("values", values, torch.int64)
-    _check_list("rows", rows, torch.int64, values)
+    _check_pack(values, rows)
     launch = _launch_pack if in_plain_eager(values, rows) else _pack_rows
     return launch(values, rows, impl)
 
@@ -83,8 +83,26 @@ def add_packed_rows(
         ExactSumError: a sum leaves int64. `out` then holds a part of the sums and has to be discarded.
         IndexError: a segment outside [0, S) (on an accelerator: an asynchronous device assertion).
         ValueError: an argument of another shape, dtype or device; a width that is none; `packed` is longer or
-            shorter than `widths` say. As with an IndexError, nothing was added.
+            shorter than `widths` say; `out` shares memory with another argument. As with an IndexError,
+            nothing was added.
     """
+    _check_add(out, segments, widths, packed, bits)
+    if in_plain_eager(out, segments, widths, packed, name, bits, impl):
+        written(out)
+        _launch_add(out, segments, widths, packed, name, bits, impl)
+    else:
+        _add_packed_rows(out, segments, widths, packed, name, bits, impl)
+    return out
+
+
+def _check_pack(values: torch.Tensor, rows: torch.Tensor) -> None:
+    check_matrix("values", values, torch.int64)
+    _check_list("rows", rows, torch.int64, values)
+
+
+def _check_add(
+    out: torch.Tensor, segments: torch.Tensor, widths: torch.Tensor, packed: torch.Tensor, bits: int
+) -> None:
     check_matrix("out", out, torch.int64, in_place=True)
     _check_list("segments", segments, torch.int64, out)
     _check_list("widths", widths, torch.uint8, out)
@@ -92,12 +110,6 @@ def add_packed_rows(
     if widths.shape != segments.shape:
         raise ValueError(f"widths must be one for each of {len(segments)} segments, got {len(widths)}")
     check_bits(bits)
-    if in_plain_eager(out, segments, widths, packed, name, bits, impl):
-        written(out)
-        _launch_add(out, segments, widths, packed, name, bits, impl)
-    else:
-        _add_packed_rows(out, segments, widths, packed, name, bits, impl)
-    return out
 
 
 def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]:
@@ -176,6 +188,7 @@ def _launch_add(
 ) -> None:
     chosen = implementation(impl, out)  # type: ignore[arg-type]
     dim = out.shape[1]
+    check_no_overlap({"out": out}, {"segments": segments, "widths": widths, "packed": packed})
     _check_packed(widths, dim, packed)
     check_rows("segments", segments, out.shape[0])
     if packed.numel() == 0:
@@ -202,6 +215,7 @@ def _launch_add(
 
 @custom_op("tritonrec::pack_rows", mutates_args=())
 def _pack_rows(values: torch.Tensor, rows: torch.Tensor, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_pack(values, rows)
     return _launch_pack(values, rows, impl)
 
 
@@ -221,6 +235,7 @@ def _add_packed_rows(
     bits: int,
     impl: str,
 ) -> None:
+    _check_add(out, segments, widths, packed, bits)
     _launch_add(out, segments, widths, packed, name, bits, impl)
 
 

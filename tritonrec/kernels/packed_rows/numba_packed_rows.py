@@ -8,11 +8,12 @@ and 21 to 32 % of that of 4,096; inlined by numba, 0 to 6 % and 16 to 22 % (one 
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.grid.numba_grid import add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.segment_sum.numba_segment_sum import AHEAD
+
+from ..caches import njit
 
 FLOAT = np.uint8(0x84)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import halves, philox4x32
@@ -33,7 +33,14 @@ __all__ = ["DROPOUT", "INITIAL_ROWS", "RANDOM_INDICES", "derive_seed", "initial_
 
 
 def derive_seed(seed: int, stream: int, step: int) -> int:
-    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed)."""
+    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed).
+
+    Raises:
+        ValueError: a number that is no int64.
+    """
+    for name, number in (("seed", seed), ("stream", stream), ("step", step)):
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")
     w0, w1, _, _ = philox4x32((*halves(step), *halves(stream)), halves(seed))
     word = w1 << 32 | w0
     return word - (1 << 64) if word >> 63 else word
@@ -53,6 +60,11 @@ def initial_rows(
     Raises:
         ValueError: an argument of another shape, dtype or range.
     """
+    _check_initial_rows(table, keys, dim, scale)
+    return _initial_rows(seed, table, keys, dim, scale, impl)
+
+
+def _check_initial_rows(table: int, keys: torch.Tensor, dim: int, scale: float) -> None:
     if not isinstance(keys, torch.Tensor):
         raise not_a_tensor("keys", keys)
     if keys.dim() != 1 or keys.dtype != torch.int64:
@@ -63,19 +75,19 @@ def initial_rows(
         raise ValueError(f"dim must lie in [0, 2**30), got {dim}")
     if not 0 <= scale < 3e38:
         raise ValueError(f"scale must be finite and not negative, got {scale}")
-    return _initial_rows(seed, table, keys, dim, scale, impl)
 
 
 @custom_op("tritonrec::initial_rows", mutates_args=())
 def _initial_rows(
     seed: int, table: int, keys: torch.Tensor, dim: int, scale: float, impl: str
 ) -> torch.Tensor:
+    _check_initial_rows(table, keys, dim, scale)
     chosen = implementation(impl, keys)  # type: ignore[arg-type]
     if chosen == "reference":
         return reference.initial_rows(halves(seed), table, INITIAL_ROWS, keys.cpu(), dim, scale).to(
             keys.device
         )
-    rows = torch.empty(keys.numel(), dim, device=keys.device)
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel() == 0:
         return rows
     keys = keys.contiguous()
@@ -126,8 +138,14 @@ def random_indices(
     Returns:
         (T, N) int64.
     Raises:
-        ValueError: an argument of another shape, dtype or range.
+        ValueError: an argument of another shape, dtype, device or range.
     """
+    _check_random_indices(sample_ids, positions, count, upper)
+    return _random_indices(seed, stream, step, sample_ids, positions, count, upper, impl)
+
+
+def _check_random_indices(sample_ids: torch.Tensor, positions: torch.Tensor, count: int, upper: int) -> None:
+    check_tensors(sample_ids=sample_ids, positions=positions)
     for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
         if tensor.dim() != 1 or tensor.dtype != torch.int64:
             raise ValueError(f"{name} must be (T,) int64, got {tuple(tensor.shape)} {tensor.dtype}")
@@ -137,7 +155,6 @@ def random_indices(
         raise ValueError(f"count must lie in [0, 2**30), got {count}")
     if not 1 <= upper <= 2**32:
         raise ValueError(f"upper must lie in [1, 2**32], got {upper}")
-    return _random_indices(seed, stream, step, sample_ids, positions, count, upper, impl)
 
 
 @custom_op("tritonrec::random_indices", mutates_args=())
@@ -151,6 +168,7 @@ def _random_indices(
     upper: int,
     impl: str,
 ) -> torch.Tensor:
+    _check_random_indices(sample_ids, positions, count, upper)
     chosen = implementation(impl, sample_ids)  # type: ignore[arg-type]
     derived = derive_seed(seed, stream, step)
     if chosen == "reference":

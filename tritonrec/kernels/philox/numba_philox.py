@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 MULTIPLIER_0 = np.uint64(0xD2511F53)
 MULTIPLIER_1 = np.uint64(0xCD9E8D57)

@@ -34,7 +34,7 @@ def halves(number: int) -> tuple[int, int]:
 def initial_rows(
     key: tuple[int, int], table: int, tag: int, keys: torch.Tensor, dim: int, scale: float
 ) -> torch.Tensor:
-    rows = torch.empty(keys.numel(), dim)
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
     for i, row_key in enumerate(keys.tolist()):
         for column in range(dim):
             words = philox4x32((*halves(row_key), tag | column // 4, table), key)

@@ -29,10 +29,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.head_layout import flat_heads
-from tritonrec.kernels.offsets import check_lengths, check_offsets
+from tritonrec.kernels.offsets import check_lengths, check_max_seq_len, check_offsets
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.relative_aggregate import reference
 from tritonrec.kernels.workers import over_ranges
@@ -62,6 +62,18 @@ def relative_aggregate(
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
+    return _relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps, impl)
+
+
+def _check(
+    v: torch.Tensor,
+    table: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> None:
+    check_max_seq_len(max_seq_len)
     check_tensors(("timestamps",), v=v, table=table, seq_offsets=seq_offsets, timestamps=timestamps)
     if v.dim() != 3 or table.dim() != 2 or table.shape[0] != v.shape[1] or table.shape[1] == 0:
         raise ValueError(
@@ -74,7 +86,11 @@ def relative_aggregate(
         raise ValueError(
             f"timestamps must be ({v.shape[0]},) int64, got {tuple(timestamps.shape)} {timestamps.dtype}"
         )
-    return _relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps, impl)
+
+
+def _check_values(v: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int) -> None:
+    check_offsets("seq_offsets", seq_offsets, v.shape[0])
+    check_lengths(seq_offsets, max_seq_len)
 
 
 def aggregate_forward(
@@ -94,12 +110,12 @@ def aggregate_forward(
     if chosen == "triton":
         from tritonrec.kernels.relative_aggregate import triton_relative
 
-        out = torch.empty(v.shape, device=v.device)
+        out = v.new_empty(v.shape)
         triton_relative.forward(v, table, seq_offsets, max_seq_len, timestamps, out)
         return out
     from tritonrec.kernels.relative_aggregate import numba_relative
 
-    out = torch.zeros(v.shape)
+    out = v.new_zeros(v.shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
     arguments = (*flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times, out.view(-1).numpy())
 
@@ -129,12 +145,12 @@ def aggregate_backward(
     if chosen == "triton":
         from tritonrec.kernels.relative_aggregate import triton_relative
 
-        dv, dtable = torch.empty(v.shape, device=v.device), torch.empty(shape, device=v.device)
+        dv, dtable = v.new_empty(v.shape), v.new_empty(shape)
         triton_relative.backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable)
         return dv, dtable
     from tritonrec.kernels.relative_aggregate import numba_relative
 
-    dv, dtable = torch.zeros(v.shape), torch.empty(shape)
+    dv, dtable = v.new_zeros(v.shape), v.new_empty(shape)
     offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
     arguments = (
         *flat_heads(do), *flat_heads(v), table.contiguous().view(-1).numpy(), offsets, times,
@@ -171,14 +187,14 @@ def _relative_aggregate(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
-    check_offsets("seq_offsets", seq_offsets, v.shape[0])
-    check_lengths(seq_offsets, max_seq_len)
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
+    _check_values(v, seq_offsets, max_seq_len)
     return aggregate_forward(v.detach(), table.detach(), seq_offsets, max_seq_len, timestamps, impl)
 
 
 @_relative_aggregate.register_fake
 def _(v, table, seq_offsets, max_seq_len, timestamps, impl):
-    return torch.empty(v.shape, device=v.device)
+    return v.new_empty(v.shape)
 
 
 @custom_op("tritonrec::relative_aggregate_backward", mutates_args=())
@@ -191,6 +207,10 @@ def _relative_aggregate_backward(
     timestamps: torch.Tensor | None,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(v, table, seq_offsets, max_seq_len, timestamps)
+    check_tensors(v=v, do=do)
+    check_shape("do", do, v.shape, v.dtype)
+    _check_values(v, seq_offsets, max_seq_len)
     return aggregate_backward(
         do.detach(), v.detach(), table.detach(), seq_offsets, max_seq_len, timestamps, impl
     )
@@ -198,7 +218,7 @@ def _relative_aggregate_backward(
 
 @_relative_aggregate_backward.register_fake
 def _(do, v, table, seq_offsets, max_seq_len, timestamps, impl):
-    return torch.empty(v.shape, device=v.device), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
+    return v.new_empty(v.shape), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
 
 
 def _save(ctx, inputs, output):

@@ -8,10 +8,11 @@ float32 scores in float64, row by row.
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import log2_of_difference, transpose
+
+from ..caches import njit
 
 F32 = np.float32
 U = np.uintp

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_shape, check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.sampled_softmax import reference
@@ -43,6 +43,15 @@ def sampled_softmax(
     Raises:
         ValueError: shapes, dtypes or a temperature that do not fit.
     """
+    _check(hidden, positive, negatives, valid)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return _sampled_softmax(hidden, positive, negatives, valid, 1 / temperature, impl)
+
+
+def _check(
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor
+) -> None:
     check_tensors(hidden=hidden, positive=positive, negatives=negatives, valid=valid)
     if (
         hidden.dim() != 2
@@ -64,9 +73,6 @@ def sampled_softmax(
             f"hidden, positive and negatives must be float32 and valid bool, got "
             f"{hidden.dtype}, {positive.dtype}, {negatives.dtype}, {valid.dtype}"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    return _sampled_softmax(hidden, positive, negatives, valid, 1 / temperature, impl)
 
 
 def softmax_forward(
@@ -154,6 +160,7 @@ def _sampled_softmax(
     scale: float,
     impl: str,
 ) -> torch.Tensor:
+    _check(hidden, positive, negatives, valid)
     return softmax_forward(hidden.detach(), positive.detach(), negatives.detach(), valid, scale, impl)
 
 
@@ -172,12 +179,16 @@ def _sampled_softmax_backward(
     scale: float,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(hidden, positive, negatives, valid)
+    check_tensors(hidden=hidden, dloss=dloss)
+    check_shape("dloss", dloss, hidden.shape[:1], hidden.dtype)
+    dloss, hidden, positive, negatives = (t.detach() for t in (dloss, hidden, positive, negatives))
     return softmax_backward(dloss, hidden, positive, negatives, valid, scale, impl)
 
 
 @_sampled_softmax_backward.register_fake
 def _(dloss, hidden, positive, negatives, valid, scale, impl):
-    return tuple(torch.empty(tensor.shape, device=hidden.device) for tensor in (hidden, positive, negatives))
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (hidden, positive, negatives))
 
 
 def _save(ctx, inputs, output):

@@ -4,9 +4,10 @@
 import math
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_float import dot, exp
+
+from ..caches import njit
 
 F32 = np.float32
 U = np.uintp

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, held, record
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
@@ -65,8 +66,41 @@ def segment_sum(
         ExactSumError: level "batch", and a value is not finite or too large, or a sum leaves int64. `out`
             then holds a part of the sum and has to be discarded.
         IndexError: a segment outside [0, num_segments); nothing was added.
-        ValueError: an argument of another shape, dtype or range.
+        ValueError: an argument of another shape, dtype or range; `out` or `status` shares memory with
+            another argument.
     """
+    _check(values, segments, num_segments, level, bits, count)
+    check_scalar("status", status, values)
+    if out is None and (status is None or level == "window"):
+        arguments = values, segments, num_segments, level, bits, name, impl, count
+        if not in_plain_eager(*arguments):
+            return _segment_sum(*arguments)
+        if values.requires_grad and torch.is_grad_enabled():
+            return _SegmentSum.apply(*arguments)
+        return _sum(*arguments)
+    if out is None:
+        if forward_ad._current_level < 0:  # the op refuses a tangent, which this would drop
+            values = values.detach()
+        out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
+    _check_out(out, values, num_segments, level)
+    if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
+        raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
+    if in_plain_eager(out, values, segments, bits, name, impl, count, status):
+        written(out, status)
+        accumulate(out, values, segments, bits, name, impl, count, status)
+    else:
+        _segment_sum_into(out, values, segments, bits, name, impl, count, status)
+    return out
+
+
+def _check(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    level: str,
+    bits: int,
+    count: torch.Tensor | None,
+) -> None:
     if level not in ("window", "batch"):
         raise ValueError(f"level must be 'window' or 'batch', got {level!r}")
     if not isinstance(values, torch.Tensor):
@@ -86,31 +120,14 @@ def segment_sum(
         raise ValueError(f"num_segments must not be negative, got {num_segments}")
     check_bits(bits)
     check_scalar("count", count, values)
-    check_scalar("status", status, values)
-    if out is None and (status is None or level == "window"):
-        arguments = values, segments, num_segments, level, bits, name, impl, count
-        if not in_plain_eager(*arguments):
-            return _segment_sum(*arguments)
-        if values.requires_grad and torch.is_grad_enabled():
-            return _SegmentSum.apply(*arguments)
-        return _sum(*arguments)
-    if out is None:
-        if forward_ad._current_level < 0:  # the op refuses a tangent, which this would drop
-            values = values.detach()
-        out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
+
+
+def _check_out(out: torch.Tensor, values: torch.Tensor, num_segments: int, level: str) -> None:
     check_matrix("out", out, torch.float32 if level == "window" else torch.int64, in_place=True)
     if out.device != values.device:
         raise ValueError(f"values is on {values.device}, out on {out.device}")
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
-    if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
-        raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
-    if in_plain_eager(out, values, segments, bits, name, impl, count, status):
-        written(out, status)
-        accumulate(out, values, segments, bits, name, impl, count, status)
-    else:
-        _segment_sum_into(out, values, segments, bits, name, impl, count, status)
-    return out
 
 
 def accumulate(
@@ -125,8 +142,9 @@ def accumulate(
 ) -> None:
     """`segment_sum` into `out` without the checks of shapes and the dispatcher: the door for hot callers."""
     chosen = implementation(impl, out)  # type: ignore[arg-type]
+    check_no_overlap({"out": out, "status": status}, {"values": values, "segments": segments, "count": count})
     check_rows("segments", segments, out.shape[0], count)
-    if values.numel() == 0:
+    if values.numel() == 0 or out.numel() == 0:
         return
     values = contiguous_rows(values)
     exact = out.dtype == torch.int64
@@ -192,6 +210,11 @@ def _segment_sum_into(
     count: torch.Tensor | None,
     status: torch.Tensor | None,
 ) -> None:
+    check_matrix("out", out, torch.int64 if out.dtype == torch.int64 else torch.float32, in_place=True)
+    level = "batch" if out.dtype == torch.int64 else "window"
+    _check(values, segments, out.shape[0], level, bits, count)
+    _check_out(out, values, out.shape[0], level)
+    check_scalar("status", status, values)
     accumulate(out, values, segments, bits, name, impl, count, status)
 
 
@@ -211,12 +234,26 @@ def _sum(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dtype = torch.float32 if level == "window" else torch.int64
+    if num_segments * values.shape[1] >= 1 << 60:
+        raise ValueError(f"num_segments = {num_segments} rows of {values.shape[1]} columns fit no memory")
     out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
     accumulate(out, values, segments, bits, name, impl, count)
     return out
 
 
-_segment_sum = custom_op("tritonrec::segment_sum", mutates_args=(), linear="values")(_sum)
+@custom_op("tritonrec::segment_sum", mutates_args=(), linear="values")
+def _segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    level: str,
+    bits: int,
+    name: str,
+    impl: str,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check(values, segments, num_segments, level, bits, count)
+    return _sum(values, segments, num_segments, level, bits, name, impl, count)
 
 
 @_segment_sum.register_fake

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.arguments import check_shape, check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.silu import reference
@@ -25,11 +25,15 @@ def silu(x: torch.Tensor, impl: Impl = "auto") -> torch.Tensor:
     Raises:
         ValueError: another dtype.
     """
+    _check(x)
+    return _silu(x, impl)
+
+
+def _check(x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise not_a_tensor("x", x)
     if x.dtype != torch.float32:
         raise ValueError(f"x must be float32, got {x.dtype}")
-    return _silu(x, impl)
 
 
 def silu_forward(x: torch.Tensor, impl: str) -> torch.Tensor:
@@ -38,7 +42,7 @@ def silu_forward(x: torch.Tensor, impl: str) -> torch.Tensor:
     x = x.contiguous()
     if chosen == "reference":
         return reference.forward(x)
-    y = torch.empty(x.shape, device=x.device)
+    y = x.new_empty(x.shape)
     if chosen == "triton":
         from tritonrec.kernels.silu import triton_silu
 
@@ -57,7 +61,7 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
     dy, x = dy.contiguous(), x.contiguous()
     if chosen == "reference":
         return reference.backward(dy, x)
-    dx = torch.empty(x.shape, device=x.device)
+    dx = x.new_empty(x.shape)
     if chosen == "triton":
         from tritonrec.kernels.silu import triton_silu
 
@@ -72,22 +76,26 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
 
 @custom_op("tritonrec::silu", mutates_args=())
 def _silu(x: torch.Tensor, impl: str) -> torch.Tensor:
+    _check(x)
     return silu_forward(x.detach(), impl)
 
 
 @_silu.register_fake
 def _(x, impl):
-    return torch.empty(x.shape, device=x.device)
+    return x.new_empty(x.shape)
 
 
 @custom_op("tritonrec::silu_backward", mutates_args=())
 def _silu_backward(dy: torch.Tensor, x: torch.Tensor, impl: str) -> torch.Tensor:
-    return silu_backward(dy, x, impl)
+    check_tensors(x=x, dy=dy)
+    _check(x)
+    check_shape("dy", dy, x.shape, x.dtype)
+    return silu_backward(dy.detach(), x.detach(), impl)
 
 
 @_silu_backward.register_fake
 def _(dy, x, impl):
-    return torch.empty(x.shape, device=x.device)
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):

@@ -2,9 +2,10 @@
 """SiLU on the CPU in one pass; every element takes the same path (`kernels.numba_float`)."""
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.numba_float import exp
+
+from ..caches import njit
 
 ONE = np.float32(1.0)
 

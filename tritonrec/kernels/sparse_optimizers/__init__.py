@@ -28,6 +28,7 @@ import torch
 
 from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, held
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
@@ -61,10 +62,23 @@ def _check(
             raise ValueError(f"{name} must be ({weight.shape[0]}, {columns}), got {tuple(state.shape)}")
 
 
+def _check_adam(beta1: float, beta2: float, step: int) -> None:
+    if step < 1:
+        raise ValueError(f"step counts from 1, got {step}")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas must lie in [0, 1), got {beta1} and {beta2}")
+
+
 def _first(
-    chosen: str, weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None
+    chosen: str,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    count: torch.Tensor | None,
+    **states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices, checked, and gradients as a kernel takes them; on the host, the first `count`."""
+    check_no_overlap({"weight": weight, **states}, {"indices": indices, "grad": grad, "count": count})
     check_rows("indices", indices, weight.shape[0], count)
     if count is not None and chosen != "triton":
         first = held(count, indices.numel())
@@ -88,7 +102,7 @@ def sparse_sgd(
         count: () int64, the indices that hold, the others touch nothing (`kernels.padding`).
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
-        ValueError: an argument of another shape or dtype.
+        ValueError: an argument of another shape or dtype; one that is mutated shares memory with another.
     """
     _check(weight, indices, grad, count)
     _sparse_sgd(weight, indices, grad, lr, impl, count)
@@ -103,6 +117,7 @@ def _sparse_sgd(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> None:
+    _check(weight, indices, grad, count)
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
     indices, grad = _first(chosen, weight, indices, grad, count)
     if grad.numel() == 0:
@@ -143,7 +158,7 @@ def sparse_rowwise_adagrad(
         in [0, R); grad: (K, D) float32; count: () int64, as for `sparse_sgd`.
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
-        ValueError: an argument of another shape or dtype.
+        ValueError: an argument of another shape or dtype; one that is mutated shares memory with another.
     """
     _check(weight, indices, grad, count, state=state)
     _sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl, count)
@@ -160,8 +175,9 @@ def _sparse_rowwise_adagrad(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> None:
+    _check(weight, indices, grad, count, state=state)
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
-    indices, grad = _first(chosen, weight, indices, grad, count)
+    indices, grad = _first(chosen, weight, indices, grad, count, state=state)
     if grad.numel() == 0:
         return
     scalars = (np.float32(lr), np.float32(eps))
@@ -206,13 +222,11 @@ def sparse_adam(
         grad: (K, D) float32; step: the number of this step, from 1; count: () int64, as for `sparse_sgd`.
     Raises:
         IndexError: an index outside [0, R); nothing was changed.
-        ValueError: an argument of another shape or dtype, step < 1, or a beta outside [0, 1).
+        ValueError: an argument of another shape or dtype, step < 1, or a beta outside [0, 1); one that is
+            mutated shares memory with another.
     """
     _check(weight, indices, grad, count, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    if step < 1:
-        raise ValueError(f"step counts from 1, got {step}")
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"betas must lie in [0, 1), got {beta1} and {beta2}")
+    _check_adam(beta1, beta2, step)
     _sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, beta1, beta2, eps, step, impl, count)
 
 
@@ -231,8 +245,10 @@ def _sparse_adam(
     impl: str,
     count: torch.Tensor | None = None,
 ) -> None:
+    _check(weight, indices, grad, count, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _check_adam(beta1, beta2, step)
     chosen = implementation(impl, weight)  # type: ignore[arg-type]
-    indices, grad = _first(chosen, weight, indices, grad, count)
+    indices, grad = _first(chosen, weight, indices, grad, count, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if grad.numel() == 0:
         return
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)

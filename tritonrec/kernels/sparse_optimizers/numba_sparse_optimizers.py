@@ -7,7 +7,8 @@ loop.
 """
 
 import numpy as np
-from numba import njit
+
+from ..caches import njit
 
 LANES = 16
 

@@ -46,15 +46,19 @@ def unique(
 
     This is the dedup before the key exchange, and again at the owner (MTGRBoost, two-stage ID dedup).
     """
+    _check(keys, count)
+    if in_plain_eager(keys, count):
+        return launch(keys, impl, count, padded)  # type: ignore[return-value]
+    op = torch.ops.tritonrec.unique_padded if padded else torch.ops.tritonrec.unique
+    return op(keys, impl, count)
+
+
+def _check(keys: torch.Tensor, count: torch.Tensor | None) -> None:
     if not isinstance(keys, torch.Tensor):
         raise not_a_tensor("keys", keys)
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     check_scalar("count", count, keys)
-    if in_plain_eager(keys, count):
-        return launch(keys, impl, count, padded)  # type: ignore[return-value]
-    op = torch.ops.tritonrec.unique_padded if padded else torch.ops.tritonrec.unique
-    return op(keys, impl, count)
 
 
 def launch(
@@ -90,6 +94,7 @@ def launch(
 def _unique_op(
     keys: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(keys, count)
     return launch(keys, impl, count)  # type: ignore[return-value]
 
 
@@ -103,6 +108,7 @@ def _unique_fake(keys: torch.Tensor, impl: str, count: torch.Tensor | None = Non
 def _unique_padded_op(
     keys: torch.Tensor, impl: str, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(keys, count)
     return launch(keys, impl, count, padded=True)  # type: ignore[return-value]
 
 

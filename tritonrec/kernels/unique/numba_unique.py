@@ -13,10 +13,11 @@ cache lines, then probe.
 """
 
 import numpy as np
-from numba import njit
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import equal_mask4, lowest_bit, prefetch
+
+from ..caches import njit
 
 BLOCK = 128
 # a table of 0.7 MB stays in a core's own cache, and a micro-batch seldom outgrows it

@@ -1,0 +1,290 @@
+"""Calls every op with hostile arguments: none may crash, hang, write elsewhere or differ from its reference.
+
+    python ci/attack/ops.py --calls 10000 --seed 7 [--op NAME]
+
+Each op, at each of its doors (the function of `tritonrec.ops`, ``torch.ops``, `ops.registered`), has a
+process of its own. An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a
+function of seed, op and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit
+status is 1 after a crash, a hang, bytes that changed outside of what an op writes to, a difference, or a
+refusal that names no argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import json
+import mmap
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from arguments import DISTINCT, DRAWN, ROUNDED, Call, Draw, calls
+from guarded import Arena
+from hostile import Hostile, replace, spoil
+
+from tritonrec.kernels.hstu_attention.masks import Mask
+
+MEMORY = (
+    12 << 30
+)  # address space of a worker: an allocation beyond it is an error, not the end of the machine
+# names in errors that are no names of a schema
+ALSO = ["tensor[", "beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
+ALSO += Mask._fields
+PATIENCE = 120.0  # seconds without a call that returns
+MOST_CRASHES = 5  # of an op, until it is left
+
+Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
+
+
+def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.Generator]:
+    rng = np.random.default_rng([seed, zlib.crc32(call.op.encode()), index])
+    drawn = DRAWN[call.op](Draw(rng))
+    arguments = {name: drawn[name] for name in call.names if name != "impl"}
+    if "impl" in call.names:
+        arguments["impl"] = str(rng.choice(["cpu", "auto", "reference"], p=[0.6, 0.3, 0.1]))
+    return spoil(arguments, rng), rng
+
+
+def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
+    hostile, _ = hostile_call(call, seed, index)
+    given, used = dict(hostile.arguments), []
+    function = call.doors[index % len(call.doors)]
+    tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+    groups = [hostile.together] * bool(hostile.together) + [[n] for n in tensors if n not in hostile.together]
+    for names, arena in zip(groups, arenas, strict=False):
+        placed = arena.place([given[name] for name in names])
+        if placed is None:
+            continue
+        used.append(
+            (arena, [tensor for name, tensor in zip(names, placed, strict=True) if name in call.written])
+        )
+        given.update(zip(names, placed, strict=True))
+    for name, kind in hostile.replaced.items():
+        if isinstance(given[name], torch.Tensor):
+            given[name] = replace(given[name], kind)
+    copies = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    try:
+        result = function(**given)
+        error = None
+    except Exception as caught:
+        error = caught
+    if any(arena.spoiled(of_arena) for arena, of_arena in used):
+        return "spoiled", "bytes changed that the op does not write to"
+    if error is not None:
+        return judge_refusal(call, error, given)
+    if given.get("impl") in (None, "reference") or not comparable(call, hostile, copies):
+        return "accepted", ""
+    try:
+        expected = function(**{**copies, "impl": "reference"})
+    except Exception as caught:
+        return "difference", f"the reference refuses: {type(caught).__name__}: {caught}"
+    if isinstance(given.get("status"), torch.Tensor) and int(given["status"]):
+        return "accepted", ""  # an error that is put off: the rest is void
+    results = [*flat(result), *(given[name] for name in call.written)]
+    references = [*flat(expected), *(copies[name] for name in call.written)]
+    return compare(call, results, references)
+
+
+def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcome:
+    """A refusal names an argument; Python's own TypeError for what is no number at all passes."""
+    text = f"{type(error).__name__}: {error}"
+    named = any(name in str(error) for name in [*given, *ALSO]) or call.op in str(error)
+    plain = isinstance(error, TypeError | MemoryError) or re.search(
+        "(not enough|allocate) memory", str(error)
+    )
+    return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
+
+
+def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
+    """Whether the results are specified: lists without repeats, and for rounded ones, small numbers."""
+    if set(hostile.replaced.values()) & {"meta", "requires_grad", "negated"}:
+        return False
+    for name in DISTINCT.get(call.op, ()):
+        if len(given[name].unique()) < len(given[name]):
+            return False
+    if call.op in ROUNDED:
+        floats = [v for v in given.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        if any(v.numel() and not v.abs().max() < 100 for v in floats):
+            return False
+        return all(
+            abs(v) < 100 and (name != "eps" or v > 1e-9) for name, v in given.items() if type(v) is float
+        )
+    return True
+
+
+def flat(result: Any) -> list[Any]:
+    if isinstance(result, tuple | list):
+        return [one for part in result for one in flat(part)]
+    return [] if result is None else [result]
+
+
+def compare(call: Call, results: list[Any], references: list[Any]) -> Outcome:
+    for place, (got, wanted) in enumerate(zip(results, references, strict=True)):
+        if not isinstance(got, torch.Tensor):
+            if got != wanted:
+                return "difference", f"result {place}: {got} for {wanted}"
+            continue
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+            return "difference", f"result {place}: {got.shape} {got.dtype} for {wanted.shape} {wanted.dtype}"
+        got, wanted = got.detach(), wanted.detach()
+        if call.op in ROUNDED and call.op != "linear_weight_grad":
+            scale = float(wanted.nan_to_num(0.0).abs().max()) if wanted.numel() else 1.0
+            near = torch.isclose(got, wanted, rtol=1e-3, atol=1e-4 * max(scale, 1.0), equal_nan=True)
+        elif call.op == "linear_weight_grad":
+            near = (got - wanted).abs() < 2**26
+        else:
+            near = (got == wanted) | ((got != got) & (wanted != wanted))
+        if not near.all():
+            at = near.logical_not().nonzero()[0].tolist()
+            return "difference", f"result {place}{at}: {got[tuple(at)]} for {wanted[tuple(at)]}"
+    return "accepted", ""
+
+
+def work(names: list[str], seed: int, first: int, stop: int, progress: Path) -> None:
+    """The calls [first, stop) of each op; the number of the one that runs stands in `progress`."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # of references: an overflow is an infinity
+    torch.set_num_threads(1)
+    arenas, every = [Arena() for _ in range(24)], calls()
+    with progress.open("r+b") as file, mmap.mmap(file.fileno(), 16) as place:
+        for number, name in enumerate(names):
+            counts: collections.Counter[str] = collections.Counter()
+            seen: dict[str, list[Any]] = {}
+            for index in range(first, stop):
+                place[:16] = number.to_bytes(8, "little") + index.to_bytes(8, "little")
+                kind, reason = attack(every[name], seed, index, arenas)
+                counts[kind] += 1
+                if kind not in ("accepted", "refused"):
+                    seen.setdefault(f"{kind}: {reason[:60]}", [index, reason])
+            print(json.dumps({"op": name, **counts, "seen": list(seen.values())[:20]}), flush=True)
+
+
+def supervise(names: list[str], seed: int, stop: int, progress: Path) -> list[dict[str, Any]]:
+    """Reports by op, from workers that are started again behind a call that ends them."""
+    reports: dict[str, dict[str, Any]] = {
+        name: {"op": name, "accepted": 0, "refused": 0, "seen": [], "crashes": []} for name in names
+    }
+    left, first = list(names), 0
+    while left:
+        progress.write_bytes(bytes(16))
+        command = [
+            sys.executable,
+            __file__,
+            "--work",
+            ",".join(left),
+            "--seed",
+            str(seed),
+            "--calls",
+            str(stop),
+        ]
+        process = subprocess.Popen(
+            [*command, "--index", str(first), "--progress", str(progress)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        hung = watch(process, progress)
+        out, err = process.communicate()
+        for line in map(json.loads, out.splitlines()):
+            report = reports[line["op"]]
+            report["seen"] += line.pop("seen")
+            for kind, count in line.items():
+                if kind != "op":
+                    report[kind] = report.get(kind, 0) + count
+            left.remove(line["op"])
+            first = 0
+        if not left:
+            break
+        if process.returncode == 0:
+            raise RuntimeError(f"a worker ended early: {err[-2000:]}")
+        raw = progress.read_bytes()
+        index, op = int.from_bytes(raw[8:], "little"), left[0]
+        reason = "hang" if hung else f"signal {-process.returncode}"
+        if process.returncode > 0:
+            raise RuntimeError(f"the attack itself failed at {op} {index}: {err[-3000:]}")
+        reports[op]["crashes"].append([index, reason])
+        first = index + 1
+        if len(reports[op]["crashes"]) >= MOST_CRASHES or first >= stop:
+            left.pop(0)
+            first = 0
+    return list(reports.values())
+
+
+def watch(process: subprocess.Popen, progress: Path) -> bool:
+    """Whether the process had to be ended because one call did not return."""
+    last, since = b"", time.monotonic()
+    while process.poll() is None:
+        now = progress.read_bytes()
+        if now != last:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since > PATIENCE:
+            process.kill()
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def describe(call: Call, seed: int, index: int) -> None:
+    """Print one call and what becomes of it."""
+    hostile, _ = hostile_call(call, seed, index)
+    print(f"{call.name} call {index}: {hostile.changes}")
+    for name, value in hostile.arguments.items():
+        if isinstance(value, torch.Tensor):
+            some = value.flatten()[:12].tolist()
+            value = f"{tuple(value.shape)} {value.dtype} strides {value.stride()} {some}"
+        print(f"  {name}: {value}")
+    try:
+        print(attack(call, seed, index, [Arena() for _ in range(24)]))
+    except Exception:
+        traceback.print_exc()
+
+
+def bad(report: dict[str, Any]) -> bool:
+    return bool(report["crashes"] or report["seen"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--op", action="append", help="a name, or the end of one; all without")
+    parser.add_argument("--index", type=int, help="describe one call of --op")
+    parser.add_argument("--together", action="store_true", help="all ops in one process, for a short run")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.work:
+        work(given.work.split(","), given.seed, given.index, given.calls, given.progress)
+        return 0
+    every = calls()
+    names = [n for n in every if not given.op or any(n == op or n.endswith("." + op) for op in given.op)]
+    if given.index is not None:
+        for name in names:
+            describe(every[name], given.seed, given.index)
+        return 0
+    failed = False
+    print(f"{'op':44} {'accepted':>9} {'refused':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        for group in [names] if given.together else [[name] for name in names]:
+            for report in supervise(group, given.seed, given.calls, Path(folder) / "progress"):
+                print(f"{report['op']:44} {report['accepted']:>9} {report['refused']:>9}", flush=True)
+                for index, reason in [*report["crashes"], *report["seen"]]:
+                    print(f"    call {index}: {reason}", flush=True)
+                failed |= bad(report)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

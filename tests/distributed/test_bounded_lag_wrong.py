@@ -1,0 +1,269 @@
+"""Promise: ranks that disagree about an exchange are told by name, all of them; nothing wrong is returned."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+from thread_ranks import ThreadRanks
+
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+from tritonrec.distributed.bounded_lag.messages import EAGER, HEADER, LAST_TAG, UNKNOWN, Header, Layout
+
+WORLD = 3
+PATIENCE = timedelta(seconds=5)
+ranks = ThreadRanks(WORLD)
+
+
+def told(start, bound=0, capacity=0, exchanges=4):
+    """The errors of all ranks, which each make ``start(exchange, rank, number)`` until one of them fails."""
+
+    def run(group):
+        rank = group.rank()
+        own = [each[rank] if isinstance(each, tuple) else each for each in (bound, capacity)]
+        exchange = BoundedLagAllToAll(group, own[0], own[1], PATIENCE)
+        for number in range(exchanges):
+            start(exchange, rank, number)
+        exchange.drain()
+
+    return [str(outcome) for outcome in ranks.outcomes(run)]
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("rows", [1, 40_000], ids=["small", "large"])
+@pytest.mark.parametrize("expected", [0.5, 1.5, 3.0], ids=["too small", "a bit too large", "too large"])
+def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(bound, rows, expected):
+    rows *= 2
+
+    def start(exchange, rank, number):
+        receive = [rows] * WORLD
+        if rank == 1 and number == 1:
+            receive[0] = int(expected * rows)
+        exchange.start(torch.ones(rows * WORLD, 2), [rows] * WORLD, receive)
+
+    expects = f"rank 1 expects {int(expected * rows)} of 2 float32 in all-to-all 1"
+    for error in told(start, bound, exchanges=9):
+        assert f"rank 0 sent {rows} rows of 2 float32, and {expects}" in error
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (torch.ones(2 * WORLD, dtype=torch.int32), "rank 1 sent 2 rows of 1 int32"),
+        (torch.ones(2 * WORLD, dtype=torch.float16), "rank 1 sent 2 rows of 1 float16"),
+        (torch.ones(2 * WORLD, 3), "rank 1 sent 2 rows of 3 float32"),
+        (torch.ones(2 * WORLD, 0), "rank 1 sent 2 rows of 0 float32"),
+        (torch.ones(0, dtype=torch.int64), "rank 1 sent 0 rows of 1 int64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_rows_of_another_dtype_or_width_are_refused_on_every_rank(values, named, known):
+    def start(exchange, rank, number):
+        mine = values if rank == 1 else torch.ones(2 * WORLD)
+        send = [len(mine) // WORLD] * WORLD
+        receive = [len(values) // WORLD if source == 1 else 2 for source in range(WORLD)]
+        exchange.start(mine, send, receive if known else None)
+
+    errors = told(start, capacity=64)
+    assert all(named in errors[rank] for rank in (0, 2)), errors
+    assert "of 1 float32, and rank 1 expects" in errors[1], errors
+
+
+@pytest.mark.parametrize("capacity", [(64, 96, 64), (64, 4096, 64), (0, 2**20, 0), (2**20, 0, 2**20)])
+def test_another_capacity_is_refused_on_every_rank(capacity):
+    def start(exchange, rank, number):
+        count = exchange.capacity // 4
+        exchange.start(torch.ones(count * WORLD), [count] * WORLD)
+
+    for rank, error in enumerate(told(start, 2, capacity)):
+        other = 0 if rank == 1 else 1
+        assert f"has capacity={capacity[other]}" in error, error
+        assert f"rank {rank} has capacity={capacity[rank]}: give BoundedLagAllToAll the same" in error
+
+
+def test_another_bound_is_refused_on_every_rank():
+    def start(exchange, rank, number):
+        exchange.start(torch.ones(WORLD), [1] * WORLD)
+
+    for rank, error in enumerate(told(start, (0, 0, 1), 64)):
+        assert f"rank {2 if rank < 2 else 0} has bound={int(rank < 2)} and rank {rank} has" in error
+
+
+def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank():
+    def start(exchange, rank, number):
+        exchange.started += int(rank == 1 and number == 1)
+        exchange.start(torch.ones(WORLD), [1] * WORLD)
+
+    errors = told(start, 0, 64)
+    assert all("sent all-to-all 2 and rank" in errors[rank] for rank in (0, 2)), errors
+
+
+def test_more_than_the_capacity_of_a_rank_that_expects_any_number_is_refused_on_every_rank():
+    def start(exchange, rank, number):
+        count = 20_000 if rank == 0 else 1
+        receive = [20_000 if source == 0 else 1 for source in range(WORLD)]
+        exchange.start(torch.ones(count * WORLD), [count] * WORLD, None if rank == 1 else receive)
+
+    wrong = "rank 0 sent 80000 bytes, and rank 1 has a capacity of 64 in all-to-all 0"
+    assert all(wrong in error for error in told(start, 0, 64))
+
+
+@pytest.mark.parametrize("capacity", [0, EAGER + 100])
+def test_messages_around_the_first_ones_room_arrive_whole(capacity):
+    sizes = [0, 1, EAGER - 1, EAGER, EAGER + 1, 2 * EAGER, 2 * EAGER + 1, 5 * EAGER - 3]
+
+    def rows(source, to, number):
+        size = sizes[(source + 2 * to + number) % len(sizes)]
+        generator = torch.Generator().manual_seed(size + 7 * source + to)
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+    def run(group):
+        exchange, rank, handles = BoundedLagAllToAll(group, 2, capacity, PATIENCE), group.rank(), []
+        for number in range(len(sizes)):
+            parts = [rows(rank, to, number) for to in range(WORLD)]
+            receive = [len(rows(source, rank, number)) for source in range(WORLD)]
+            handles.append(exchange.start(torch.cat(parts), [len(part) for part in parts], receive))
+        exchange.drain()
+        return [
+            torch.equal(handle.wait()[0], torch.cat([rows(source, rank, number) for source in range(WORLD)]))
+            for number, handle in enumerate(handles)
+        ]
+
+    assert ranks.run(run) == [[True] * len(sizes)] * WORLD
+
+
+def strided(*shape):
+    return torch.empty(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (
+            torch.empty(3, dtype=torch.float64),
+            "sum.receive. = 3 rows of 1 float32 .* got .3,. float64",
+        ),
+        (torch.empty(3, dtype=torch.int32), "got .3,. int32"),
+        (torch.empty(2), r"3 rows of 1 float32 on cpu, contiguous; got .2,. float32"),
+        (torch.empty(4), "got .4,."),
+        (torch.empty(3, 2), "got .3, 2."),
+        (torch.empty(()), "got ..."),
+        (torch.empty(3, device="meta"), "on meta"),
+        (strided(3), "not contiguous"),
+    ],
+)
+def test_an_out_that_does_not_fit_is_named(out, message):
+    exchange = BoundedLagAllToAll(None, 1)
+    with pytest.raises(ValueError, match=message):
+        exchange.start(torch.ones(3), [3], [3], out)
+    assert exchange.start(torch.ones(3), [3], [3]).wait()[0].tolist() == [1, 1, 1]
+
+
+def test_an_out_of_another_length_than_what_came_is_named():
+    with pytest.raises(RuntimeError, match="out has 2 rows, and 3 came to rank 0 in all-to-all 0"):
+        BoundedLagAllToAll(None, 0).start(torch.ones(3), [3], None, torch.empty(2)).wait()
+
+
+@pytest.mark.parametrize(
+    ("values", "send", "receive", "message"),
+    [
+        (torch.ones(3), [2], None, "values must have sum.send. = 2 rows, got .3,."),
+        (torch.ones(3), [1, 2], None, "send needs 1 counts"),
+        (torch.ones(3), [1.5], None, "send needs 1 counts of at least 0, one for each rank, got .1.5."),
+        (torch.ones(3), [3], [-1], "receive needs 1 counts of at least 0"),
+        (torch.ones(3), [3], [2], "rank 0 sends itself 3 rows and expects 2"),
+        (torch.tensor(1.0), [1], None, "values must have"),
+        (torch.ones(3, 2).to_sparse(), [3], None, "values must be a dense tensor"),
+        (torch.ones(3, device="meta"), [3], None, "dense tensor with memory"),
+    ],
+)
+def test_bad_arguments_are_named(values, send, receive, message):
+    with pytest.raises(ValueError, match=message):
+        BoundedLagAllToAll(None, 1).start(values, send, receive)
+
+
+def test_a_lazy_conjugate_is_sent_as_its_values():
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    assert torch.equal(BoundedLagAllToAll(None, 0).start(values.conj(), [2]).wait()[0], values.conj())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bound": -1}, "bound must be at least 0 exchanges, and whole, got -1"),
+        ({"bound": 1.5}, "bound must be at least 0 exchanges, and whole, got 1.5"),
+        ({"bound": 0, "capacity": -1}, "capacity must be at least 0"),
+        ({"bound": 0, "capacity": 1e6}, "capacity must be at least 0 bytes, and whole, got 1000000.0"),
+        ({"bound": 0, "tag": -5}, "take 129 tags from -5 on, and tags are 0 to 2147483647"),
+        ({"bound": 2, "tag": LAST_TAG - 100}, "choose a smaller bound or another tag"),
+    ],
+)
+def test_bad_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BoundedLagAllToAll(None, **arguments)
+
+
+def test_a_message_beyond_the_capacity_is_refused_before_it_is_sent():
+    def run(group):
+        with pytest.raises(ValueError, match="a message of 68 bytes does not fit the capacity of 64"):
+            BoundedLagAllToAll(group, 1, 64).start(torch.ones(17 * WORLD), [17] * WORLD)
+
+    ranks.run(run)
+
+
+class Unfinished:
+    """A send that its group finishes only where it is waited for: until then its buffer is being read."""
+
+    def __init__(self, buffer):
+        self.buffer, self.sent, self.waited = buffer, buffer.clone(), False
+
+    def wait(self, timeout=None):
+        assert torch.equal(self.buffer, self.sent), "the buffer was overwritten before it was sent"
+        self.waited = True
+
+
+@dataclass
+class Answer:
+    """A receive of what the peer, which does the same as this rank, has sent."""
+
+    buffer: torch.Tensor
+    sent: torch.Tensor
+
+    def wait(self, timeout=None):
+        self.buffer[: len(self.sent)] = self.sent
+
+
+class SlowSends:
+    """A group of two whose own sends end only where they are waited for."""
+
+    def __init__(self):
+        self.sends, self.received = [], 0
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def send(self, tensors, to, tag):
+        self.sends.append(Unfinished(tensors[0]))
+        return self.sends[-1]
+
+    def recv(self, tensors, source, tag):
+        if tensors[0].dtype == torch.int64:
+            return Answer(tensors[0], torch.tensor([1, 64]))  # the settings
+        message = torch.zeros(HEADER + 4, dtype=torch.uint8)
+        Header.of(self.received, 1, Layout(torch.float32, 1), UNKNOWN).write(message)
+        self.received += 1
+        return Answer(tensors[0], message)
+
+
+def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_up():
+    group = SlowSends()
+    exchange = BoundedLagAllToAll(group, 1, 64, PATIENCE)
+    for number in range(20):
+        exchange.start(torch.full((2,), float(number)), [1, 1])
+        assert all(len(slot.sending) <= 2 for slot in exchange._slots)
+    exchange.drain()
+    assert all(each.waited for each in group.sends) and len(group.sends) == 21

@@ -1,0 +1,185 @@
+"""Keys that wait for admission are bounded by steps, the same at any world size and after any restart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from naive_table import Ranks
+
+from tritonrec import ops
+from tritonrec.embedding import DynamicTable, Eviction, FeatureConfig, HashTableCollection, TablePolicy
+
+WINDOW = 10
+POLICY = TablePolicy(Eviction("lru", capacity=50), admission=3, admission_window=WINDOW)
+NEW = 120
+
+
+def keys_at(step: int) -> torch.Tensor:
+    """Distinct keys of a step: many that never come again, and some of a hundred that do."""
+    draw = torch.Generator().manual_seed(step)
+    once = torch.arange(NEW) * 2**40 + step * NEW
+    again = torch.randperm(100, generator=draw)[:20] - 2**63
+    return torch.cat([again, once])[torch.randperm(NEW + 20, generator=draw)]
+
+
+def make(policy: TablePolicy = POLICY) -> DynamicTable:
+    return DynamicTable(2, slots=8, chunk_rows=64, policy=policy)
+
+
+def test_candidates_stay_bounded_however_long_the_run():
+    """Many times as many keys come once as may wait; keys, slots and notes stop growing."""
+    table, most, bytes_at = make(), 0, {}
+    for step in range(12 * WINDOW):
+        table.lookup(keys_at(step), step)
+        if (step + 1) % WINDOW == 0:  # before a sweep
+            most = max(most, len(table.state()["candidates"]["keys"]))
+        bytes_at[step] = table.memory()["candidates"]
+    assert 5 * most < 12 * WINDOW * NEW
+    assert WINDOW * NEW < most <= (2 * WINDOW + 1) * (NEW + 20)
+    assert bytes_at[12 * WINDOW - 1] == bytes_at[6 * WINDOW]
+    assert table.counters.inserted > 0
+
+
+def test_a_key_is_forgotten_at_the_first_multiple_more_than_a_window_after_its_last_request():
+    for last in range(2 * WINDOW + 1):
+        table = make(TablePolicy(admission=2, admission_window=WINDOW))
+        table.lookup(torch.tensor([7]), last)
+        waits = []
+        for step in range(last + 1, last + 3 * WINDOW):
+            table.lookup(torch.empty(0, dtype=torch.int64), step)
+            waits.append(len(table.state()["candidates"]["keys"]) == 1)
+        gone = last + 1 + waits.index(False)
+        assert gone % WINDOW == 0 and gone - last > WINDOW >= gone - WINDOW - last
+        assert not any(waits[waits.index(False) :])
+
+
+def test_a_forgotten_key_starts_at_one_again():
+    key = torch.tensor([-(2**63)])
+    table = make(TablePolicy(admission=3, admission_window=2))
+    rows = [int(table.lookup(key, step).rows) for step in (0, 1, 4, 5)]
+    assert rows == [-1] * 4
+    assert int(table.lookup(key, 6).rows) >= 0
+
+
+def states(world_size: int, stops: list[tuple[int, int, str]], steps: int) -> dict[str, torch.Tensor]:
+    """The candidates and rows at the end of a run with restarts: (step, world size, full or changes)."""
+    ranks, tables = Ranks(world_size), [make() for _ in range(world_size)]
+    saved: dict[str, dict] = {}
+    for step in range(steps):
+        for stop, new_world, kind in stops:
+            if stop != step:
+                continue
+            joined = joined_state(tables) if kind == "full" else upon(saved, tables)
+            ranks.close()
+            world_size, ranks, tables = new_world, Ranks(new_world), [make() for _ in range(new_world)]
+            for rank, table in enumerate(tables):
+                table.load_state(
+                    {
+                        group: {
+                            name: values[ops.owner_of(columns["keys"], world_size) == rank]
+                            for name, values in columns.items()
+                        }
+                        for group, columns in joined.items()
+                    }
+                )
+        if step % 7 == 3:
+            saved = joined_state(tables)
+            for table in tables:
+                table.track_changes()
+        keys = keys_at(step)
+        owners = ops.owner_of(keys, world_size)
+        ranks(lambda rank, all_reduce: tables[rank].lookup(keys[owners == rank], step, all_reduce))  # noqa: B023
+    ranks.close()
+    return {
+        f"{group}.{name}": values for group, c in joined_state(tables).items() for name, values in c.items()
+    }
+
+
+def joined_state(tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
+    """The state of all ranks, keys ascending."""
+    return ascending(
+        {
+            group: {name: torch.cat([table.state()[group][name] for table in tables]) for name in columns}
+            for group, columns in tables[0].state().items()
+        }
+    )
+
+
+def ascending(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    orders = {group: torch.argsort(columns["keys"]) for group, columns in state.items()}
+    return {
+        group: {name: values[orders[group]] for name, values in columns.items()}
+        for group, columns in state.items()
+    }
+
+
+def upon(saved: dict[str, dict], tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
+    """What was saved, with the changes of all ranks since."""
+    found = saved
+    for table in tables:
+        changed, erased = table.take_changes()
+        found = {
+            group: {
+                name: torch.cat(
+                    [values[stays(columns["keys"], changed, erased, group)], changed[group][name]]
+                )
+                for name, values in columns.items()
+            }
+            for group, columns in found.items()
+        }
+    return ascending(found)
+
+
+def stays(keys: torch.Tensor, changed: dict, erased: dict, group: str) -> torch.Tensor:
+    return ~torch.isin(keys, torch.cat([changed[group]["keys"], erased[group]]))
+
+
+@pytest.mark.parametrize(
+    "world_size, stops",
+    [
+        (2, []),
+        (3, []),
+        (1, [(25, 3, "full"), (41, 2, "full")]),
+        (3, [(20, 2, "changes"), (30, 1, "changes"), (34, 3, "full")]),
+        (2, [(21, 3, "changes")]),
+    ],
+)
+def test_what_waits_is_the_same_at_any_world_size_and_after_any_restart(world_size, stops):
+    expected, found = states(1, [], 45), states(world_size, stops, 45)
+    assert found.keys() == expected.keys() and len(expected["candidates.keys"]) > WINDOW * NEW
+    for name, values in expected.items():
+        assert torch.equal(values, found[name]), name
+
+
+def test_a_window_longer_than_the_run_changes_nothing():
+    tables = [make(TablePolicy(admission=2, admission_window=window)) for window in (1000, 2**31 - 1)]
+    for table in tables:
+        for step in range(3 * WINDOW):
+            table.lookup(keys_at(step), step)
+    first, second = (table.state() for table in tables)
+    assert all(
+        torch.equal(first[group][name], second[group][name]) for group in first for name in first[group]
+    )
+
+
+@pytest.mark.parametrize("step", [-1, 2**31])
+def test_a_step_that_cannot_be_noted_is_refused(step):
+    with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
+        make(TablePolicy(admission=2)).lookup(torch.tensor([1]), step)
+
+
+def test_a_state_of_other_tables_is_refused_with_all_that_differs():
+    waiting = TablePolicy(admission=2)
+    tables = HashTableCollection([FeatureConfig("a", 4, policy=waiting), FeatureConfig("b", 4)])
+    state = tables.state()
+    del state["a.candidates"]["last"]
+    state["b"]["rows"] = torch.zeros(0, 9)
+    state["c"] = state["b"]
+    with pytest.raises(ValueError) as caught:
+        tables.load_state(state)
+    assert str(caught.value).partition("tables: ")[2].split("; ")[:-1] == [
+        "column 'last' of table 'a.candidates' is not there in the state, torch.int32 () here",
+        "column 'rows' of table 'b' is torch.float32 (9,) in the state, torch.float32 (12,) here",
+        "column 'keys' of table 'c' is torch.int64 () in the state, not there here",
+        "column 'rows' of table 'c' is torch.float32 (9,) in the state, not there here",
+    ]

@@ -1,0 +1,198 @@
+"""Where several values are bad, the first one is reported, and by all implementations the same."""
+
+import random
+
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.data.batch import check_offsets as check_batch_offsets
+from tritonrec.embedding.key_index import KeyIndex
+from tritonrec.kernels.offsets import check_lengths, check_offsets
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["cpu", "reference", TRITON]
+BITS = 36
+EDGE = 2.0 ** (62 - BITS)  # the end of the grid
+NAN, INF = float("nan"), float("inf")
+VALUES = [0.5, -0.25, 1.0, EDGE / 2, -EDGE / 2, EDGE, -EDGE, NAN, INF]
+SUMS = [0, 1, 2**62, -(2**62), 2**63 - 1, -(2**63)]
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def term_of(value):
+    """A value on the grid, None where it has no place."""
+    if isinstance(value, int):
+        return value
+    return int(value * 2**BITS) if abs(value) < EDGE else None
+
+
+def first_that_cannot_be_added(rows, segments, sums):
+    """(row, column) of the first value without a place or whose sum leaves int64: occurrences in order."""
+    for row, segment in enumerate(segments):
+        for column, value in enumerate(rows[row]):
+            term = term_of(value)
+            if term is None or not -(2**63) <= sums[segment][column] + term < 2**63:
+                return row, column
+            sums[segment][column] += term
+    return None
+
+
+def draw(seed, pool):
+    """Rows, their segments and the sums they are added to; most have more than one bad value."""
+    rng = random.Random(seed)
+    count, dim, segments = rng.randint(1, 6), rng.randint(1, 9), rng.randint(1, 3)
+    rows = [
+        [rng.choice([0.5, *pool] if pool is VALUES else [3, *pool]) for _ in range(dim)] for _ in range(count)
+    ]
+    owners = [rng.randrange(segments) for _ in range(count)]
+    return rows, owners, [[rng.choice(SUMS) for _ in range(dim)] for _ in range(segments)]
+
+
+def index_of(op, *arguments, **options):
+    try:
+        op(*arguments, **options)
+    except ops.ExactSumError as error:
+        return error.index
+    return None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["floats", "terms", "packed"])
+def test_exact_sums(kind, impl):
+    bad = 0
+    for seed in range(60 if impl != "triton" else 9):
+        rows, owners, sums = draw(seed, VALUES if kind == "floats" else SUMS)
+        dtype = torch.float32 if kind == "floats" else torch.int64
+        values, segments = on(impl, torch.tensor(rows, dtype=dtype)), on(impl, torch.tensor(owners))
+        out, status = on(impl, torch.tensor(sums)), on(impl, torch.tensor(0))
+        expected = first_that_cannot_be_added(rows, owners, [list(row) for row in sums])
+        bad += expected is not None
+        if kind == "packed":
+            packed = ops.pack_rows(values, torch.arange(len(rows), device=values.device), impl=impl)
+            assert index_of(ops.add_packed_rows, out, segments, *packed, impl=impl) == expected
+            continue
+        given, rest = (values, segments, len(sums)), {"level": "batch", "impl": impl}
+        assert index_of(ops.segment_sum, *given, out=out.clone(), **rest) == expected
+        ops.segment_sum(*given, out=out.clone(), status=status, **rest)
+        assert int(status) == (0 if expected is None else 1 + expected[0] * values.shape[1] + expected[1])
+    assert bad > 4
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_values_on_the_grid(impl):
+    values = torch.ones(7, 300)
+    for places in ([(6, 2)], [(3, 299), (3, 298)], [(5, 0), (2, 257), (4, 1)]):
+        given = values.clone()
+        for row, column in places:
+            given[row, column] = NAN if column % 2 else -INF
+        status = on(impl, torch.tensor(0))
+        assert index_of(ops.to_grid, on(impl, given), impl=impl) == min(places)
+        ops.to_grid(on(impl, given), impl=impl, status=status)
+        assert int(status) == 1 + min(places)[0] * 300 + min(places)[1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_samples(impl):
+    """By sample, then row, then column, where a value is too large and where a sum leaves int64."""
+    offsets = torch.tensor([0, 2, 2, 3, 5])
+    for places, full, expected in [
+        ([(4, 1, 0)], [], (3, 1, 0)),
+        ([(2, 5, 3), (2, 4, 6)], [], (2, 4, 3)),
+        ([(3, 0, 0), (0, 6, 6)], [], (0, 6, 6)),
+        ([(2, 5, 3)], [(5, 2)], (2, 5, 2)),  # a full sum before a value that is too large, in one row
+        ([(2, 5, 3)], [(5, 4)], (2, 5, 3)),
+    ]:
+        dy, x = torch.zeros(5, 7), torch.zeros(5, 7)
+        grid = torch.zeros(7, 7, dtype=torch.int64)
+        for token, row, column in places:
+            dy[token, row] = 1.0
+            x[token, column] = EDGE
+        for row, column in full:
+            grid[row, column] = 2**63 - 1
+            x[2, column] = 1.0
+        tensors = (on(impl, tensor) for tensor in (grid, dy, x, offsets))
+        assert index_of(ops.linear_weight_grad, *tensors, bits=BITS, impl=impl) == expected
+
+
+ROWS = torch.tensor([1, 0, 5, -1, 2**62])  # of three rows: the one at position 2 is the first outside
+WHOLE = torch.zeros(3, 2, dtype=torch.int64)
+FLOATS, ONES = torch.zeros(3, 2), torch.ones(10).byte()
+LOOKED_UP = {
+    "gather_rows": ("rows", lambda impl, rows: ops.gather_rows(FLOATS, rows, impl)),
+    "scatter_rows": ("rows", lambda impl, rows: ops.scatter_rows(FLOATS, rows, torch.ones(5, 2), impl)),
+    "scatter_rows source": (
+        "source",
+        lambda impl, rows: ops.scatter_rows(FLOATS, rows.new_zeros(5), FLOATS.clone(), impl, source=rows),
+    ),
+    "segment_sum": ("segments", lambda impl, rows: ops.segment_sum(torch.ones(5, 2), rows, 3, impl=impl)),
+    "sparse_sgd": ("indices", lambda impl, rows: ops.sparse_sgd(FLOATS, rows, torch.ones(5, 2), 0.1, impl)),
+    "pack_rows": ("rows", lambda impl, rows: ops.pack_rows(WHOLE, rows, impl=impl)),
+    "add_packed_rows": (
+        "segments",
+        lambda impl, rows: ops.add_packed_rows(WHOLE, rows, torch.ones(5).byte(), ONES, impl=impl),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"] if GPU else IMPLS)  # a GPU asserts and names no place
+@pytest.mark.parametrize("case", LOOKED_UP)
+def test_rows_outside(case, impl):
+    name, call = LOOKED_UP[case]
+    with pytest.raises(IndexError, match=rf"^{name}\[2\] = 5 is outside \[0, 3\)$"):
+        call(impl, ROWS)
+    with pytest.raises(IndexError, match=rf"^{name}\[0\] = -4 is outside \[0, 3\)$"):
+        call(impl, torch.where(ROWS == 1, -4, ROWS))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_a_width_that_is_none(impl):
+    widths = torch.tensor([8, 9, 0x84, 255, 0x85], dtype=torch.uint8)
+    for call in (
+        lambda: ops.add_packed_rows(WHOLE, torch.zeros(5).long(), widths, widths, impl=impl),
+        lambda: ops.packed_bytes(widths, [5], 2),
+    ):
+        with pytest.raises(ValueError, match=r"^widths\[1\] = 9 is none of 0 to 8 and 132"):
+            call()
+
+
+def test_offsets_and_lengths():
+    for offsets, message in [
+        ([0, 4, 3, 5, 1], r"offsets\[2\] = 3 comes after 4"),
+        ([2, 1, 5], r"offsets\[0\] must be 0, got 2"),
+        ([0, 3, -1, -5], r"offsets\[2\] = -1 comes after 3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_offsets("offsets", torch.tensor(offsets), 5)
+    for offsets, message in [
+        ([0, 4, 3, -1], r"must not decrease: offsets\[2\] = 3 comes after offsets\[1\] = 4"),
+        ([0, 4, -2, -3], r"must not be negative: offsets\[2\] = -2"),
+        ([-1, 4, 2], r"must not be negative: offsets\[0\] = -1"),
+        ([1, 4, 2], r"must start at 0: offsets\[0\] = 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_batch_offsets(torch.tensor(offsets), 5)
+    with pytest.raises(ValueError, match="sequence 1 has 4 tokens, more than max_seq_len=3"):
+        check_lengths(torch.tensor([0, 2, 6, 20, 20]), 3)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"] if GPU else IMPLS)
+def test_counts_of_tokens(impl):
+    q = on(impl, torch.zeros(5, 1, 2))
+    offsets = on(impl, torch.tensor([0, 2, 3, 5]))
+    with pytest.raises(ValueError, match=r"num_targets\[1\] = 3 for a sequence with 1 tokens left"):
+        ops.hstu_attention(
+            q, q, q, offsets, 3, alpha=1.0, scaling_seqlen=1, impl=impl,
+            num_targets=on(impl, torch.tensor([2, 3, -9])),
+        )  # fmt: skip
+
+
+def test_keys_of_an_index():
+    index = KeyIndex(8)
+    index.insert(torch.tensor([5, -2]), 0)
+    with pytest.raises(ValueError, match="key 7 is not in the index"):
+        index.assign(torch.tensor([-2, 7, 3, 5]), torch.arange(4))

@@ -1,0 +1,291 @@
+"""An op that writes to an argument has the right derivative, or refuses one by name; none is lost."""
+
+import pytest
+import torch
+from test_plain_eager import Noted
+from torch._library.custom_ops import OPDEFS
+
+from tritonrec import ops
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+GENERATOR = torch.Generator().manual_seed(11)
+
+
+def on(impl, tensor):
+    return tensor.cuda() if impl == "triton" and GPU else tensor
+
+
+def some(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=GENERATOR).to(dtype)
+
+
+def whole(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+# case -> rows, source, how many of them hold
+CASES = {
+    "plain": (whole(4, 0, 6), None, 3),
+    "counted": (whole(4, 0, 6), None, 2),
+    "source": (whole(4, 0, 6), whole(1, 1, 3), 3),
+    "source_counted": (whole(5, 2, 0, 1), whole(2, 2, 2, 0), 3),
+    "none_hold": (whole(4, 0), whole(1, 0), 0),
+    "empty": (whole(), None, 0),
+    "all": (torch.arange(7).flip(0), None, 7),
+}
+
+
+def ours(case, impl):
+    rows, source, held = CASES[case]
+    count = None if held == len(rows) else on(impl, torch.tensor(held))
+    rows, source = on(impl, rows), None if source is None else on(impl, source)
+
+    def move(destination, values):
+        ops.scatter_rows(destination, rows, values, impl, source=source, count=count)
+
+    return move
+
+
+def torchs(case):
+    rows, source, held = CASES[case]
+
+    def move(destination, values):
+        values = values[:held] if source is None else values[source[:held]]
+        destination.index_copy_(0, rows[:held], values)
+
+    return move
+
+
+def gradients(move, destination, values, cotangent):
+    """Of a leaf behind the destination and one behind the values, after a move in the middle of a graph."""
+    leaves = destination.clone().requires_grad_(), values.clone().requires_grad_()
+    out = leaves[0] * 1.5
+    move(out, leaves[1] * 2)
+    return [out.detach(), *torch.autograd.grad(out.sin(), leaves, cotangent)]
+
+
+def operands(case, impl="cpu", dtype=torch.float32):
+    rows, source, _ = CASES[case]
+    length = len(rows) if source is None else 4
+    return tuple(on(impl, some(*shape, dtype=dtype)) for shape in ((7, 3), (length, 3), (7, 3)))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference", TRITON])
+@pytest.mark.parametrize("case", CASES)
+def test_a_move_has_the_derivative_of_index_copy(case, impl):
+    tensors = operands(case, impl)
+    expected = gradients(torchs(case), *(tensor.cpu() for tensor in tensors))
+    for got, want in zip(gradients(ours(case, impl), *tensors), expected, strict=True):
+        torch.testing.assert_close(
+            got.cpu(), want, rtol=1e-6, atol=1e-6
+        )  # a source's sums have another order
+    assert expected[1].any() or case == "all"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_move_of_another_dtype(dtype):
+    tensors = operands("counted", dtype=dtype)
+    found, expected = (gradients(move("counted"), *tensors) for move in (lambda c: ours(c, "cpu"), torchs))
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match=f"scatter_rows with source is differentiable .*, got {dtype}"):
+        gradients(ours("source", "cpu"), *operands("source", dtype=dtype))
+
+
+@pytest.mark.parametrize("of", ["destination", "values"])
+def test_a_move_that_one_side_alone_is_differentiated_in(of):
+    destination, values, cotangent = operands("plain")
+    for move in (ours("plain", "cpu"), torchs("plain")):
+        leaf = (destination if of == "destination" else values).clone().requires_grad_()
+        out = leaf * 1 if of == "destination" else destination.clone()
+        move(out, values if of == "destination" else leaf)
+        assert out.requires_grad
+        (found,) = torch.autograd.grad(out, leaf, cotangent)
+        expected = cotangent[CASES["plain"][0]]
+        if of == "destination":
+            expected = cotangent.index_fill(0, CASES["plain"][0], 0)
+        assert torch.equal(found, expected)
+
+
+def test_a_move_into_a_view_of_the_graph():
+    def column(move):
+        leaf, values = some(7, 5).requires_grad_(), some(3, 3).requires_grad_()
+        torch.manual_seed(0)
+        base = leaf * 3
+        move(base[:, 1:4], values)
+        return torch.autograd.grad(base, [leaf, values], torch.arange(35.0).view(7, 5))
+
+    found, expected = column(ours("plain", "cpu")), column(torchs("plain"))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_leaf_is_not_written_to():
+    leaf = some(7, 3).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        ops.scatter_rows(leaf, whole(1), some(1, 3))
+    with torch.no_grad():
+        ops.scatter_rows(leaf, whole(1), torch.ones(1, 3))
+    assert torch.equal(leaf[1], torch.ones(3))
+
+
+def moved(destination, values):
+    """A function of both whose second derivative is not zero."""
+    out = destination * 1.5
+    ops.scatter_rows(out, whole(4, 0, 6), values**2, source=whole(1, 1, 2))
+    return (out**3).sum()
+
+
+def moved_by_torch(destination, values):
+    out = (destination * 1.5).index_copy(0, whole(4, 0, 6), (values**2)[whole(1, 1, 2)])
+    return (out**3).sum()
+
+
+WAYS = {
+    "grad": lambda f, *args: torch.autograd.grad(f(*args), args),
+    "watched": lambda f, *args: watched(f, args),
+    "torch.func": lambda f, *args: torch.func.grad(f, (0, 1))(*(arg.detach() for arg in args)),
+    "compiled": lambda f, *args: torch.autograd.grad(
+        torch.compile(f, backend="aot_eager", fullgraph=True)(*args), args
+    ),
+    "twice": lambda f, *args: torch.autograd.grad(
+        [g.square().sum() for g in torch.autograd.grad(f(*args), args, create_graph=True)], args
+    ),
+}
+
+
+def watched(function, arguments):
+    with Noted() as noted:
+        found = torch.autograd.grad(function(*arguments), arguments)
+    assert "scatter_rows" in noted.names or function is moved_by_torch
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_move_is_differentiated_wherever_torch_does(way):
+    leaves = some(7, 3).requires_grad_(), some(4, 3).requires_grad_()
+    found, expected = (WAYS[way](f, *leaves) for f in (moved, moved_by_torch))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+        assert want.any()
+
+
+def table(*shape):
+    return some(*shape).abs()
+
+
+OFFSETS = whole(0, 2, 3)
+NORM = (some(3, 4), some(4), some(4), some(2, 4), some(2), 1e-6)
+ATTENTION = (OFFSETS, 2, 0.5, 2, [1, 0, 0, 0], *[None] * 8, 1.0, True, "cpu")
+KEYS = (torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int32))
+
+# registered op -> arguments; those that are floats and tensors are tried one by one
+WRITING = {
+    "scatter_rows": (some(4, 3), whole(1, 2), some(2, 3), "cpu"),
+    "segment_sum_into": (some(4, 3), some(2, 3), whole(1, 2), 36, "t", "cpu", None, None),
+    "sparse_sgd": (some(4, 3), whole(1, 2), some(2, 3), 0.1, "cpu"),
+    "sparse_rowwise_adagrad": (some(4, 3), table(4, 1), whole(1, 2), some(2, 3), 0.1, 1e-8, "cpu"),
+    "sparse_adam": (
+        some(4, 3), table(4, 3), table(4, 3), whole(1, 2), some(2, 3), 0.1, 0.9, 0.99, 1e-8, 1, "cpu"
+    ),
+    "norm_linear_silu_backward_into": (
+        some(3, 2), *NORM, some(3, 2), some(3, 4), some(3), table(3), "cpu"
+    ),
+    "norm_mul_dropout_backward_into": (
+        some(3, 4), some(3, 4), some(3, 4), some(3, 4), some(4), some(4), 0.0, 0, None, None, some(3),
+        table(3), "cpu",
+    ),
+    "hstu_attention_backward_into": (*(some(3, 1, 2) for _ in range(7)), *ATTENTION),
+}  # fmt: skip
+OF_INTEGERS = {  # which have no derivative
+    "segment_sum_into": (
+        torch.zeros(4, 3, dtype=torch.int64), some(2, 3), whole(1, 2), 36, "t", "cpu", None, torch.tensor(0)
+    ),
+    "to_grid_status": (some(4), 36, "t", "cpu", torch.tensor(0)),
+    "linear_weight_grad": (
+        torch.zeros(2, 4, dtype=torch.int64), some(3, 2), some(3, 4), OFFSETS, 36, "t", "cpu"
+    ),
+    "add_packed_rows": (
+        torch.zeros(4, 3, dtype=torch.int64), whole(1), *ops.pack_rows(whole(5, 6, 7)[None], whole(0)),
+        "t", 36, "cpu",
+    ),
+    "hash_insert": (*KEYS, whole(4), 0, None, "cpu"),
+    "hash_insert_padded": (*KEYS, whole(4), 0, None, "cpu", None, torch.tensor(0), torch.tensor(0)),
+    "hash_assign": (*KEYS, whole(4), whole(2), "cpu"),
+    "hash_erase": (*KEYS, whole(4), "cpu"),
+}  # fmt: skip
+
+
+def copies(arguments):
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+
+
+def floats(arguments):
+    return [i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def test_these_are_all_ops_that_write():
+    ours = {name.split("::")[1]: op for name, op in OPDEFS.items() if name.startswith("tritonrec::")}
+    writing = {
+        name
+        for name, op in ours.items()
+        if any(each.alias_info is not None for each in op._opoverload._schema.arguments)
+    }
+    assert writing == WRITING.keys() | OF_INTEGERS.keys()
+
+
+CHANGED = [(name, at) for name, arguments in WRITING.items() for at in floats(arguments)]
+
+
+@pytest.mark.parametrize(("name", "at"), CHANGED)
+@pytest.mark.parametrize("door", ["torch", "registered"])
+def test_an_op_that_writes_to_floats_refuses_gradients_by_name(name, at, door):
+    op = getattr(torch.ops.tritonrec if door == "torch" else ops.registered, name)
+    arguments = copies(WRITING[name])
+    before = copies(arguments)
+    arguments[at].requires_grad_()
+    argument = getattr(torch.ops.tritonrec, name).default._schema.arguments[at].name
+    with pytest.raises(
+        RuntimeError, match=rf"tritonrec::{name} writes to .*, and {argument} requires a grad"
+    ):
+        op(*arguments)
+    assert all(torch.equal(arguments[i], before[i]) for i in floats(arguments)), "nothing was written"
+    with torch.no_grad():
+        op(*arguments)
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_integers_have_no_derivative(name):
+    plain, traced = copies(OF_INTEGERS[name]), copies(OF_INTEGERS[name])
+    for at in floats(traced):
+        traced[at].requires_grad_()
+    op = getattr(torch.ops.tritonrec, name)
+    op(*plain)
+    op(*traced)
+    tensors = [(a, b) for a, b in zip(plain, traced, strict=True) if isinstance(a, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in tensors)
+
+
+@pytest.mark.parametrize("call", [
+    lambda w, g: ops.sparse_sgd(w, whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_rowwise_adagrad(w, table(4, 1), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_adam(w, table(4, 3), table(4, 3), whole(1, 2), g, 0.1),
+])  # fmt: skip
+def test_an_update_is_no_step_of_a_graph(call):
+    weight, grad = some(4, 3), some(2, 3)
+    for arguments in ((weight.clone().requires_grad_(), grad), (weight, grad.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match=r"requires a gradient: call it under torch\.no_grad"):
+            call(*arguments)
+        with torch.no_grad():
+            call(*arguments)
+
+
+@pytest.mark.parametrize("recompute", [(), ("norm",), ("linear",), ("norm", "linear")])
+def test_a_second_derivative_of_the_fused_layer_is_refused(recompute):
+    """Whatever backward keeps: its product with dz must not pass for one with dy."""
+    leaves = [tensor.clone().requires_grad_() for tensor in NORM[:5]]
+    out = ops.norm_linear_silu(*leaves, 1e-6, recompute)
+    cotangent = some(3, 2).requires_grad_()
+    for gradient in torch.autograd.grad(out, leaves, cotangent, create_graph=True):
+        for leaf in (*leaves, cotangent):
+            with pytest.raises(RuntimeError, match="norm_linear_silu_backward"):
+                torch.autograd.grad(gradient.sum(), leaf, retain_graph=True)

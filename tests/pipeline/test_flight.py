@@ -1,0 +1,292 @@
+"""Promise: while windows are in flight model, tables and optimizer are the trainer's, else the caller's."""
+
+import copy
+import io
+
+import pytest
+import torch
+from trainer_parts import EVERY, READS_AHEAD, Ranker, batches, parts, same, state, trained, trainer
+
+from tritonrec.data import Lookup
+
+STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
+
+
+def plain_step(model):
+    """One step of torch's own optimizer; how far each parameter moved."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.zero_grad()
+    batch = batches(1)[0]
+    rows = torch.randn(3 * batch.num_tokens, 6, generator=torch.Generator().manual_seed(1))
+    model(batch, {"item": rows}, 0).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.step()
+    moved = [a - b for a, b in zip(before, model.parameters(), strict=True)]
+    return moved, gradients
+
+
+def assert_trains_by_itself(model):
+    moved, gradients = plain_step(model)
+    assert all(bool(each.abs().max() > 0) for each in moved)
+    for change, gradient in zip(moved, gradients, strict=True):
+        torch.testing.assert_close(change, 0.01 * gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_after_a_trainer_the_model_trains_with_an_optimizer_of_torch(mode, level):
+    made = parts()
+    trained(made, mode, level, batches(3))
+    assert not any({"grid", "grid_bits", "grid_name"} & vars(p).keys() for p in made[0].parameters())
+    assert_trains_by_itself(made[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, level):
+    made = parts()
+    for parameter in made[0].parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    forward, made[0].forward = made[0].forward, None
+
+    def failing(batch, rows, seed):
+        losses = forward(batch, rows, seed)
+        losses.sum().backward()
+        if batch.step == 2:
+            raise OverflowError("a failure of the model")
+        return forward(batch, rows, seed)
+
+    made[0].forward = failing
+    with pytest.raises((OverflowError, RuntimeError), match="a failure of the model"):  # noqa: SIM117
+        with trainer(made, mode, level) as training:
+            list(training.run(batches(4)))
+    assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in made[0].parameters())
+    del made[0].forward
+    assert_trains_by_itself(made[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_between_runs_a_step_of_torch_is_one_of_the_steps(mode, level):
+    def run(made, kind):
+        model = made[0]
+        with trainer(made, kind, level) as training:
+            list(training.run(batches(2)))
+            assert_trains_by_itself(model)
+            list(training.run(batches(3)[2:]))
+        return state(made)
+
+    assert same(run(parts(), mode), run(parts(), "sync" if level == "batch" else "sequential"))
+
+
+def test_two_trainers_over_one_model_take_turns():
+    expected, _ = trained(parts(), "sync", "batch", batches(6))
+    made = parts()
+    with trainer(made, "nestpipe") as first, trainer(made, "dbp", "window") as other, \
+            trainer(made, "sync") as third:  # fmt: skip
+        for training, batch in zip([first, third, first, third, first, third], batches(6), strict=True):
+            training.step(batch)
+    assert same(state(made), expected)
+    with other, pytest.raises(RuntimeError, match="was closed"):
+        other.step(batches(7)[6])
+
+
+def test_a_second_trainer_waits_for_the_windows_of_the_first():
+    made = parts()
+    with trainer(made) as first, trainer(made, "sync") as second:
+        next(first.run(batches(6)))
+        with pytest.raises(RuntimeError, match=rf"another trainer's use of table item is {STEPS_1_TO_3}"):
+            second.step(batches(8)[7])
+        list(first.run([]))
+        assert second.step(batches(8)[7]).step == 7
+
+
+def ids_of(table):
+    return torch.tensor([3, -7, 11])
+
+
+READERS_AND_WRITERS = {
+    "peek": lambda model, tables, dense: tables.peek({"item": Lookup(ids_of(tables))}),
+    "export": lambda model, tables, dense: tables.export(),
+    "load": lambda model, tables, dense: tables.load("item", ids_of(tables), torch.ones(3, 18)),
+    "state": lambda model, tables, dense: tables.state(),
+    "load_state": lambda model, tables, dense: tables.groups[0].table.load_state({}),
+    "track_changes": lambda model, tables, dense: tables.track_changes(),
+    "take_changes": lambda model, tables, dense: tables.take_changes(),
+    "lookup": lambda model, tables, dense: tables.groups[0].table.lookup(ids_of(tables), 9),
+    "find": lambda model, tables, dense: tables.groups[0].table.find(ids_of(tables)),
+    "read": lambda model, tables, dense: tables.groups[0].table.read(ids_of(tables), ids_of(tables)),
+    "write": lambda model, tables, dense: tables.groups[0].table.write(ids_of(tables), torch.ones(3, 18)),
+    "erase": lambda model, tables, dense: tables.groups[0].table.erase(ids_of(tables)),
+    "table export": lambda model, tables, dense: tables.groups[0].table.export(),
+    "table load": lambda model, tables, dense: tables.groups[0].table.load(ids_of(tables), torch.ones(3, 18)),
+    "table state": lambda model, tables, dense: tables.groups[0].table.state(),
+    "take_evicted": lambda model, tables, dense: tables.groups[0].table.take_evicted(),
+    "rows": lambda model, tables, dense: dense.rows,
+    "dense load": lambda model, tables, dense: dense.load({}),
+    "dense step": lambda model, tables, dense: dense.step({}, 1),
+    "call": lambda model, tables, dense: model(
+        batches(1)[0], {"item": torch.randn(3 * batches(1)[0].num_tokens, 6)}, 0
+    ),
+    "call of a part": lambda model, tables, dense: model.hidden(
+        batches(1)[0], torch.randn(batches(1)[0].num_tokens, 6)
+    ),
+    "state_dict": lambda model, tables, dense: model.state_dict(),
+    "state_dict of a part": lambda model, tables, dense: model.mix.state_dict(),
+    "load_state_dict": lambda model, tables, dense: model.load_state_dict(Ranker().state_dict()),
+    "deepcopy": lambda model, tables, dense: copy.deepcopy(model),
+    "pickle": lambda model, tables, dense: torch.save(model, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
+def test_whatever_reads_or_writes_state_is_refused_in_flight_and_changes_nothing(mode, level):
+    made = parts()
+    with trainer(made, mode, level, depth=4) as training:
+        results = training.run(batches(6))
+        next(results)
+        for use in READERS_AND_WRITERS.values():
+            with pytest.raises(RuntimeError, match=STEPS_1_TO_3):
+                use(*made)
+        assert training.in_flight() == [1, 2, 3]
+        list(results)
+    assert same(state(made), trained(parts(), mode, level, batches(6))[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_after_the_last_window_everything_may_be_read_and_written(mode, level):
+    made = parts()
+    with trainer(made, mode, level) as training:
+        list(training.run(batches(2)))
+        for name, use in READERS_AND_WRITERS.items():
+            if name not in ("load_state", "dense load", "read"):  # their arguments here are no legal ones
+                use(*made)
+
+
+@pytest.mark.parametrize(("mode", "level"), [each for each in EVERY if each not in READS_AHEAD])
+def test_modes_with_one_window_in_flight_show_the_state_of_each_step(mode, level):
+    made, seen = parts(), []
+    with trainer(made, mode, level) as training:
+        for result in training.run(batches(3)):
+            seen.append([each.clone() for each in state(made)])
+            assert result.step == len(seen) - 1
+    for count in (1, 3):
+        assert same(seen[count - 1], trained(parts(), mode, level, batches(count))[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_eval_in_flight_is_refused(mode, level, part):
+    made = parts()
+    with pytest.raises(RuntimeError, match=r"eval\(\) of module \w+ is refused while"):  # noqa: SIM117
+        with trainer(made, mode, level) as training:
+            for _ in training.run(batches(12)):
+                (made[0] if part == "model" else made[0].norm).eval()
+
+
+class Dropping(Ranker):
+    """Counts in `modes` whether a step was computed in training mode."""
+
+    def forward(self, batch, rows, seed):
+        self.seen.append((batch.step, self.training))
+        losses = super().forward(batch, rows, seed)
+        return losses if self.training else losses * 0.25
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_a_batch_is_computed_in_the_mode_that_the_model_had_when_it_was_read(mode, level):
+    def run(kind):
+        made = parts(Dropping)
+        with trainer(made, kind, level) as training:
+            list(training.run(batches(2)))
+            made[0].eval()
+            list(training.run(batches(4)[2:]))
+        return state(made)
+
+    assert same(run(mode), run("sync" if level == "batch" else "sequential"))
+
+
+@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
+def test_freezing_in_flight_is_refused(mode, level):
+    made = parts()
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(\).* is refused"):  # noqa: SIM117
+        with trainer(made, mode, level) as training:
+            for _ in training.run(batches(12)):
+                made[0].mix.bias.requires_grad_(False)
+
+
+def zero(model):
+    model.mix.weight.data.zero_()
+
+
+def load_other(model):
+    with torch.no_grad():
+        model.mix.weight.copy_(torch.arange(36.0).view(6, 6) / 36)
+
+
+@pytest.mark.parametrize(("mode", "level"), [each for each in EVERY if each not in READS_AHEAD])
+def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, level, change=zero):
+    def run(kind):
+        made = parts()
+        with trainer(made, kind, level) as training:
+            for result in training.run(batches(3)):
+                if result.step == 1:
+                    change(made[0])
+                    changed = made[0].mix.weight.detach().clone()
+                    held = made[2].rows["mix.weight"][:, :6]
+                    assert torch.equal(held, changed)
+        return state(made)
+
+    unchanged, _ = trained(parts(), mode, level, batches(3))
+    got = run(mode)
+    assert same(got, run("sync" if level == "batch" else "sequential")) and not same(got, unchanged)
+
+
+@pytest.mark.parametrize("change", [zero, load_other])
+@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
+def test_a_parameter_changed_in_flight_is_an_error_and_between_runs_it_counts(mode, level, change):
+    made, after = parts(), parts()
+    with pytest.raises(RuntimeError, match=r"parameter mix\.weight was changed while"):  # noqa: SIM117
+        with trainer(made, mode, level) as training:
+            for result in training.run(batches(12)):
+                if result.step == 1:
+                    change(made[0])
+    with trainer(after, mode, level) as training:
+        list(training.run(batches(2)))
+        change(after[0])
+        list(training.run(batches(3)[2:]))
+    expected = parts()
+    with trainer(expected, "sync" if level == "batch" else "sequential", level) as training:
+        for result in training.run(batches(3)):
+            if result.step == 1:
+                change(expected[0])
+    assert same(state(after), state(expected))
+
+
+@pytest.mark.parametrize("mode", ["sync", "nestpipe"])
+def test_a_parameter_that_its_optimizer_does_not_hold_is_refused(mode):
+    model, tables, dense = parts()
+    with trainer((model, tables, dense), mode) as training:
+        training.step(batches(1)[0])
+        model.load_state_dict(Ranker().state_dict(), assign=True)
+        with pytest.raises(ValueError, match=r"parameter mix\.weight is another tensor"):
+            training.step(batches(2)[1])
+    for given in (model.mix.named_parameters(), [("mix.weight", model.mix.weight)]):
+        with pytest.raises(ValueError, match="given to the dense optimizer"):
+            trainer((model, tables, type(dense)(given, dense.rule)), mode)
+    with pytest.raises(TypeError, match=r"must be a tritonrec DenseOptimizer.*got AdamW"):
+        trainer((model, tables, torch.optim.AdamW(model.parameters())), mode)
+    with pytest.raises(TypeError, match=r"parameter mix\.weight is torch\.bfloat16"):
+        type(dense)(model.bfloat16().named_parameters(), dense.rule)
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_frozen_parameters_stay_and_those_beside_them_are_trained(mode, level):
+    made = parts()
+    model = made[0]
+    model.mix.weight.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trained(made, mode, level, batches(3))
+    moved = {
+        name: not torch.equal(parameter, was)
+        for (name, parameter), was in zip(model.named_parameters(), before, strict=True)
+    }
+    assert moved == {"mix.weight": False, "mix.bias": True, "norm.weight": True, "norm.bias": True}

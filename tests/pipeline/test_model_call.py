@@ -1,0 +1,205 @@
+"""Promise: a model gets samples and the caller's settings, and has to return a loss per sample."""
+
+import re
+
+import pytest
+import torch
+from trainer_parts import DIM, EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
+
+from tritonrec import nn
+from tritonrec.embedding import FeatureConfig
+from tritonrec.harness import verify
+from tritonrec.harness.user_model import first_not_invariant
+from tritonrec.pipeline import MODES
+
+FEATURES = [FeatureConfig("item", DIM)]
+REFERENCE = {"batch": "sync", "window": "sequential"}
+
+
+class Returning(Ranker):
+    """Returns what `of` makes of the losses."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, batch, rows, seed):
+        return self.of(super().forward(batch, rows, seed))
+
+
+WRONG = {
+    "scalar": (lambda losses: losses.sum(), r"of shape \(\d,\); it returned shape \(\)"),
+    "tuple": (lambda losses: (losses, losses), r"of shape \(\d,\); it returned tuple"),
+    "none": (lambda losses: None, r"it returned NoneType"),
+    "column": (lambda losses: losses[:, None], r"it returned shape \(\d, 1\)"),
+    "fewer": (lambda losses: losses[1:], r"it returned shape \(\d,\)"),
+    "double": (lambda losses: losses.double(), r"it returned torch\.float64: convert it with \.float\(\)"),
+    "bfloat16": (lambda losses: losses.bfloat16(), r"it returned torch\.bfloat16"),
+    "integers": (lambda losses: losses.long(), r"it returned torch\.int64"),
+    "detached": (lambda losses: losses.detach(), r"with a gradient; it returned one without"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("of", "said"), WRONG.values(), ids=WRONG)
+def test_anything_but_a_loss_per_sample_is_refused(mode, of, said):
+    made = parts(lambda: Returning(of))
+    before = state(parts(lambda: Returning(of)))[2:]
+    errors = (TypeError, ValueError, RuntimeError)
+    with pytest.raises(errors, match=rf"must return one loss per sample.*{said}"):
+        trained(made, mode, "batch", batches(2))
+    assert same([*made[2].rows.values(), *made[0].parameters()], before)
+
+
+@pytest.mark.parametrize(("of", "said"), WRONG.values(), ids=WRONG)
+def test_verify_reports_anything_but_a_loss_per_sample(of, said):
+    report = verify(lambda: Returning(of), batches(2), FEATURES, modes=("nestpipe",), micro_batches=(2,))
+    assert not report.passed
+    assert [case.mode for case, _ in report.cases] == ["sync"]
+    assert re.match(rf"the model must return one loss per sample.*{said}", report.cases[0][1])
+
+
+class NeedsSamples(Ranker):
+    """As torch's MultiheadAttention: cannot take a batch without samples."""
+
+    def forward(self, batch, rows, seed):
+        return super().forward(batch, rows, seed).view(-1, batch.num_samples).view(batch.num_samples)
+
+    def hidden(self, batch, rows):
+        if not batch.num_samples:
+            raise RuntimeError("cannot reshape tensor of 0 elements")
+        return super().hidden(batch, rows)
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_micro_batches_without_samples_never_reach_the_model(mode, level):
+    many = {} if mode == "sync" else {"micro_batches": 16}
+    made = parts(NeedsSamples)
+    got, results = trained(made, mode, level, batches(3), accumulate=2, **many)
+    assert all(samples for _step, samples in made[0].seen)
+    assert [len(result.losses) for result in results] == [7, 7, 7]
+    few = {} if mode == "sync" else {"micro_batches": 7}
+    assert same(got, trained(parts(), mode, level, batches(3), accumulate=2, **few)[0])
+    if level == "batch":
+        assert same(got, trained(parts(), "sync", level, batches(3), accumulate=2)[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_a_batch_without_samples_trains_nothing_and_stops_nothing(mode, level):
+    first, second, third = batches(3)
+    empty = second.select(torch.arange(0))
+    made = parts(NeedsSamples, "sgd")
+    got, results = trained(made, mode, level, [first, empty, third])
+    assert [result.loss for result in results][1] == 0 and len(results[1].losses) == 0
+    assert same(got, trained(parts(optimizer="sgd"), mode, level, [first, third])[0])
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_a_model_without_dense_parameters_trains_its_rows(mode, level):
+    got, results = trained(parts(NoParameters), mode, level, batches(4))
+    assert same(got, trained(parts(NoParameters), REFERENCE[level], level, batches(4))[0])
+    assert len(got[1]) and results[0].loss > results[-1].loss - 1
+    weights = trained(parts(NoParameters), mode, level, [])[0]
+    assert not same(got, weights)
+
+
+class Cast(Ranker):
+    """A matrix product of torch, which autocast computes in another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = []
+
+    def forward(self, batch, rows, seed):
+        losses = super().forward(batch, rows, seed)
+        item = rows["item"][: batch.num_tokens]
+        product = item[:, None, :] @ item[:, :, None]
+        made = torch.ones(1)
+        self.products.append((product.dtype, made.dtype, made.device.type))
+        return losses + nn.sum_by_sample(product.float().view(-1), batch.offsets)
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_autocast_of_the_caller_holds_in_every_mode(mode, level):
+    def run(kind, on):
+        made = parts(Cast)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            got, _ = trained(made, kind, level, batches(3))
+        assert {each[0] for each in made[0].products} == {torch.bfloat16 if on else torch.float32}
+        return got
+
+    got = run(mode, True)
+    assert same(got, run(REFERENCE[level], True)) and not same(got, run(REFERENCE[level], False))
+
+
+class Mixed(Ranker):
+    """One layer of torch, whose float32 gradient only the window level takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.nn.Linear(DIM, DIM)
+
+    def hidden(self, batch, rows):
+        return self.plain(super().hidden(batch, rows)).float()
+
+
+@pytest.mark.parametrize("mode", list(MODES)[1:])
+def test_autocast_casts_the_weights_of_every_step(mode):
+    """autocast keeps cast weights until its context ends, and here it spans the steps."""
+
+    def steps(spans):
+        made = parts(Mixed)
+        with trainer(made, mode, "window") as training:
+            if spans:
+                with torch.autocast("cpu", torch.bfloat16):
+                    list(training.run(batches(3)))
+            else:
+                for batch in batches(3):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        training.step(batch)
+        return state(made)
+
+    assert same(steps(True), steps(False))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused_by_name(mode, context):
+    with trainer(parts(), mode) as training:
+        with context(), pytest.raises(RuntimeError, match=rf"training under torch\.{context.__name__}\(\)"):
+            training.step(batches(1)[0])
+        assert training.step(batches(1)[0]).step == 0
+        source = training.run(batches(4)[1:])
+        next(source)
+        with context():
+            assert [result.step for result in training.run([])] == training_left(mode)
+
+
+def training_left(mode):
+    return [2, 3] if mode in ("dbp", "nestpipe") else []
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_the_default_device_is_for_the_model_alone(mode, level):
+    expected, _ = trained(parts(Cast), mode, level, batches(3))
+    made, read = parts(Cast), batches(3)
+    with torch.device("meta"), trainer(made, mode, level) as training:
+        list(training.run(read))
+    assert {each[2] for each in made[0].products} == {"meta"}
+    assert same(state(made), expected)
+
+
+@pytest.mark.parametrize(("mode", "level"), EVERY)
+def test_deterministic_algorithms_change_no_bit(mode, level):
+    expected, _ = trained(parts(), mode, level, batches(3))
+    made = parts()
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, _ = trained(made, mode, level, batches(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same(got, expected)
+
+
+def test_a_model_that_returns_a_scalar_has_no_rows_to_compare():
+    assert first_not_invariant(Returning(torch.sum), batches(1)[0], FEATURES) is None

@@ -1,0 +1,90 @@
+"""A small model, its tables and its optimizer, for tests of what surrounds a training run."""
+
+from functools import cache
+
+import torch
+
+from tritonrec import nn
+from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.pipeline import MODES, Trainer, WindowConfig
+
+DIM = 6
+EVERY = [("sync", "batch"), *((mode, level) for mode in list(MODES)[1:] for level in ("batch", "window"))]
+"""Every mode at every level."""
+READS_AHEAD = [(mode, level) for mode in ("dbp", "nestpipe") for level in ("batch", "window")]
+
+
+class Ranker(torch.nn.Module):
+    """A loss per sample from one linear layer; `seen` has (step, samples) of each call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.mix = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.seen = []
+
+    def hidden(self, batch, rows):
+        return self.mix(self.norm(rows), batch.offsets)
+
+    def forward(self, batch, rows, seed):
+        self.seen.append((batch.step, batch.num_samples))
+        rows, tokens = rows["item"], batch.num_tokens
+        hidden = self.hidden(batch, rows[:tokens])
+        score = (hidden * rows[tokens : 2 * tokens]).sum(1)
+        return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
+
+
+class NoParameters(torch.nn.Module):
+    """A loss per sample from the rows alone."""
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        score = (rows[:tokens] * rows[tokens : 2 * tokens]).sum(1)
+        return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
+
+
+def parts(model=Ranker, optimizer="adam", lr=0.05):
+    rule = RowOptimizer(optimizer, lr=lr)
+    model = model()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, chunk_rows=32)
+    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+
+
+def trainer(made, mode="nestpipe", level="batch", communicators=None, **window):
+    window.setdefault("micro_batches", 1 if mode == "sync" else 3)
+    config = WindowConfig(consistency=level, seed=4, **window)
+    return Trainer(*made, communicators or Communicators.local(), mode, config)
+
+
+def batches(count=6, size=7, rank=0, world_size=1):
+    return [_batch(step, size, rank, world_size) for step in range(count)]
+
+
+@cache
+def _batch(step, size, rank, world_size):
+    loader = NextItemLoader(load("zipf:users=60,items=80,seed=1"), size, 9, 1, 3, rank, world_size)
+    return loader.batch(step)
+
+
+def state(made):
+    model, tables, dense = made
+    exported = [part for pair in tables.export().values() for part in pair]
+    return [
+        *exported,
+        *dense.rows.values(),
+        *(parameter.detach().clone() for parameter in model.parameters()),
+    ]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def trained(made, mode, level, run_batches, **window):
+    """State and results after training on `run_batches`."""
+    with trainer(made, mode, level, **window) as training:
+        results = list(training.run(run_batches))
+    return state(made), results

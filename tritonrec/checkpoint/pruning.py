@@ -1,0 +1,51 @@
+"""Which checkpoints stay, and which files go."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .files import KEPT, PARTIAL, CheckpointError, flush, manifest_of, steps
+from .manifest import CONTENT, files_of, read_manifest
+
+_FOLDER = re.compile(r"step-\d{12}")
+
+
+def prune(directory: Path, kept: int | None = KEPT) -> None:
+    """Remove all but the last `kept` checkpoints (None: none of them), and files that none of these names.
+
+    A manifest that cannot be read, which may be that of a newer tritonrec, keeps every file in place but
+    the half-written ones. A link is removed, never followed: nothing goes outside of `directory`, and a
+    linked folder stays as it is while a checkpoint needs it.
+    """
+    saved = steps(directory)
+    dropped = saved[:-kept] if kept else []
+    for step in dropped:
+        manifest_of(directory, step).unlink()
+    if dropped:
+        flush(directory)  # or a power cut could bring back a manifest without its files
+    named: set[str] = set()
+    unreadable = False
+    for step in steps(directory):
+        try:
+            named |= {entry["file"] for entry in files_of(read_manifest(manifest_of(directory, step)))}
+        except CheckpointError:
+            unreadable = True
+    needed = {file.partition("/")[0] for file in named}
+    for name in os.listdir(directory):
+        folder = directory / name
+        if name.startswith(PARTIAL):
+            folder.unlink()
+        if not _FOLDER.fullmatch(name):
+            continue
+        if folder.is_symlink():
+            if name not in needed and not unreadable:
+                folder.unlink()
+            continue
+        for file in (f"{name}/{child}" for child in os.listdir(folder)):
+            stale = CONTENT.fullmatch(file) and file not in named and not unreadable
+            if stale or file.startswith(f"{name}/{PARTIAL}"):
+                (directory / file).unlink()
+        if not os.listdir(folder):
+            folder.rmdir()

@@ -1,0 +1,69 @@
+"""State that a trainer's lanes change: nobody else reads or writes it while windows are in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_thread = threading.local()
+
+
+@contextmanager
+def as_lane() -> Iterator[None]:
+    """Code inside is a lane's: it may use the state that is in flight."""
+    before, _thread.lane = is_lane(), True
+    try:
+        yield
+    finally:
+        _thread.lane = before
+
+
+def is_lane() -> bool:
+    """Whether this thread runs a lane's code."""
+    return getattr(_thread, "lane", False)
+
+
+class InFlight:
+    """Guards one table or optimizer between the first window in flight and the last.
+
+    Args:
+        name: of the state, in messages.
+
+    Attributes:
+        update: the last update of the state, counted from 0; -1 before the first and after a load.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.update = name, -1
+        self._steps: Callable[[], str] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether windows are in flight."""
+        return self._steps is not None
+
+    def begin(self, steps: Callable[[], str]) -> None:
+        """Windows are in flight from now on; `steps` says which, as in "steps 4 to 6 are".
+
+        Raises RuntimeError where another trainer has some.
+        """
+        self.check("another trainer's use")
+        self._steps = steps
+
+    def end(self) -> None:
+        """No window is in flight."""
+        self._steps = None
+
+    def check(self, action: str) -> None:
+        """Raise RuntimeError where windows are in flight and this thread is no lane."""
+        if self._steps is not None and not is_lane():
+            raise RuntimeError(in_flight_message(f"{action} of {self.name}", self._steps()))
+
+
+def in_flight_message(action: str, steps: str) -> str:
+    """The text that refuses an `action`; `steps` as in "steps 4 to 6 are"."""
+    return (
+        f"{action} is refused while {steps} in flight, whose lanes change it: take their results first "
+        "with list(trainer.run([])), or let the batches end at the step whose state is needed"
+    )

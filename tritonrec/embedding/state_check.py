@@ -1,0 +1,32 @@
+"""Whether a saved state is one of the tables that take it over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def check_state(
+    given: Mapping[str, Mapping[str, torch.Tensor]], wanted: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """ValueError naming all tables, columns, dtypes and widths in which the two differ."""
+    there, here = (
+        {
+            (table, column): f"{values.dtype} {tuple(values.shape[1:])}"
+            for table, columns in state.items()
+            for column, values in columns.items()
+        }
+        for state in (given, wanted)
+    )
+    different = [
+        f"column {column!r} of table {table!r} is {there.get((table, column), 'not there')} in the state, "
+        f"{here.get((table, column), 'not there')} here"
+        for table, column in sorted({*there, *here})
+        if there.get((table, column)) != here.get((table, column))
+    ]
+    if different:
+        raise ValueError(
+            f"the state does not fit these tables: {'; '.join(different)}; was it saved under another "
+            "policy, optimizer or dimension?"
+        )

@@ -1,0 +1,95 @@
+"""Where compiled kernels are kept, also in a container whose home and packages cannot be written.
+
+numba keeps compiled kernels in ``$NUMBA_CACHE_DIR``, beside the source or in the home folder, and refuses to
+compile where it can write to none of them; so does Triton with ``$TRITON_CACHE_DIR`` and
+``~/.triton/cache``. Here a private folder among the temporary files takes their place, or nothing is kept,
+and one warning says so.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache as once
+from pathlib import Path
+from typing import Any
+
+
+def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit``, whose `cache` never fails."""
+    import numba
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        if not cache:
+            return numba.njit(**options)(function)
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+        folder = _instead("numba", "NUMBA_CACHE_DIR")
+        if folder is None:
+            return numba.njit(**options)(function)
+        config: Any = numba.config
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+        try:
+            return numba.njit(cache=True, **options)(function)
+        finally:
+            config.CACHE_DIR = before
+
+    return compiled
+
+
+@once
+def prepare_triton() -> None:
+    """Set ``$TRITON_CACHE_DIR`` where Triton could not write to its own choice."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    chosen = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    if os.path.isabs(chosen) and _writable(Path(chosen)):
+        return
+    folder = _instead("triton", "TRITON_CACHE_DIR")
+    if folder is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+@once
+def _instead(compiler: str, variable: str) -> Path | None:
+    """A folder for what `compiler` compiles, or None; says so, in the first rank only."""
+    folder = _private_folder(f"tritonrec-{compiler}-cache")
+    if multiprocessing.current_process().name in ("MainProcess", "rank 0") and not int(
+        os.environ.get("RANK") or 0
+    ):
+        kept = f"they go to {folder}" if folder else "they are compiled again in each process"
+        warnings.warn(
+            f"tritonrec: the folders for kernels compiled by {compiler} cannot be written: {kept}. Set "
+            f"{variable} to a writable folder to keep them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return folder
+
+
+def _private_folder(name: str) -> Path | None:
+    """A folder among the temporary files that this user alone can write to: what lies there is executed."""
+    try:
+        user = os.geteuid() if hasattr(os, "geteuid") else 0
+        folder = Path(tempfile.gettempdir()) / f"{name}-{user}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
+        return folder if own and _writable(folder) else Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    except OSError:
+        return None
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True

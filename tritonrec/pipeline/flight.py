@@ -1,0 +1,194 @@
+"""From the first window in flight to the last: what belongs to the lanes meanwhile, and how it is given back.
+
+Outside of a flight model, tables and optimizer are the caller's: he may read, change, load or evaluate them,
+and train the model with an optimizer of torch. Inside, what he could see or change would be that of no step,
+or of one that depends on the timing. So whoever tries gets an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+
+from ..data import Batch
+from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding.in_flight import as_lane, in_flight_message, is_lane
+from ..nn import own_gradients
+from .model_call import CallerSettings, train_micro_batch
+
+
+class Flight:
+    """Guards a model, its tables and its optimizer while windows are in flight.
+
+    Args:
+        model, tables, dense: what is trained.
+        bits: grid of the dense gradients, None for float32 ones.
+        shared: the caller's code runs while windows are in flight.
+        steps: says which, for messages.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tables: HashTableCollection,
+        dense: DenseOptimizer,
+        bits: int | None,
+        shared: bool,
+        steps: Callable[[], str],
+    ):
+        self.model, self.dense, self._bits, self._shared, self._steps = model, dense, bits, shared, steps
+        self._guards = [*(group.table.in_flight for group in tables.groups), dense.in_flight]
+        self._inside = ExitStack()
+        self._modules: list[tuple[str, torch.nn.Module]] = []
+        self._modes: list[bool] = []
+        self._trained: list[bool] = []
+        self._caller = 0
+        self.under_way = False
+
+    @property
+    def last_update(self) -> int:
+        """The last update that tables or optimizer have seen, counted from 0; -1 if there is none."""
+        return max(guard.update for guard in self._guards)
+
+    def updated(self, update: int) -> None:
+        """Tables and optimizer have seen this update."""
+        for guard in self._guards:
+            guard.update = update
+
+    def begin(self) -> None:
+        """Take over model, tables and optimizer, unless they are taken over already."""
+        if self.under_way:
+            return
+        demand_parameters(self.model, self.dense)
+        with ExitStack() as inside:
+            for guard in self._guards[:-1]:
+                guard.begin(self._steps)
+                inside.callback(guard.end)
+            self.dense.begin(self._steps)
+            inside.callback(self.dense.in_flight.end)
+            inside.enter_context(own_gradients(self.model, self._bits))
+            self._modules = list(self.model.named_modules())
+            self._modes = self._training()
+            self._trained = self._requires_grad()
+            if self._shared:
+                self._caller = threading.get_ident()
+                for _name, module in self._modules:
+                    for handle in (
+                        module.register_forward_pre_hook(self._refuse_forward),
+                        module.register_state_dict_pre_hook(self._refuse_state_dict),
+                        module.register_load_state_dict_pre_hook(self._refuse_loading),
+                    ):
+                        inside.callback(handle.remove)
+            self._inside = inside.pop_all()
+        self.under_way = True
+
+    def end(self) -> None:
+        """Give model, tables and optimizer back as they were, but for what was trained."""
+        self.under_way = False
+        self._inside.close()
+
+    def train_micro_batch(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> torch.Tensor:
+        """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
+        self.check_modes()
+        try:
+            losses = train_micro_batch(self.model, batch, rows, seed, settings)
+        except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
+            self.dense.note_changes()
+            self.dense.demand_unchanged()
+            raise
+        self.check_modes()
+        return losses
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
+        if self.under_way:
+            self.check_modes()
+            demand_parameters(self.model, self.dense)
+            if self._requires_grad() != self._trained:
+                raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
+
+    def check_modes(self) -> None:
+        """Raise RuntimeError naming a module switched by train() or eval() since the flight began."""
+        now = self._training()
+        if now != self._modes:
+            at = next(i for i, mode in enumerate(self._modes) if mode != now[i])
+            name, module = self._modules[at]
+            which = "train" if now[at] else "eval"
+            raise RuntimeError(
+                in_flight_message(f"{which}() of module {name or type(module).__name__}", self._steps())
+            )
+
+    def _training(self) -> list[bool]:
+        return [module.training for _, module in self._modules]
+
+    def _requires_grad(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.dense.parameters.values()]
+
+    def _refuse_forward(self, module: torch.nn.Module, args: object) -> None:
+        # A lane's backward may compute a forward again on a thread of autograd, so that only the caller is
+        # told apart from the lanes.
+        if torch.compiler.is_compiling():
+            return
+        if threading.get_ident() == self._caller and not is_lane():
+            raise RuntimeError(in_flight_message(f"a call of {type(module).__name__}", self._steps()))
+
+    def _refuse_state_dict(self, module: torch.nn.Module, *args: object) -> None:
+        if not is_lane():
+            raise RuntimeError(in_flight_message(f"state_dict of {type(module).__name__}", self._steps()))
+
+    def _refuse_loading(self, module: torch.nn.Module, *args: object) -> None:
+        if not is_lane():
+            raise RuntimeError(
+                in_flight_message(f"load_state_dict of {type(module).__name__}", self._steps())
+            )
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Hooks of the model hold this object: copying or pickling the model comes here."""
+        raise RuntimeError(in_flight_message(f"a copy of {type(self.model).__name__}", self._steps()))
+
+
+def demand_parameters(model: torch.nn.Module, dense: DenseOptimizer) -> None:
+    """Raise ValueError for a parameter of the model that the optimizer does not hold, and the reverse."""
+    own = dict(model.named_parameters())
+    for name, parameter in dense.parameters.items():
+        if own.get(name) is not parameter:
+            state = "is another tensor than the one" if name in own else "is not in the model but"
+            raise ValueError(
+                f"parameter {name} {state} given to the dense optimizer: make the optimizer of "
+                "model.named_parameters(), after whatever replaces parameters"
+            )
+    for name, parameter in own.items():
+        if parameter.requires_grad and name not in dense.parameters:
+            raise ValueError(
+                f"parameter {name} is not given to the dense optimizer: give it model.named_parameters(), or "
+                "freeze the parameter with requires_grad_(False)"
+            )
+
+
+def demand_trainable(model: torch.nn.Module, dense: object, device: torch.device) -> None:
+    """Raise TypeError for another optimizer, ValueError naming a parameter that is elsewhere or not its."""
+    if not isinstance(dense, DenseOptimizer):
+        raise TypeError(
+            f"dense must be a tritonrec DenseOptimizer(model.named_parameters(), rule), got "
+            f"{type(dense).__name__}"
+        )
+    demand_parameters(model, dense)
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device.type:
+            raise ValueError(
+                f"parameter {name} is on {parameter.device}, and the trainer works on {device}: move the "
+                "model there before its optimizer is made, or pass its device"
+            )
+
+
+@contextmanager
+def on_the_callers_thread() -> Iterator[None]:
+    """A lane's work on the caller's thread, whose default device is for the model alone."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    with as_lane(), torch.device("cpu") if elsewhere else nullcontext():
+        yield

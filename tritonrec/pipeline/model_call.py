@@ -1,0 +1,106 @@
+"""One call of the model: forward and backward of a micro-batch, under the settings of the caller's thread.
+
+Lanes are threads, and torch keeps autocast, the grad mode and the default device by thread. So a window
+carries what held where it was read, and its micro-batches are computed under that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..data import Batch
+
+
+@dataclass(frozen=True)
+class CallerSettings:
+    """What torch keeps by thread and a model's result depends on.
+
+    Args:
+        autocast: (device type, dtype) wherever autocast is on.
+        device: where tensors made without a device go; None for the CPU.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    device: torch.device | None = None
+
+    @classmethod
+    def of_this_thread(cls, device: torch.device) -> CallerSettings:
+        """The settings here, for a model on `device`.
+
+        Raises RuntimeError under ``torch.no_grad()`` and ``torch.inference_mode()``.
+        """
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise RuntimeError(
+                f"training under torch.{mode}() would learn nothing: run the trainer outside of it"
+            )
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+            if torch.is_autocast_enabled(kind)
+        )
+        default = torch.get_default_device()
+        return cls(autocast, None if default.type == "cpu" else default)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """This thread computes as the caller's would.
+
+        autocast keeps no cast weights: they would outlive the update that changes the weights.
+        """
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            if self.device is not None:
+                stack.enter_context(self.device)
+            yield
+
+
+def train_micro_batch(
+    model: torch.nn.Module,
+    batch: Batch,
+    rows: dict[str, torch.Tensor],
+    seed: int,
+    settings: CallerSettings,
+) -> torch.Tensor:
+    """Forward, and backward of the losses' sum; returns the losses (B,) float32.
+
+    A batch without samples is not given to the model, which may be unable to take one, and adds nothing.
+
+    Args:
+        rows: by feature, as `tritonrec.pipeline.Model` takes them. seed: of dropout.
+
+    Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a
+    backward pass can start from.
+    """
+    if not batch.num_samples:
+        return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
+    with settings.applied():
+        losses = model(batch, rows, seed)
+        _check_losses(losses, batch)
+        if batch.loss_terms:
+            losses.sum().backward()
+    return losses.detach()
+
+
+def _check_losses(losses: object, batch: Batch) -> None:
+    count = batch.num_samples
+    expected = f"the model must return one loss per sample, a float32 tensor of shape ({count},)"
+    if not isinstance(losses, torch.Tensor):
+        raise TypeError(f"{expected}; it returned {type(losses).__name__}")
+    if losses.shape != (count,):
+        raise ValueError(
+            f"{expected}; it returned shape {tuple(losses.shape)}: sum the terms of each sample, and leave "
+            "the mean over samples to the trainer"
+        )
+    if losses.dtype != torch.float32:
+        raise TypeError(f"{expected}; it returned {losses.dtype}: convert it with .float()")
+    if batch.loss_terms and not losses.requires_grad:
+        raise ValueError(
+            f"{expected}, with a gradient; it returned one without: does the model detach it, or compute it "
+            "under torch.no_grad()?"
+        )
