@@ -1,4 +1,4 @@
-"""Promise: steps rise over all runs, and each result has the mean loss of all ranks, the same bits anywhere."""
+"""Promise: steps rise over all runs; each result has the mean loss of all ranks, in the same bits."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_updates_count_where_several_batches_make_one():
 
 def expected_loss(results, terms):
     """The mean, from exact sums of the losses on a grid of 2**-24."""
-    total = sum(int(round(float(each) * 2**24)) for result in results for each in result.losses)
+    total = sum(round(float(each) * 2**24) for result in results for each in result.losses)
     return total / 2**24 / terms
 
 
