@@ -84,9 +84,9 @@ def hstu_attention(
     """Causal HSTU attention, diagonal included, over jagged sequences. All masks combine.
 
     Args:
-        q: (M, H, Dqk), Dqk >= 1. k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32; bf16 and fp16 too in Triton. The
-            last dimension contiguous, other strides free (slices of one projection will do). In Triton no
-            head has more than 256 features.
+        q: (M, H, Dqk), Dqk >= 1. k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32; bf16 and fp16 too in
+            Triton. The last dimension contiguous, other strides free (slices of one projection will do). In
+            Triton no head has more than 256 features.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].
         max_seq_len: no sequence is longer. It sizes the launch and `pos_weights`, and changes no value else.
         alpha: factor of the scores.
