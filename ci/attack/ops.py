@@ -35,12 +35,13 @@ from guarded import Arena
 from hostile import Hostile, replace, spoil
 
 from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.ops import ExactSumError
 
 MEMORY = (
     12 << 30
 )  # address space of a worker: an allocation beyond it is an error, not the end of the machine
 # names in errors that are no names of a schema
-ALSO = ["tensor[", "beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
+ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
 ALSO += Mask._fields
 PATIENCE = 120.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
@@ -89,6 +90,8 @@ def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
     try:
         expected = function(**{**copies, "impl": "reference"})
     except Exception as caught:
+        if out_of_memory(caught):
+            return "accepted", ""
         return "difference", f"the reference refuses: {type(caught).__name__}: {caught}"
     if isinstance(given.get("status"), torch.Tensor) and int(given["status"]):
         return "accepted", ""  # an error that is put off: the rest is void
@@ -101,10 +104,13 @@ def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcom
     """A refusal names an argument; Python's own TypeError for what is no number at all passes."""
     text = f"{type(error).__name__}: {error}"
     named = any(name in str(error) for name in [*given, *ALSO]) or call.op in str(error)
-    plain = isinstance(error, TypeError | MemoryError) or re.search(
-        "(not enough|allocate) memory", str(error)
-    )
+    named |= isinstance(error, ExactSumError)  # by the name it was given
+    plain = isinstance(error, TypeError) or out_of_memory(error)
     return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or bool(re.search("(not enough|allocate) memory", str(error)))
 
 
 def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
