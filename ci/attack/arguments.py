@@ -347,18 +347,18 @@ def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.
     )
 
 
+def sum_into(out: Any, **given: Any) -> torch.Tensor:
+    level = "batch" if getattr(out, "dtype", None) == torch.int64 else "window"
+    return ops.segment_sum(out=out, num_segments=len(out) if out is not None else 1, level=level, **given)
+
+
 # public function -> the registered op whose arguments it takes, and the call where names differ
 PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     **{name: (name, getattr(ops, name)) for name in DRAWN if hasattr(ops, name)},
     "unique padded": ("unique_padded", lambda **given: ops.unique(padded=True, **given)),
     "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
     "hash_insert padded": ("hash_insert_padded", insert),
-    "segment_sum into": (
-        "segment_sum_into",
-        lambda out, **given: ops.segment_sum(
-            out=out, num_segments=len(out), level="batch" if out.dtype == torch.int64 else "window", **given
-        ),
-    ),
+    "segment_sum into": ("segment_sum_into", sum_into),
     "to_grid status": ("to_grid_status", ops.to_grid),
     "norm_mul_dropout": ("norm_mul_dropout", lambda p, **given: ops.norm_mul_dropout(dropout=p, **given)),
     "norm_linear_silu": ("norm_linear_silu", front_of_layer),

@@ -43,7 +43,7 @@ MEMORY = (
 # names in errors that are no names of a schema
 ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
 ALSO += Mask._fields
-PATIENCE = 120.0  # seconds without a call that returns
+PATIENCE = 60.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
 
 Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
@@ -219,7 +219,7 @@ def supervise(names: list[str], seed: int, stop: int, progress: Path) -> list[di
         index, op = int.from_bytes(raw[8:], "little"), left[0]
         reason = "hang" if hung else f"signal {-process.returncode}"
         if process.returncode > 0:
-            raise RuntimeError(f"the attack itself failed at {op} {index}: {err[-3000:]}")
+            reason = f"the attack itself failed: {err.strip().splitlines()[-1]}"
         reports[op]["crashes"].append([index, reason])
         first = index + 1
         if len(reports[op]["crashes"]) >= MOST_CRASHES or first >= stop:
