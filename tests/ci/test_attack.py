@@ -1,4 +1,4 @@
-"""The attack on ops sees stray writes, crashes, differences from the reference and errors that name nothing."""
+"""The attack on ops sees stray writes, crashes, differences from the reference and nameless errors."""
 
 import dataclasses
 import subprocess
