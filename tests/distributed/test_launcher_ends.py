@@ -49,8 +49,14 @@ def make_in_a_thread():
         print("folder", folder, flush=True)
         pool.run(work, 1, folder)
 
+def forget():
+    pool = RankPool((1,))
+    threading.Thread(target=pool.run, args=(work, 1, "/nowhere"), daemon=True).start()
+    print("folder", os.environ["TMPDIR"], flush=True)
+    sys.stdin.readline()
+
 if __name__ == "__main__":
-    make_in_a_thread() if "thread" in sys.argv else launch()
+    {"thread": make_in_a_thread, "forget": forget}.get(sys.argv[-1], launch)()
 """
 
 
@@ -78,8 +84,8 @@ class Launched:
         script.write_text(LAUNCHER)
         self.temporary.mkdir()
         self.process = subprocess.Popen(
-            [sys.executable, script, str(ranks), *words], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
+            [sys.executable, script, str(ranks), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**os.environ, "TMPDIR": str(self.temporary)},
         )  # fmt: skip
         assert self.process.stdout.readline().startswith(f"folder {self.temporary}")
         self.ranks = [int(self.process.stdout.readline()) for _ in range(ranks)]
@@ -114,6 +120,14 @@ def test_ranks_started_by_a_thread_outlive_the_thread_and_not_the_process(tmp_pa
     assert is_alive(launched.ranks[0])
     launched.process.kill()
     launched.nothing_is_left()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_launcher_that_closes_no_pool_ends_with_its_ranks(tmp_path):
+    launched = Launched(tmp_path, 1, "forget")
+    launched.process.stdin.close()
+    launched.nothing_is_left()
+    assert launched.process.returncode == 0
 
 
 def until_asked(communicators, file):

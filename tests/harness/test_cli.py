@@ -1,12 +1,16 @@
 """Promise: the commands do what their help says, and bad input is one clear line and exit status 2."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
 
+from tritonrec.harness import cli
 from tritonrec.harness.cli import app
 
 SMALL = "zipf:users=60,items=80,seed=3"
@@ -98,3 +102,29 @@ def test_bad_input_is_one_clear_error(arguments, message):
     text = " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert message in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
+    """So that what it has built is taken down; SIGHUP stays ignored where `nohup` says so."""
+    ended = []
+
+    def command():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            ended.append(number)
+
+    monkeypatch.setattr(cli, "app", command)
+    before = signal.getsignal(number)
+    try:
+        signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == status and ended == [number]
+        signal.signal(number, signal.SIG_IGN)
+        monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), number))
+        cli.main()
+    finally:
+        signal.signal(number, before)

@@ -7,8 +7,6 @@ keep their order, so the sequences of users are those of the source. OUT appears
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +21,7 @@ from tritonrec.data import parquet
 from tritonrec.data.epochs import at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load_interactions
+from tritonrec.files import ScratchFolder
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
@@ -57,8 +56,8 @@ def write(
         raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     table = parquet.table_of(log)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))  # on the same file system
-    try:
+    with ScratchFolder(f".{out.name}-", out.parent) as name:  # on the same file system
+        scratch = Path(name)
         scratch.chmod(0o755)
         for folder, rows in _partitions(log, partition_by, time_unit):
             (scratch / folder).mkdir(exist_ok=True)
@@ -70,9 +69,6 @@ def write(
                 report(len(part))
         parquet.write_features(log, scratch)
         os.replace(scratch, out)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def _partitions(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -82,9 +83,9 @@ class RankPool:
             the task that `run` gives them.
 
     Use as a context manager. Each process runs torch on one thread, and ends when this one does, however it
-    ends. SIGINT, SIGTERM and SIGHUP ask a rank to stop after its step, as `request_stop` does; a second one
-    ends it. After a `RankDiedError` the pool has to be closed: ranks may still wait for one that will not
-    come.
+    ends, or when nobody has the pool any more. SIGINT, SIGTERM and SIGHUP ask a rank to stop after its step,
+    as `request_stop` does; a second one ends it. After a `RankDiedError` the pool has to be closed: ranks may
+    still wait for one that will not come.
 
     What bounds a wait::
 
@@ -94,6 +95,9 @@ class RankPool:
         for work outside collectives     nothing: an hour's training must not look like a rank that hangs
         after the first rank's answer    twice the timeout
         after the first rank's failure   `GRACE`
+
+    So a rank that stands still in a collective is an error after `timeout` and at most 10 seconds, the end of
+    all processes in `close` included.
     """
 
     def __init__(
@@ -131,6 +135,8 @@ class RankPool:
                 self._connections.append(here)
                 self._lifelines.append(own)
                 self.processes.append(process)
+        # At the interpreter's end this comes before multiprocessing's own waiting for its processes.
+        util.Finalize(self, _let_go, (self._lifelines,), exitpriority=10)
         self._ready = False
         self._sending: list[threading.Thread] = []  # by rank; a rank that reads nothing holds its thread up
 
@@ -257,6 +263,12 @@ class RankPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _let_go(lifelines: list[Connection]) -> None:
+    """End the ranks of a pool that nobody has closed."""
+    for own in lifelines:
+        own.close()
 
 
 def _send(connection: Connection, request: bytes) -> None:

@@ -216,12 +216,14 @@ def _batches(batch_size: int, steps: int, seed: int) -> list[ClickBatch]:
 
 
 @lru_cache(maxsize=1)
-def _bls_group() -> dist.ProcessGroup:
+def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
     register()
-    return dist.new_group(timeout=timedelta(minutes=5), backend="bls")
+    return dist.new_group(timeout=timeout, backend="bls")
 
 
-def time_collectives(size: int, seed: int, peer: Any = None) -> dict[str, float]:
+def time_collectives(
+    size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
+) -> dict[str, float]:
     """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, in turn.
 
     Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
@@ -241,7 +243,7 @@ def time_collectives(size: int, seed: int, peer: Any = None) -> dict[str, float]
             [out["MPI"].numpy(), counts, [at * size for at in range(world)], _byte(peer)],
         )
 
-    group = _bls_group()
+    group = _bls_group(timeout)
     calls = {
         "gloo": lambda: dist.all_to_all_single(out["gloo"], values),
         "bls": lambda: dist.all_to_all_single(out["bls"], values, group=group),
@@ -270,7 +272,7 @@ def time_collectives(size: int, seed: int, peer: Any = None) -> dict[str, float]
 
 def time_size(communicators: Communicators, size: int, seed: int) -> dict[str, float]:
     """`time_collectives`, as a rank of a pool runs it."""
-    return time_collectives(size, seed)
+    return time_collectives(size, seed, timeout=timedelta(seconds=communicators.watch.timeout))
 
 
 def _byte(peer: Any) -> Any:
