@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def test_what_a_killed_run_leaves_is_found(monkeypatch, tmp_path, code, problem)
     monkeypatch.setattr(kills, "command", lambda kill, folder: [sys.executable, "-c", code])
     report = kills.perform(KILL, random.Random(1), None, "", tmp_path)
     assert report["problem"].startswith(problem)
-    assert kills.processes_of(str(tmp_path)) == {}
+    deadline = time.monotonic() + 10
+    while kills.processes_of(str(tmp_path)):  # it kills what was left
+        assert time.monotonic() < deadline
 
 
 def test_a_run_that_a_kill_does_not_end_is_found(monkeypatch, tmp_path):

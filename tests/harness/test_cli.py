@@ -117,7 +117,7 @@ def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
             ended.append(number)
 
     monkeypatch.setattr(cli, "app", command)
-    before = signal.getsignal(number)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(number, signal.SIG_DFL)
         with pytest.raises(SystemExit) as caught:
@@ -127,4 +127,5 @@ def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
         monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), number))
         cli.main()
     finally:
-        signal.signal(number, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
