@@ -1,7 +1,7 @@
 """The doors of each op.
 
-``unique`` is the function of `tritonrec.ops`, ``registered.unique`` the op behind it, through ``torch.ops`` and
-through `ops.registered` in turn.
+``unique`` is the function of `tritonrec.ops`, ``registered.unique`` the op behind it, through ``torch.ops``
+and through `ops.registered` in turn.
 """
 
 from __future__ import annotations
