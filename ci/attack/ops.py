@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from arguments import DISTINCT, DRAWN, ROUNDED, Call, Draw, calls
+from arguments import Draw
+from doors import DISTINCT, DRAWN, ROUNDED, Call, calls
 from guarded import Arena
 from hostile import Hostile, replace, spoil
 
@@ -43,7 +44,7 @@ MEMORY = (
 # names in errors that are no names of a schema
 ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
 ALSO += Mask._fields
-PATIENCE = 60.0  # seconds without a call that returns
+PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
 
 Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason

@@ -1,4 +1,4 @@
-"""The attack on ops sees stray writes, crashes, differences from the reference and nameless errors."""
+"""The attack on ops sees stray writes, crashes, differences from references and errors that name nothing."""
 
 import dataclasses
 import subprocess
@@ -15,7 +15,7 @@ ATTACK = Path(__file__).resolve().parent.parent.parent / "ci" / "attack"
 def attack():
     """ci/attack/ops.py, imported for these tests only: other modules have its names too."""
     sys.path.insert(0, str(ATTACK))
-    names = ["arguments", "guarded", "hostile", "ops"]
+    names = ["arguments", "doors", "guarded", "hostile", "ops"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
         import ops
