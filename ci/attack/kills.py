@@ -19,11 +19,9 @@ import json
 import os
 import random
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +29,8 @@ from pathlib import Path
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
+from tritonrec.distributed.rank_process import end_with_parent
+from tritonrec.files import ScratchFolder
 from tritonrec.harness.setup import Job
 from tritonrec.harness.train import Run, train
 from tritonrec.nn import HSTUConfig
@@ -155,8 +155,9 @@ def perform(kill: Kill, draw: random.Random, pool: RankPool, wanted: str, place:
     environment = {**os.environ, "TMPDIR": str(temporary), "TRITONREC_ATTACK": token}
     log = (place / "log").open("w+")
     process = subprocess.Popen(
-        command(kill, folder), env=environment, stdout=log, stderr=log, text=True, start_new_session=True
-    )
+        command(kill, folder), env=environment, stdout=log, stderr=log, text=True, start_new_session=True,
+        preexec_fn=end_with_parent,
+    )  # fmt: skip
     wait_for_phase(kill, folder, process)
     ended_before = process.poll() is not None
     began = time.monotonic()
@@ -211,12 +212,9 @@ def attack(kills: int, seed: int) -> bool:
     by_phase = dict.fromkeys(("start", "run", "save"), 0)
     with RankPool(MESHES, timedelta(seconds=60)) as pool:
         for number in range(kills):
-            place = Path(tempfile.mkdtemp(prefix="tritonrec-kills-"))
             kill = drawn(draw)
-            try:
-                report = perform(kill, draw, pool, wanted, place)
-            finally:
-                shutil.rmtree(place, ignore_errors=True)
+            with ScratchFolder("tritonrec-kills-") as place:
+                report = perform(kill, draw, pool, wanted, Path(place))
             print(json.dumps({"kill": number, **report}), flush=True)
             by_phase[kill.phase] += not report["ended_before"]
             if report["problem"]:

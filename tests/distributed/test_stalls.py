@@ -19,7 +19,7 @@ from tritonrec.distributed.watch import Report, read_reports
 pytestmark = pytest.mark.multi_rank
 TIMEOUT = 3.0
 BOUND = 40.0
-"""Several times the 13 s that are promised, for busy machines; a save alone would wait 30 minutes."""
+"""Three times what is promised, for machines that are busy; a save alone would wait 30 minutes."""
 
 
 @pytest.mark.parametrize(
