@@ -84,7 +84,7 @@ def test_train_reports_and_saves(tmp_path):
         (["train", "--data", "csv:/nowhere.csv"], "/nowhere.csv"),
         (["train", "--data", "movies"], "unknown data 'movies'"),
         (["train", "--data", SMALL, "--steps", "2", "--resume"], "directory of a checkpoint"),
-        (["train", "--data", SMALL, "--lr", "-1"], "learning rate must be positive"),
+        (["train", "--data", SMALL, "--lr", "0"], "learning rate must be positive"),
         (["train", "--data", SMALL, "--mode", "sync", "--consistency", "window"], "reference of 'batch'"),
         (["train", "--data", SMALL, "--mode", "sequential", "--depth", "3"], "depth is for dbp and nestpipe"),
         (["verify", "--world-size", "none"], "whole numbers from 1"),

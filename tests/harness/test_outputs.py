@@ -8,10 +8,7 @@ import pytest
 
 from tritonrec import files
 
-INPUTS = {
-    ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
-    ("simulate", "--measured"),
-}  # fmt: skip
+INPUTS = {("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace")}
 FOLDERS = {
     ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"), ("trace", "--kineto"),
     ("train", "--checkpoint"), ("verify", "--trace"),
@@ -30,7 +27,7 @@ def no_work(monkeypatch):
         monkeypatch.setattr(f"tritonrec.harness.{module}.load_job", load)
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", load)
-    monkeypatch.setattr("tritonrec.harness.bench.run_suites", load)
+    monkeypatch.setattr("tritonrec.harness.bench.bench", load)
     monkeypatch.setattr("tritonrec.harness.serve_bench.run_bench", load)
 
 
@@ -38,7 +35,7 @@ def test_every_command_that_writes_is_seen():
     assert len(OUTPUTS) >= 18 and {*OUTPUTS} > FOLDERS and {*commands.options(Path)} > INPUTS
 
 
-@pytest.mark.parametrize(("command", "option"), OUTPUTS, ids=" ".join)
+@pytest.mark.parametrize(("command", "option"), OUTPUTS)
 @pytest.mark.parametrize("where", ["nobody can write", "below a file", "the wrong kind", "too long a name"])
 def test_it_is_refused_before_any_work(command, option, where, tmp_path):
     file = tmp_path / "file"
@@ -57,7 +54,7 @@ def test_it_is_refused_before_any_work(command, option, where, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and file.read_text() == "kept"
 
 
-@pytest.mark.parametrize(("command", "option"), OUTPUTS, ids=" ".join)
+@pytest.mark.parametrize(("command", "option"), OUTPUTS)
 def test_one_that_can_be_written_is_not_touched_before_the_end(command, option, tmp_path):
     path = tmp_path / "new" / "out"
     commands.invoke(command, option, path)
