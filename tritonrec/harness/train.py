@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
             clock = time.perf_counter()
-            steps = _until_stop(trainer, range(first, last), run.window.accumulate)
+            steps = takewhile(lambda _: not trainer.stopping, range(first, last))
             for result in trainer.run(loader.batch(step) for step in steps):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
@@ -161,14 +162,6 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
     for stop in sorted(stop for stop in stops if stop > start):
         yield start, stop
         start = stop
-
-
-def _until_stop(trainer: Trainer, steps: range, accumulate: int) -> Iterator[int]:
-    """The steps to train, up to the end of the update in which the ranks were asked to stop."""
-    for step in steps:
-        if trainer.stopping and step % accumulate == 0:
-            return
-        yield step
 
 
 def _stopped_line(run: Run, step: int) -> str:
