@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -56,6 +57,38 @@ def save_json(document: Any, path: str | os.PathLike[str]) -> None:
     text = json.dumps(document, indent=2) + "\n"
     with whole(path) as part:
         part.write_text(text)
+
+
+def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
+    """Raise OSError, naming `path`, where a file could not be written, or files into the `folder` there.
+
+    Nothing is left behind, and nothing that is there is touched; folders on the way are not made yet.
+    """
+    target = Path(path)
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # also a name that is too long
+        raise _cannot_write(target, error) from error
+    if target.is_dir() != folder and target.exists():
+        wrong = NotADirectoryError(errno.ENOTDIR, "it is no folder")
+        raise _cannot_write(target, wrong if folder else IsADirectoryError(errno.EISDIR, "it is a folder"))
+    if not folder and target.exists() and (not target.is_file() or _is_output(target)):
+        if not os.access(target, os.W_OK):
+            raise _cannot_write(target, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        return
+    place = target.resolve() if folder else target.resolve().parent
+    try:
+        while not place.exists():
+            place = place.parent
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise _cannot_write(target, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    return type(error)(error.errno, f"cannot write {path}: {error.strerror}")
 
 
 class ScratchFolder(tempfile.TemporaryDirectory):

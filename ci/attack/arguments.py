@@ -1,14 +1,10 @@
 """Arguments that an op takes, drawn at random: by registered op, under the names of its schema.
 
-`calls` names the ops as they are called: ``unique`` is the function of `tritonrec.ops`, ``registered.unique``
-the op behind it, through ``torch.ops`` and `ops.registered`. Sizes are small, so that a call takes a
-millisecond and every edge (empty, one, a block) is met often.
+Sizes are small, so that a call takes a millisecond and every edge (empty, one, a block) comes often.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -267,125 +263,3 @@ def sampled(d: Draw) -> Arguments:
         "dloss": d.floats(tokens), "hidden": d.floats(tokens, dim), "positive": d.floats(tokens, dim),
         "negatives": d.floats(tokens, count, dim), "valid": d.floats(tokens, count) > 0, "scale": 0.7,
     }  # fmt: skip
-
-
-# registered op -> how its arguments are drawn
-DRAWN: dict[str, Callable[[Draw], Arguments]] = {
-    "unique": keys, "unique_padded": keys, "owner_of": routed, "bucketize": routed,
-    "intersect": two_lists, "intersect_padded": two_lists,
-    "hash_insert": hash_table, "hash_insert_padded": hash_table, "hash_find": hash_table,
-    "hash_assign": hash_table, "hash_erase": hash_table, "hash_grow": hash_table,
-    "gather_rows": gathered, "scatter_rows": moved,
-    "segment_sum": summed, "segment_sum_into": summed,
-    "to_grid": grid, "to_grid_status": grid, "from_grid": grid,
-    "pack_rows": packed, "add_packed_rows": packed,
-    "initial_rows": drawn, "random_indices": drawn,
-    "sparse_sgd": updated, "sparse_rowwise_adagrad": updated, "sparse_adam": updated,
-    "silu": layer, "silu_backward": layer, "linear": layer, "linear_weight_grad": front,
-    "norm_mul_dropout": norm, "norm_mul_dropout_backward": norm, "norm_mul_dropout_backward_into": gated,
-    "norm_linear_silu": front, "norm_linear_silu_backward": front,
-    "relative_aggregate": aggregated, "relative_aggregate_backward": aggregated,
-    "hstu_attention": sequences, "hstu_attention_backward": sequences,
-    "hstu_attention_backward_into": sequences,
-    "sampled_softmax": sampled, "sampled_softmax_backward": sampled,
-}  # fmt: skip
-# arguments without repeats, where results are specified
-DISTINCT = {
-    "intersect": ["left", "right"], "intersect_padded": ["left", "right"], "scatter_rows": ["rows"],
-    "sparse_sgd": ["indices"], "sparse_rowwise_adagrad": ["indices"], "sparse_adam": ["indices"],
-    "hash_insert": ["keys"], "hash_insert_padded": ["keys"], "hash_assign": ["keys"], "hash_erase": ["keys"],
-}  # fmt: skip
-# ops that agree with their reference up to rounding; all others in every bit
-ROUNDED = {
-    "silu", "silu_backward", "linear", "linear_weight_grad", "norm_mul_dropout", "norm_mul_dropout_backward",
-    "norm_mul_dropout_backward_into", "norm_linear_silu", "norm_linear_silu_backward", "relative_aggregate",
-    "relative_aggregate_backward", "hstu_attention", "hstu_attention_backward",
-    "hstu_attention_backward_into", "sampled_softmax", "sampled_softmax_backward",
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One way to call an op."""
-
-    name: str
-    op: str  # the registered op whose arguments it takes
-    names: list[str]
-    doors: list[Callable[..., Any]]  # taken in turn
-    written: list[str]
-
-
-def _schema(op: str) -> Any:
-    return getattr(torch.ops.tritonrec, op).default._schema.arguments
-
-
-def _written(op: str) -> list[str]:
-    return [a.name for a in _schema(op) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def attention(**given: Any) -> torch.Tensor:
-    group, window, full, prefix = given.pop("mask_numbers")
-    given["bias_scaled_by_alpha"] = given.pop("bias_factor") != 1.0
-    if given["attn_scale"] is not None:
-        given["scaling_seqlen"] = None
-    return ops.hstu_attention(
-        **given,
-        target_group_size=group,
-        max_attn_len=window,
-        min_full_attn_seq_len=full,
-        attn_prefix_len=prefix,
-    )
-
-
-def insert(row_counter: Any, next_row: Any, **given: Any) -> Any:
-    return ops.hash_insert(next_row=next_row if row_counter is None else row_counter, **given)
-
-
-def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.Tensor:
-    return ops.norm_linear_silu(
-        recompute=("norm",) * (not keep_normed) + ("linear",) * (not keep_linear), **given
-    )
-
-
-# public function -> the registered op whose arguments it takes, and the call where names differ
-PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
-    **{name: (name, getattr(ops, name)) for name in DRAWN if hasattr(ops, name)},
-    "unique padded": ("unique_padded", lambda **given: ops.unique(padded=True, **given)),
-    "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
-    "hash_insert padded": ("hash_insert_padded", insert),
-    "segment_sum into": (
-        "segment_sum_into",
-        lambda out, **given: ops.segment_sum(
-            out=out, num_segments=len(out), level="batch" if out.dtype == torch.int64 else "window", **given
-        ),
-    ),
-    "to_grid status": ("to_grid_status", ops.to_grid),
-    "norm_mul_dropout": ("norm_mul_dropout", lambda p, **given: ops.norm_mul_dropout(dropout=p, **given)),
-    "norm_linear_silu": ("norm_linear_silu", front_of_layer),
-    "hstu_attention": ("hstu_attention", attention),
-    "sampled_softmax": (
-        "sampled_softmax",
-        lambda scale, **given: ops.sampled_softmax(temperature=1 / scale if scale else scale, **given),
-    ),
-}
-
-
-def registered(op: str, names: list[str]) -> list[Callable[..., Any]]:
-    """The registered op, at its two doors."""
-    by_torch, by_us = getattr(torch.ops.tritonrec, op), getattr(ops.registered, op)
-    return [
-        lambda **given: by_torch(*(given[name] for name in names)),
-        lambda **given: by_us(*(given[name] for name in names)),
-    ]
-
-
-def calls() -> dict[str, Call]:
-    """By name."""
-    assert set(DRAWN) == set(dir(ops.registered))
-    found = {}
-    for name, (op, function) in PUBLIC.items():
-        found[name] = Call(name, op, [a.name for a in _schema(op)], [function], _written(op))
-    for op in DRAWN:
-        names = [a.name for a in _schema(op)]
-        found[f"registered.{op}"] = Call(f"registered.{op}", op, names, registered(op, names), _written(op))
-    return found

@@ -142,7 +142,7 @@ def _strides(tensor: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 def _values(tensor: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     """Some elements, or all."""
-    tensor = tensor.clone()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
     pool: list[Any] = FLOATS if tensor.is_floating_point() else INTEGERS
     if tensor.dtype == torch.bool or tensor.is_complex() or tensor.numel() == 0:
         return tensor

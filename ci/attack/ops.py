@@ -30,19 +30,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from arguments import DISTINCT, DRAWN, ROUNDED, Call, Draw, calls
+from arguments import Draw
+from doors import DISTINCT, DRAWN, ROUNDED, Call, calls
 from guarded import Arena
 from hostile import Hostile, replace, spoil
 
 from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.ops import ExactSumError
 
 MEMORY = (
     12 << 30
 )  # address space of a worker: an allocation beyond it is an error, not the end of the machine
 # names in errors that are no names of a schema
-ALSO = ["tensor[", "beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
+ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
 ALSO += Mask._fields
-PATIENCE = 120.0  # seconds without a call that returns
+PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
 
 Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
@@ -89,6 +91,8 @@ def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
     try:
         expected = function(**{**copies, "impl": "reference"})
     except Exception as caught:
+        if out_of_memory(caught):
+            return "accepted", ""
         return "difference", f"the reference refuses: {type(caught).__name__}: {caught}"
     if isinstance(given.get("status"), torch.Tensor) and int(given["status"]):
         return "accepted", ""  # an error that is put off: the rest is void
@@ -101,10 +105,13 @@ def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcom
     """A refusal names an argument; Python's own TypeError for what is no number at all passes."""
     text = f"{type(error).__name__}: {error}"
     named = any(name in str(error) for name in [*given, *ALSO]) or call.op in str(error)
-    plain = isinstance(error, TypeError | MemoryError) or re.search(
-        "(not enough|allocate) memory", str(error)
-    )
+    named |= isinstance(error, ExactSumError)  # by the name it was given
+    plain = isinstance(error, TypeError) or out_of_memory(error)
     return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or bool(re.search("(not enough|allocate) memory", str(error)))
 
 
 def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
@@ -213,7 +220,7 @@ def supervise(names: list[str], seed: int, stop: int, progress: Path) -> list[di
         index, op = int.from_bytes(raw[8:], "little"), left[0]
         reason = "hang" if hung else f"signal {-process.returncode}"
         if process.returncode > 0:
-            raise RuntimeError(f"the attack itself failed at {op} {index}: {err[-3000:]}")
+            reason = f"the attack itself failed: {err.strip().splitlines()[-1]}"
         reports[op]["crashes"].append([index, reason])
         first = index + 1
         if len(reports[op]["crashes"]) >= MOST_CRASHES or first >= stop:

@@ -158,3 +158,15 @@ def test_a_taper_that_leaves_nothing_for_the_ends_still_cuts():
     batch = jagged([[sample] for sample in range(40)])
     parts = split(batch, 300, True, 1e-3)
     assert sorted(torch.cat(parts).tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize("offsets", [[0, 10**9], [0, -4, 5], [0, 5, 4], [3, 5]])
+def test_offsets_of_a_batch_of_the_users_own_are_checked(offsets):
+    class Own:
+        num_samples = len(offsets) - 1
+
+        def sample_keys(self):
+            return torch.tensor(offsets), torch.arange(5)
+
+    with pytest.raises(ValueError, match=r"offsets of sample_keys\(\)"):
+        split(Own(), 2, clustering=True)

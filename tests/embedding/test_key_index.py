@@ -19,6 +19,8 @@ from hypothesis.stateful import (
 
 from tritonrec.embedding import key_index
 from tritonrec.embedding.key_index import KeyIndex
+from tritonrec.kernels import murmur
+from tritonrec.kernels.hash_table import reference
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from murmur_inverse import key_with_hash
@@ -44,8 +46,9 @@ def tensor(values):
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    """A call works for the keys it has, so that a handful of keys sees many states."""
+    """A call works for its own keys, so that a handful of keys sees many states; colliding keys collide."""
     monkeypatch.setattr(key_index, "LEAST_KEYS", 1)
+    monkeypatch.setattr(murmur, "SECRET", 0)
 
 
 def filled(size, slots=1024, seed=3):
@@ -256,6 +259,31 @@ def test_present_keys_do_not_grow_it():
         assert rows.tolist() == list(range(768)) and not inserted.any()
     assert index.slots == 1024 and index._next is None
     assert index.nbytes == 12 * 1024
+
+
+def visits(index):
+    """Groups that a search for each key of an idle index visits, on average."""
+    assert index._idle()
+    taken = [(int(key), slot) for slot, key in enumerate(index._now.keys) if index._now.rows[slot] >= 0]
+    walks = [[slot in group for group in reference.probe(key, index.slots)] for key, slot in taken]
+    return sum(walk.index(True) + 1 for walk in walks) / len(walks)
+
+
+@pytest.mark.parametrize("secret", [1 << 62 | 1, (1 << 63) - 1, 0x5DEECE66D1B2A3C5])
+def test_keys_chosen_to_collide_take_no_longer_than_others(monkeypatch, secret):
+    """Keys of one home and one step: with a known hash a search visits the groups of all that came before."""
+    hostile = tensor([key_with_hash((i & 255) << 24 | (i >> 8) << 56 | 1 << 32 | 5) for i in range(1500)])
+    found = {}
+    for name, keys, bits in (
+        ("known", hostile, 0), ("hidden", hostile, secret), ("random", filled(1500)[1], secret),
+    ):  # fmt: skip
+        monkeypatch.setattr(murmur, "SECRET", bits)
+        index = KeyIndex(2048)
+        rows = torch.cat([index.insert(keys[at : at + 100], at)[0] for at in range(0, 1500, 100)])
+        assert torch.equal(rows, torch.arange(1500)) and torch.equal(index.find(keys), rows)
+        assert set(index.items()[0].tolist()) == set(keys.tolist())
+        found[name] = visits(index)
+    assert found["known"] > 90 and found["hidden"] < 1.1 * found["random"] < 2
 
 
 def test_assigning_an_absent_key_names_it_and_changes_nothing():

@@ -6,6 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from tritonrec.kernels import murmur
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch):
+    """Keys that are made to collide do so in every process."""
+    monkeypatch.setattr(murmur, "SECRET", 0)
+
 
 @pytest.fixture
 def threads_one_and_two():

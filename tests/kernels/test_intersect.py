@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from murmur_inverse import key_with_hash
+from poison import poisoned_memory
 
 from tritonrec.kernels.intersect import intersect
 
@@ -106,6 +107,21 @@ def test_what_lies_beyond_a_buffer_is_not_in_it(impl):
     right = on(impl, buffer)[:5]
     left = on(impl, torch.tensor([0, 8]))
     assert [part.tolist() for part in intersect(left, right, impl)] == [[1], [2]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("left", "right"), [([5], [5, 5, 5, 9]), ([5, 5, 5, 9], [5]), ([3, 3, 5], [5, 3, 3, 5])]
+)
+def test_repeated_keys_give_positions_of_equal_keys_and_no_more_than_there_is_room_for(impl, left, right):
+    left, right = on(impl, torch.tensor(left)), on(impl, torch.tensor(right))
+    for padded in (False, True):
+        with poisoned_memory():
+            in_left, in_right, *count = intersect(left, right, impl, padded=padded)
+        if padded:
+            assert len(in_left) == len(in_right) == min(len(left), len(right)) >= int(count[0]) > 0
+            in_left, in_right = in_left[: int(count[0])], in_right[: int(count[0])]
+        assert len(in_left) and torch.equal(left[in_left], right[in_right])
 
 
 @settings(max_examples=100, deadline=None)

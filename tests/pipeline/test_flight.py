@@ -89,11 +89,17 @@ def test_two_trainers_over_one_model_take_turns():
         other.step(batches(7)[6])
 
 
-def test_a_second_trainer_waits_for_the_windows_of_the_first():
-    made = parts()
-    with trainer(made) as first, trainer(made, "sync") as second:
+@pytest.mark.parametrize("shared", ["the model", "table item", "both and the dense optimizer"])
+def test_a_second_trainer_waits_for_the_windows_of_the_first(shared):
+    made, (model, tables, dense) = parts(), parts()
+    if shared == "the model":
+        mixed = made[0], tables, type(dense)(made[0].named_parameters(), dense.rule)
+    else:
+        mixed = (model, made[1], dense) if shared == "table item" else made
+    name = shared if shared == "table item" else "the model"
+    with trainer(made) as first, trainer(mixed, "sync") as second:
         next(first.run(batches(6)))
-        with pytest.raises(RuntimeError, match=rf"another trainer's use of table item is {STEPS_1_TO_3}"):
+        with pytest.raises(RuntimeError, match=rf"another trainer's use of {name} is {STEPS_1_TO_3}"):
             second.step(batches(8)[7])
         list(first.run([]))
         assert second.step(batches(8)[7]).step == 7

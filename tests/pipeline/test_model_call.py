@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer_parts import DIM, EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
 
-from tritonrec import nn
+from tritonrec import checkpoint, nn
 from tritonrec.embedding import FeatureConfig
 from tritonrec.harness import verify
 from tritonrec.harness.user_model import first_not_invariant
@@ -203,3 +203,15 @@ def test_deterministic_algorithms_change_no_bit(mode, level):
 
 def test_a_model_that_returns_a_scalar_has_no_rows_to_compare():
     assert first_not_invariant(Returning(torch.sum), batches(1)[0], FEATURES) is None
+
+
+def test_a_model_without_dense_parameters_is_saved_and_restored(tmp_path):
+    made, again = parts(NoParameters), parts(NoParameters)
+    trained(made, "nestpipe", "batch", batches(2))
+    checkpoint.save(tmp_path, 2, made[2].rows, made[1].state(), {})
+    loaded = checkpoint.load(tmp_path)
+    again[2].load(loaded.dense)
+    again[1].load_state(loaded.tables)
+    assert same(
+        trained(again, "dbp", "batch", batches(3)[2:])[0], trained(made, "fwp", "batch", batches(3)[2:])[0]
+    )

@@ -1,4 +1,4 @@
-"""Promise: steps rise over all runs, and a result has the mean loss of all ranks, the same bits anywhere."""
+"""Promise: steps rise over all runs; each result has the mean loss of all ranks, in the same bits."""
 
 import math
 

@@ -73,7 +73,7 @@ class WriterLock:
         except BlockingIOError as error:
             holder = file.read(200) or "another process"
             raise CheckpointError(
-                f"{self.path.parent} is in use: {holder} saves checkpoints there. saves into a "
+                f"{self.path.parent} is in use: {holder} saves checkpoints there. One run saves into a "
                 "directory at a time: end that process, or choose another directory"
             ) from error
         except OSError as error:

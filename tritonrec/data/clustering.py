@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.batch import Batch
+from tritonrec.data.batch import Batch, check_offsets
 from tritonrec.ops import unique
 
 from ..kernels.caches import njit
@@ -42,7 +42,7 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
     more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are
     legal in both. With `taper` below 1 shares are those of `tapered`.
 
-    Raises ValueError when N is less than 1.
+    Raises ValueError when N is less than 1, or when the batch's `sample_keys` do not fit together.
     """
     shares = tapered(num_micro_batches, taper)
     samples = torch.arange(batch.num_samples)
@@ -54,6 +54,7 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
         ends = (shares.cumsum(0)[:-1] * batch.num_samples).round().long()
         return list(samples.tensor_split(ends))
     offsets, keys = batch.sample_keys()
+    check_offsets(offsets, len(keys), "offsets of sample_keys()", "keys")
     distinct, numbers, _ = unique(keys)
     order, ends = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), shares.numpy())
     return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))

@@ -164,14 +164,14 @@ class Communicators:
                         unique = f"{name} of {' x '.join(map(str, mesh.shape))} ranks {peers}"
                         found[name] = Communicator(group, unique, watch, peers, patient)
 
-        groups(torch.tensor([everyone]), "control")
+        groups(torch.tensor([everyone], dtype=torch.int64), "control")
         if control := found.get("control"):
             demand_equal(control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend})
             watch = control.watch = watch or _watch_by_environment(control, timeout)
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", patient=True)
         groups(mesh, "replica_routing", "replica")
-        groups(torch.tensor([everyone]), "reduce")
+        groups(torch.tensor([everyone], dtype=torch.int64), "reduce")
         if mesh.shape[1] == 1:
             found.update({"shard_control": found["control"]} if found else {})
         else:

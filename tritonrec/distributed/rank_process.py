@@ -167,10 +167,13 @@ def _stop_on_signals(stop: threading.Event) -> None:
     A terminal and `timeout` signal the launcher and its ranks at once: the launcher decides.
     """
 
+    came: list[int] = []  # not `stop`, which the launcher may have set because of the same Ctrl-C
+
     def ask(number: int, _frame: object) -> None:
-        if stop.is_set():
+        if came:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        came.append(number)
         stop.set()
 
     for number in STOP_SIGNALS:

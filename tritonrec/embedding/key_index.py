@@ -23,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
 
 LOAD_FACTOR = 0.75
@@ -48,7 +49,8 @@ LEAST_KEYS = 1024
 class KeyIndex:
     """int64 key -> int32 row number; any of the 2**64 keys is legal.
 
-    Row numbers depend on the calls alone, never on where a key lies. Not safe to change from two threads.
+    Row numbers depend on the calls alone, never on where a key lies. Where it lies differs from process to
+    process (`kernels.murmur.SECRET`), and so does the order of `items`. Not safe to change from two threads.
 
     Args:
         slots: slots at the start, a power of two and at least 8.
@@ -62,6 +64,7 @@ class KeyIndex:
         self._old: _Structure | None = None  # its keys are on the move to `_now`
         self._next: _Structure | None = None  # is being cleared, and then takes over
         self._size = 0
+        self._secret = np.uint64(murmur.SECRET)
 
     def __len__(self) -> int:
         return self._size
@@ -83,7 +86,7 @@ class KeyIndex:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """The row of each key (K,) int64, repeats allowed; -1 where it is absent."""
-        return torch.from_numpy(self._find(_unsigned(keys)))
+        return torch.from_numpy(self._find(self._mixed(keys)))
 
     def insert(
         self, keys: torch.Tensor, next_row: int, free_rows: torch.Tensor | None = None
@@ -101,7 +104,7 @@ class KeyIndex:
         Raises:
             ValueError: a row outside [0, 2**31); nothing has changed.
         """
-        unsigned = _unsigned(keys)
+        unsigned = self._mixed(keys)
         free = np.empty(0, np.int64) if free_rows is None else free_rows[: len(unsigned)].long().numpy()
         new = len(unsigned)
         if self._is_short(new) or next_row + new - len(free) > 1 << 31:
@@ -114,7 +117,7 @@ class KeyIndex:
 
     def assign(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
         """Give distinct keys that are in the index the row numbers `rows` (K,); ValueError if one is not."""
-        unsigned, new_rows = _unsigned(keys), rows.long().contiguous().numpy()
+        unsigned, new_rows = self._mixed(keys), rows.long().contiguous().numpy()
         if len(new_rows) != len(unsigned):
             raise ValueError(f"{len(unsigned)} keys cannot take {len(new_rows)} rows")
         if len(new_rows) and not 0 <= new_rows.min() <= new_rows.max() < 1 << 31:
@@ -130,7 +133,7 @@ class KeyIndex:
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
         """Take distinct keys out; the rows they had (K,) int64, -1 where they were absent."""
-        unsigned = _unsigned(keys)
+        unsigned = self._mixed(keys)
         rows = self._now.erase(unsigned)
         if self._old is not None:
             rest = np.flatnonzero(rows < 0)
@@ -142,7 +145,13 @@ class KeyIndex:
         """All keys and their rows, both (N,) int64, in no particular order."""
         parts = [one.items() for one in (self._now, self._old) if one is not None]
         keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return torch.from_numpy(keys), torch.from_numpy(rows)
+        return torch.from_numpy((keys ^ self._secret).view(np.int64)), torch.from_numpy(rows)
+
+    def _mixed(self, keys: torch.Tensor) -> np.ndarray:
+        """The keys as the structures hold them."""
+        if keys.dtype != torch.int64 or keys.dim() != 1:
+            raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
+        return keys.contiguous().numpy().view(np.uint64) ^ self._secret
 
     def _find(self, keys: np.ndarray) -> np.ndarray:
         rows = self._now.find(keys)
@@ -247,10 +256,4 @@ class _Structure:
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         live = self.rows >= 0
-        return self.keys[live].view(np.int64), self.rows[live].astype(np.int64)
-
-
-def _unsigned(keys: torch.Tensor) -> np.ndarray:
-    if keys.dtype != torch.int64 or keys.dim() != 1:
-        raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
-    return keys.contiguous().numpy().view(np.uint64)
+        return self.keys[live], self.rows[live].astype(np.int64)

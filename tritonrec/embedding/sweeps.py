@@ -92,7 +92,7 @@ class Sweeps:
             for store in self.rows.stores():
                 store.notes["heat"][: store.used] >>= 1
         candidates, heat = self._unprotected(keys, "heat")
-        for part in candidates[heat < threshold].split(BLOCK):
+        for part in candidates[heat < threshold].sort().values.split(BLOCK):
             with self.rows.copying, self.rows.lock:
                 rows = self.rows.index.find(part)
                 full = (rows < MAX_ROWS).nonzero().squeeze(1)

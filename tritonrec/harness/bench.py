@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed.rank_process import end_with_parent
-from ..files import ScratchFolder, whole
+from ..files import ScratchFolder, check_writable, whole
 
 LEAST_BAND = 1.25
 HOW = (
@@ -33,6 +33,8 @@ HOW = (
     f"over the smallest, at least {LEAST_BAND} and 1 + the first run's interquartile ranges over their "
     "medians; a comparison fails below ratio / band"
 )
+NOTHING_COLLECTED = 5
+"""Pytest's exit status where no test was chosen."""
 # Seconds of a benchmark that pytest-benchmark would run for one: all suites then take a few minutes.
 SECONDS = "0.2"
 # CPU seconds of the process hide what else runs on the machine, and add up threads.
@@ -82,6 +84,11 @@ def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
         done = subprocess.run(
             command, cwd=root, capture_output=True, text=True, env=own, preexec_fn=end_with_parent
         )
+        if done.returncode == NOTHING_COLLECTED or "Wrong expression passed to '-k'" in done.stderr:
+            known = ", ".join(file.stem.removeprefix("bench_") for file in suites(root, ""))
+            raise ValueError(
+                f"--only {only}: no suite and no benchmark has a name with it; the suites are {known}"
+            )
         if done.returncode or not path.exists():
             raise RuntimeError(f"the benchmark suites failed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
         return json.loads(path.read_text())
@@ -242,8 +249,8 @@ def chart(history: Path, png: Path) -> None:
     axes.set_xticks(range(len(runs)), [run["provenance"]["commit"][:7] for run in runs], rotation=45)
     axes.set_ylabel("times as fast as the peers (geometric mean)")
     axes.legend(ncols=2, fontsize="small")
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
+    with whole(png) as part:
+        figure.savefig(part, dpi=120, format="png")
     plt.close(figure)
 
 
@@ -266,6 +273,10 @@ def bench(
     console, root = console or Console(), checkout()
     before = load(compare) if compare else None
     history = root / "ci" / "baselines" / "history.jsonl"
+    if png and not keep and not history.exists():
+        raise ValueError(f"--chart draws recorded runs, and {history} holds none: add --record")
+    if keep:
+        check_writable(history)
     reports = [run(root, only, timer) for _ in range(repeat)]
     now = summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
     show(now, console, before)

@@ -11,18 +11,45 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .. import __version__
 from .cli_cluster import lab, plan, serve_bench, simulate
-from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers
+from .cli_options import (
+    MOST,
+    MOST_RANKS,
+    DataOption,
+    TimeoutOption,
+    checked,
+    demand_writable,
+    load_job,
+    names,
+    numbers,
+)
 from .cli_profile import profile
 from .cli_train import train
+from .progress import announce_compilation
 
 app = typer.Typer(
     name="tritonrec",
-    help="Train large recommendation models with nested pipelining, and prove it bit for bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tritonrec {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, and end.")
+    ] = False,
+) -> None:
+    """Train large recommendation models with nested pipelining, and prove it bit for bit."""
+    announce_compilation()
 
 
 class TimerName(StrEnum):
@@ -41,7 +68,8 @@ def verify(
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,4",
     micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = "1,2,3,4,8",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of each case; of embedding variants at least six.")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Steps of each case; of embedding variants at least six."),
     ] = None,
     mutations: Annotated[
         bool, typer.Option("--mutations", help="Also plant known bugs and demand their discovery.")
@@ -63,23 +91,25 @@ def verify(
     from .record_traces import record_traces
     from .setup import Job
 
+    demand_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
     job = checked(lambda: load_job(Job(data=data, chunk_rows=512)))
     size = "quick" if quick else "full" if full else "default"
     chosen = names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
-    ranks, counts = numbers(world_size, "--world-size"), numbers(micro_batches, "--micro-batches")
+    ranks, counts = (
+        numbers(world_size, "--world-size", most=MOST_RANKS),
+        numbers(micro_batches, "--micro-batches"),
+    )
     if quick and world_size == "1,2,4":
         ranks = [1, 2]
     cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     console = Console()
-    if json_file:
-        checked(lambda: json_file.parent.mkdir(parents=True, exist_ok=True))
     report = checked(lambda: verify_contract(job, cases, mutations, console, timedelta(seconds=timeout)))
     if json_file:
-        report.save(json_file)
+        checked(lambda: report.save(json_file))
         console.print(f"report written to {json_file}")
-    sound = record_traces(job, str(trace), console) if trace else True
+    sound = checked(lambda: record_traces(job, str(trace), console)) if trace else True
     raise typer.Exit(0 if report.passed and sound else 1)
 
 
@@ -96,6 +126,7 @@ def trace(
     """Time per lane, exposed communication, hidden lookup; checks that every dependency was honoured."""
     from .trace_report import trace_report
 
+    demand_writable({"--png": png, "--json": json_file}, {"--kineto": kineto})
     raise typer.Exit(checked(lambda: trace_report(file, png=png, json_out=json_file, kineto=kineto)))
 
 
@@ -104,7 +135,9 @@ def bench(
     only: Annotated[str, typer.Option(help="Suites, or benchmarks, whose name contains this.")] = "",
     compare: Annotated[Path | None, typer.Option(help="Fail where a ratio leaves this one's band.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; their spread is the band of a baseline.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Runs; their spread is the band of a baseline.")
+    ] = 1,
     record: Annotated[bool, typer.Option("--record", help="Append to ci/baselines/history.jsonl.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Draw the recorded runs to this PNG.")] = None,
     timer: Annotated[
@@ -114,6 +147,7 @@ def bench(
     """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
     from .bench import bench as run_bench
 
+    demand_writable({"--json": json_file, "--chart": chart})
     raise typer.Exit(checked(lambda: run_bench(only, repeat, json_file, compare, record, chart, timer.value)))
 
 

@@ -10,13 +10,26 @@ import typer
 from rich.console import Console
 
 from ..files import save_json
-from .cli_options import DataOption, TimeoutOption, checked, load_job, names, numbers
+from .cli_options import (
+    MOST,
+    MOST_SEED,
+    DataOption,
+    TimeoutOption,
+    checked,
+    demand_writable,
+    head_width,
+    load_job,
+    names,
+    numbers,
+)
 
 
 def lab(
     data: DataOption = "zipf:users=8000,items=40000,median_length=40,seed=1",
-    world_size: Annotated[int, typer.Option(min=2, help="Ranks, each in a network namespace.")] = 4,
-    rate: Annotated[float, typer.Option(help="Mbit/s of each rank's link, each way.")] = 100.0,
+    world_size: Annotated[int, typer.Option(min=2, max=1024, help="Ranks, each in a network namespace.")] = 4,
+    rate: Annotated[
+        float, typer.Option(min=0.1, max=100_000, help="Mbit/s of each rank's link, each way.")
+    ] = 100.0,
     modes: Annotated[
         str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
     ] = "dbp,fwp,nestpipe",
@@ -36,15 +49,21 @@ def lab(
         str,
         typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run, at least 4; two of them warm up.")] = 8,
-    repeat: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved runs of each setting.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 256,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 50,
-    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token.")] = 2,
-    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 32,
-    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Steps of a run, at least 4; two of them warm up.")
+    ] = 8,
+    repeat: Annotated[
+        int, typer.Option("--rounds", min=1, max=10_000, help="Interleaved runs of each setting.")
+    ] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**24, help="Samples of the global batch.")] = 256,
+    max_seq_len: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens per sample at most.")] = 50,
+    negatives: Annotated[int, typer.Option(min=1, max=2**20, help="Sampled items per token.")] = 2,
+    dim: Annotated[int, typer.Option(min=1, max=65_536, help="Embedding and model dimension.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, max=1024, help="HSTU layers.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, max=4096, help="Attention heads.")] = 2,
+    seed: Annotated[
+        int, typer.Option(min=-MOST_SEED, max=MOST_SEED, help="Of everything that is drawn.")
+    ] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw what makes up a step.")] = None,
     trace: Annotated[
@@ -69,11 +88,13 @@ def lab(
     from .setup import Job
 
     console = Console()
+    demand_writable({"--json": json_file, "--png": png}, {"--trace": trace})
     if clean:
         checked(lambda: rounds.clean_up(console))
         return
+    width = head_width(dim, heads)
     sizes = HSTUConfig(
-        dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
+        dim=dim, layers=layers, heads=heads, qk_dim=width, v_dim=width,
         max_seq_len=max_seq_len, dropout=0.0,
     )  # fmt: skip
 
@@ -112,7 +133,7 @@ def simulate(
         typer.Option(help="Predict a lab's report, or traces, the first of which gives the costs; repeat."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Also simulate so many workers, each by itself.")
+        int | None, typer.Option(min=1, max=2**20, help="Also simulate so many workers, each by itself.")
     ] = None,
     jitter: Annotated[
         float, typer.Option(min=0, max=1, help="Scatter of tasks: of --workers, and of the curves.")
@@ -132,6 +153,7 @@ def simulate(
     from .simulator import Workload
     from .simulator import run as simulator
 
+    demand_writable({"--json": json_file, "--png": png})
     if measured:
         if table or workers or jitter or png:
             raise typer.BadParameter("--measured goes with --json only")
@@ -147,7 +169,7 @@ def plan(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Measure the costs from this trace instead.")] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to plan for; default: those measured.")
+        int | None, typer.Option(min=1, max=2**20, help="Ranks to plan for; default: those measured.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plans to this file.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the stage costs to this file.")] = None,
@@ -158,28 +180,36 @@ def plan(
     """
     from .simulator import run as simulator
 
+    demand_writable({"--json": json_file, "--save-costs": save_costs})
     checked(lambda: simulator.plan(costs, trace, world_size, json_file, save_costs))
 
 
 def serve_bench(
-    world_size: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
+    world_size: Annotated[int, typer.Option(min=2, max=1024, help="Ranks.")] = 4,
     bounds: Annotated[
         str, typer.Option(help="Bounds k, separated by commas; 0 is always run.")
     ] = "0,1,2,4,8",
     scenarios: Annotated[
         str, typer.Option(help="Some of delays, balanced, straggler, sizes; none for all-to-alls only.")
     ] = "delays,balanced,straggler,sizes",
-    delay: Annotated[float, typer.Option(min=0, help="Longest random delay of a step, in ms.")] = 10.0,
-    steps: Annotated[int, typer.Option(min=1, help="Batches of a run.")] = 60,
-    repeat: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved runs of each setting.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=2, help="Samples of all ranks together.")] = 64,
+    delay: Annotated[
+        float, typer.Option(min=0, max=1000, help="Longest random delay of a step, in ms.")
+    ] = 10.0,
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Batches of a run.")] = 60,
+    repeat: Annotated[
+        int, typer.Option("--rounds", min=2, max=10_000, help="Interleaved runs of each setting.")
+    ] = 5,
+    batch_size: Annotated[int, typer.Option(min=2, max=2**24, help="Samples of all ranks together.")] = 64,
     largest: Annotated[
-        int, typer.Option(min=0, help="Bytes to each rank of the largest plain all-to-all; 0 for none.")
+        int,
+        typer.Option(
+            min=0, max=2**31, help="Bytes to each rank of the largest plain all-to-all; 0 for none."
+        ),
     ] = 16 * 2**20,
     mpi: Annotated[
         bool, typer.Option(help="Put MPI beside the all-to-alls where mpi4py is installed.")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of everything that is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw latency over k.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Keep traces of the first round here.")] = None,
@@ -193,14 +223,15 @@ def serve_bench(
     from . import serve_bench as bench
     from . import serve_bench_report as report
 
+    demand_writable({"--json": json_file, "--png": png}, {"--trace": trace})
+
+    lags = numbers(bounds, "--bounds", 0, 1024)
+
     def run():
-        if not all(part.strip().isdigit() for part in bounds.split(",")):
-            raise ValueError(f"--bounds takes whole numbers from 0, separated by commas, got {bounds!r}")
-        numbers = tuple(int(part) for part in bounds.split(","))
         chosen = () if scenarios == "none" else names(scenarios, bench.SCENARIOS, "--scenarios")
         sizes = tuple(4**power for power in range(32) if 4**power <= largest)
         plan = bench.Plan(
-            world_size, numbers, tuple(chosen), delay / 1e3, steps, repeat, batch_size, sizes, seed
+            world_size, tuple(lags), tuple(chosen), delay / 1e3, steps, repeat, batch_size, sizes, seed
         )
         return bench.run_bench(plan, console, trace, mpi, timedelta(seconds=timeout))
 

@@ -10,12 +10,15 @@ import typer
 from rich.console import Console
 
 from .cli_options import (
+    MOST,
     ConsistencyName,
     DataOption,
     ModelChoice,
     ModeName,
     TimeoutOption,
     checked,
+    demand_writable,
+    head_width,
     load_job,
 )
 
@@ -26,18 +29,20 @@ def profile(
     mode: Annotated[ModeName, typer.Option(help="How the steps are scheduled.")] = ModeName.nestpipe,
     data: DataOption = "ml-100k",
     model: Annotated[ModelChoice, typer.Option(help="As of train.")] = ModelChoice.hstu,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to start here.")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="N, micro-batches per window.")] = 4,
+    world_size: Annotated[int, typer.Option(min=1, max=1024, help="Ranks to start here.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, max=65_536, help="N, micro-batches per window.")] = 4,
     consistency: Annotated[
         ConsistencyName, typer.Option(help="batch: the bits of synchronous training.")
     ] = ConsistencyName.batch,
     steps: Annotated[
         int,
-        typer.Option(min=3, help="Steps to profile, after a few to warm up; the first fills the pipeline."),
+        typer.Option(
+            min=3, max=MOST, help="Steps to profile, after a few to warm up; the first fills the pipeline."
+        ),
     ] = 12,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
-    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**24, help="Samples of the global batch.")] = 128,
+    dim: Annotated[int, typer.Option(min=1, max=65_536, help="Embedding and model dimension.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, max=1024, help="HSTU layers.")] = 2,
     out: Annotated[Path, typer.Option(help="Directory for trace.pftrace and flame.svg.")] = Path(
         "out/profile"
     ),
@@ -52,7 +57,7 @@ def profile(
         bool, typer.Option("--native", help="Show C and C++ frames too.", rich_help_panel=FLAME)
     ] = False,
     flame_seconds: Annotated[
-        float, typer.Option(min=0, help="Sample for so long at least.", rich_help_panel=FLAME)
+        float, typer.Option(min=0, max=3600, help="Sample for so long at least.", rich_help_panel=FLAME)
     ] = 5.0,
     timeout: TimeoutOption = 60,
 ) -> None:
@@ -67,9 +72,11 @@ def profile(
     from .profile import profile as run_profile
     from .setup import Job
 
+    demand_writable(folders={"--out": out})
+
     def run() -> None:
         heads = 2
-        width = max(1, dim // heads)
+        width = head_width(dim, heads)
         sizes = HSTUConfig(dim=dim, layers=layers, heads=heads, qk_dim=width, v_dim=width)
         job = Job(data, model.value, batch_size, num_negatives=32, sizes=sizes, lr=3e-3)
         window = WindowConfig(1 if mode is ModeName.sync else micro_batches, consistency.value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -14,12 +16,16 @@ from rich.console import Console
 
 from ..files import save_json
 from .cli_options import (
+    MOST,
+    MOST_SEED,
     ConsistencyName,
     DataOption,
     ModelChoice,
     ModeName,
     TimeoutOption,
     checked,
+    demand_writable,
+    head_width,
     load_job,
     numbers,
     shares,
@@ -57,16 +63,18 @@ def train(
         ModelChoice,
         typer.Option(help="hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."),
     ] = ModelChoice.hstu,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps in all; default: 20 epochs.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Steps in all; default: 20 epochs.")
+    ] = None,
     world_size: Annotated[
-        int, typer.Option(min=1, help="Ranks to start here; under torchrun leave it out.")
+        int, typer.Option(min=1, max=1024, help="Ranks to start here; under torchrun leave it out.")
     ] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="N, micro-batches per window.")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1, max=65_536, help="N, micro-batches per window.")] = 4,
     consistency: Annotated[
         ConsistencyName, typer.Option(help="batch: the bits of synchronous training.")
     ] = ConsistencyName.batch,
     clustering: Annotated[bool, typer.Option("--clustering", help="Group samples that share keys.")] = False,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches of one update.")] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, max=65_536, help="Batches of one update.")] = 1,
     dedup: Annotated[
         DedupName, typer.Option(help="Drop repeated keys before the exchange, the lookup, or both.")
     ] = DedupName.both,
@@ -80,15 +88,22 @@ def train(
         bool, typer.Option("--skip-fetch", help="Rows of consecutive batches stay in the buffers.")
     ] = False,
     depth: Annotated[
-        int, typer.Option(min=0, help="Batches in flight, for dbp and nestpipe; 0: the mode's own number.")
+        int,
+        typer.Option(
+            min=0, max=1024, help="Batches in flight, for dbp and nestpipe; 0: the mode's own number."
+        ),
     ] = 0,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Copies of the tables; they divide the ranks (2D sparse parallelism).")
+        int,
+        typer.Option(
+            min=1, max=1024, help="Copies of the tables; they divide the ranks (2D sparse parallelism)."
+        ),
     ] = 1,
     average_every: Annotated[
         int,
         typer.Option(
             min=0,
+            max=MOST,
             help="APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.",
         ),
     ] = 0,
@@ -100,23 +115,29 @@ def train(
         bool, typer.Option("--dynamic", help="Cut batches by tokens instead of samples.")
     ] = False,
     evict: Annotated[str, typer.Option(help=EVICT_HELP)] = "",
-    admission: Annotated[int, typer.Option(min=1, help="Give a key a row at its n-th step.")] = 1,
+    admission: Annotated[int, typer.Option(min=1, max=MOST, help="Give a key a row at its n-th step.")] = 1,
     admission_window: Annotated[
         int,
-        typer.Option(min=1, help="Forget keys that wait for a row and were not seen for this many steps."),
+        typer.Option(
+            min=1, max=MOST, help="Forget keys that wait for a row and were not seen for this many steps."
+        ),
     ] = 1000,
     heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of the global batch.")] = 128,
-    max_seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample at most; grm: of history.")] = 50,
-    negatives: Annotated[int, typer.Option(min=1, help="Sampled items per token; grm has none.")] = 32,
-    max_exposed: Annotated[int, typer.Option(min=1, help="grm: items shown per sample.")] = 8,
+    lr: Annotated[float, typer.Option(min=0, max=1e6, help="Learning rate.")] = 3e-3,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**24, help="Samples of the global batch.")] = 128,
+    max_seq_len: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Tokens per sample at most; grm: of history.")
+    ] = 50,
+    negatives: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Sampled items per token; grm has none.")
+    ] = 32,
+    max_exposed: Annotated[int, typer.Option(min=1, max=2**20, help="grm: items shown per sample.")] = 8,
     bottom: Annotated[str, typer.Option(help="dlrm: hidden widths of the bottom MLP.")] = "64,32",
     top: Annotated[str, typer.Option(help="dlrm: hidden widths of the top MLP.")] = "64,32",
-    dim: Annotated[int, typer.Option(min=1, help="Embedding and model dimension.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="HSTU layers.")] = 2,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 2,
+    dim: Annotated[int, typer.Option(min=1, max=65_536, help="Embedding and model dimension.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, max=1024, help="HSTU layers.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, max=4096, help="Attention heads.")] = 2,
     dropout: Annotated[float, typer.Option(min=0, max=0.99)] = 0.2,
     relative_bias: Annotated[
         bool, typer.Option("--relative-bias", help="hstu, grm: learned biases of position and time.")
@@ -124,15 +145,19 @@ def train(
     recompute: Annotated[
         str, typer.Option(help="What a layer's backward computes again: norm,uvqk,silu,attention,gate.")
     ] = "norm",
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-MOST_SEED, max=MOST_SEED, help="Of everything that is drawn.")
+    ] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Directory to save to.")] = None,
-    save_every: Annotated[int, typer.Option(min=0, help="Steps between saves; 0: at the end only.")] = 0,
+    save_every: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Steps between saves; 0: at the end only.")
+    ] = 0,
     full_every: Annotated[
-        int, typer.Option(min=1, help="Whole checkpoints among the saves; the others hold changes.")
+        int, typer.Option(min=1, max=MOST, help="Whole checkpoints among the saves; the others hold changes.")
     ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     evaluate_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
+        int, typer.Option(min=0, max=MOST, help="Steps between evaluations; 0: at the end only.")
     ] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace to this file.")] = None,
     slipstream: Annotated[
@@ -156,7 +181,10 @@ def train(
     alpha: Annotated[
         int,
         typer.Option(
-            min=0, help="Stale rows of a dropped input at least; 0: all.", rich_help_panel=SLIPSTREAM
+            min=0,
+            max=MOST,
+            help="Stale rows of a dropped input at least; 0: all.",
+            rich_help_panel=SLIPSTREAM,
         ),
     ] = 0,
     hot_share: Annotated[
@@ -166,16 +194,20 @@ def train(
         ),
     ] = 1e-4,
     warmup: Annotated[
-        int, typer.Option(min=1, help="Steps before hot rows are followed.", rich_help_panel=SLIPSTREAM)
+        int,
+        typer.Option(min=1, max=MOST, help="Steps before hot rows are followed.", rich_help_panel=SLIPSTREAM),
     ] = 100,
     snapshots: Annotated[
-        int, typer.Option(min=2, help="Snapshots of hot rows.", rich_help_panel=SLIPSTREAM)
+        int, typer.Option(min=2, max=65_536, help="Snapshots of hot rows.", rich_help_panel=SLIPSTREAM)
     ] = 3,
     snapshot_every: Annotated[
-        int, typer.Option(min=1, help="Steps between snapshots.", rich_help_panel=SLIPSTREAM)
+        int, typer.Option(min=1, max=MOST, help="Steps between snapshots.", rich_help_panel=SLIPSTREAM)
     ] = 50,
     snapshot_mb: Annotated[
-        float, typer.Option(help="Megabytes for snapshots, of all ranks.", rich_help_panel=SLIPSTREAM)
+        float,
+        typer.Option(
+            min=0, max=1e9, help="Megabytes for snapshots, of all ranks.", rich_help_panel=SLIPSTREAM
+        ),
     ] = 256.0,
     sample: Annotated[
         float,
@@ -214,12 +246,19 @@ def train(
     from .setup import Job
     from .slipstream import SlipstreamRun, train_slipstream
     from .slipstream_report import draw_slipstream
+    from .stopping import Stop, graceful_stop
     from .train import Run
     from .train import train as train_rank
 
+    demand_writable({"--json": json_file, "--trace": trace, "--png": png}, {"--checkpoint": checkpoint})
+
+    if not checkpoint and (save_every or full_every > 1):
+        raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
+
     def make_job() -> Job:
+        width = max(1, dim // heads) if model is ModelChoice.dlrm else head_width(dim, heads)
         sizes = HSTUConfig(
-            dim=dim, layers=layers, heads=heads, qk_dim=max(1, dim // heads), v_dim=max(1, dim // heads),
+            dim=dim, layers=layers, heads=heads, qk_dim=width, v_dim=width,
             max_seq_len=max_seq_len, dropout=dropout, relative_bias=relative_bias,
             recompute=tuple(name.strip() for name in recompute.split(",") if name.strip()),
         )  # fmt: skip
@@ -289,25 +328,29 @@ def train(
         job_of_a_rank, args = train_slipstream, (run, plan)
     elif png:
         raise typer.BadParameter("--png goes with --slipstream")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-
-        def train_this_rank() -> tuple[dict[str, Any], bool]:
-            with from_environment(timedelta(seconds=timeout), replicas) as communicators:
-                return job_of_a_rank(communicators, *args), communicators.rank == 0
-
-        summary, first = checked(train_this_rank)
-    elif world_size % replicas:
+    if world_size % replicas and "WORLD_SIZE" not in os.environ:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
-    elif world_size == 1:
-        with from_environment() as communicators:
-            summary = checked(lambda: job_of_a_rank(communicators, *args))
-        first = True
+    limit, stop = timedelta(seconds=timeout), Stop()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or world_size == 1:
+
+        def train_this_rank() -> tuple[dict[str, Any], bool, Stop]:
+            with from_environment(limit, replicas) as communicators:
+                graceful = nullcontext(stop) if slipstream else graceful_stop(communicators.stop.set)
+                with graceful as asked:
+                    return job_of_a_rank(communicators, *args), communicators.rank == 0, asked
+
+        summary, first, stop = checked(train_this_rank)
     else:
-        with RankPool([(world_size, replicas)], timedelta(seconds=timeout)) as pool:
+        with (
+            RankPool([(world_size, replicas)], limit) as pool,
+            nullcontext(stop) if slipstream else graceful_stop(pool.request_stop) as stop,
+        ):
             summary = checked(lambda: pool.run(job_of_a_rank, world_size, *args, replicas=replicas))[0]
         first = True
     if json_file and first:
-        save_json(summary, json_file)
+        checked(lambda: save_json(summary, json_file))
     if png and first:
         checked(lambda: draw_slipstream(summary, png))
         Console().print(f"picture: {png}")
+    if summary.get("stopped"):
+        raise typer.Exit(stop.exit_code or 128 + signal.SIGTERM)  # another rank may have got the signal

@@ -8,13 +8,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from ..distributed import TIMEOUT, RankDiedError, RankPool
 from ..files import ScratchFolder
 from ..pipeline import ScheduleError, check, schedule_of
 from .cases import Case, Reference
 from .mutations import MUTATIONS, Mutation
+from .progress import CommandProgress
 from .report import CaseResult, MutationResult, Report, print_report
 from .run_case import RankReport, Stretch, record_reference, run_case
 from .setup import Job
@@ -183,8 +184,5 @@ def _size(result: CaseResult) -> tuple[int, ...]:
     return (result.error is not None, case.world_size, case.micro_batches, case.clustering, case.steps)
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
+def _progress(console: Console) -> CommandProgress:
+    return CommandProgress(console, TimeElapsedColumn())

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from ..distributed import TIMEOUT, RankPool
+from .progress import CommandProgress
 from .serve_bench_mpi import available, run_with_mpi
 from .serve_bench_ranks import Run, serve, time_size
 
@@ -210,7 +211,7 @@ def _measure(
     setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
 
 
-def _collectives(plan: Plan, pool: RankPool, progress: Progress) -> dict[int, dict[str, list[float]]]:
+def _collectives(plan: Plan, pool: RankPool, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
     """Seconds by size, backend and round."""
     task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
     rounds = []
@@ -224,7 +225,7 @@ def _collectives(plan: Plan, pool: RankPool, progress: Progress) -> dict[int, di
     return _slowest(rounds)
 
 
-def _beside_mpi(plan: Plan, progress: Progress) -> dict[int, dict[str, list[float]]]:
+def _beside_mpi(plan: Plan, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
     """The same, in ranks started by mpiexec."""
     task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
     sizes = list(plan.sizes)
@@ -245,8 +246,5 @@ def _label(setting: Setting) -> str:
     return f"{setting.scenario}, {setting.backend}, k = {setting.bound}"
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
+def _progress(console: Console) -> CommandProgress:
+    return CommandProgress(console, TimeElapsedColumn())

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from ..files import whole
 from .serve_bench import BACKENDS, Result, Setting, interval
 
 PAPER = {
@@ -161,7 +162,6 @@ def draw_report(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     plan = result.plan
     panels = len(plan.scenarios) + bool(result.collectives)
     if not panels:
@@ -179,7 +179,8 @@ def draw_report(result: Result, path: Path) -> None:
             _draw_collectives(next(axes), result)
         for unused in axes:
             unused.axis("off")
-        figure.savefig(path, dpi=110, format="png")
+        with whole(path) as part:
+            figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)
 

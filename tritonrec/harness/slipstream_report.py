@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..files import whole
+
 METRICS = ("AUC", "accuracy", "BCE")
 PAPER_LOSS = 0.0004
 """Largest loss of accuracy that the paper reports."""
@@ -123,7 +125,6 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     try:
         changes = [each for each in summary["snapshots"]["changes"] if each]
@@ -153,6 +154,7 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
         right.legend(fontsize=8, frameon=False)
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=120)
+        with whole(path) as part:
+            figure.savefig(part, dpi=120, format="png")
     finally:
         pyplot.close(figure)

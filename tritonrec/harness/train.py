@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import checkpoint
@@ -23,6 +23,7 @@ from ..embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ..pipeline import Mode, Trainer, WindowConfig
 from ..trace import NullRecorder, Recorder, save_joined
 from .evaluate import baseline, evaluate_model
+from .progress import CommandProgress, announce_compilation, steady_seconds
 from .saved import RunSaver, restore
 from .setup import Job
 
@@ -68,8 +69,11 @@ class Run:
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
-    The summary has ``step``, ``loss`` (mean per term of the last update), ``metrics`` and ``baseline``
-    (`evaluate_model`), ``seconds_per_step``, ``tables`` (rows, bytes and counts of all ranks),
+    Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
+
+    The summary has ``step``, ``stopped`` (before `run.steps`), ``loss`` (mean per term of the last update),
+    ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped), ``seconds_per_step`` (None where too
+    few steps were run to time them), ``tables`` (rows, bytes and counts of all ranks),
     ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
     states.
     """
@@ -79,6 +83,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         )
     demand_equal(communicators.control, settings_of(run))
     console = Console(quiet=quiet or communicators.rank != 0)
+    if not console.quiet:
+        announce_compilation()
     model, tables, dense = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
@@ -93,6 +99,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
+        step = saved = start
         trainer = stack.enter_context(
             Trainer(model, tables, dense, communicators, run.mode, run.window, recorder)
         )
@@ -100,15 +107,21 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
             clock = time.perf_counter()
-            for result in trainer.run(loader.batch(step) for step in range(first, last)):
+            steps = _until_stop(trainer, range(first, last), run.window.accumulate)
+            for result in trainer.run(loader.batch(step) for step in steps):
                 seconds.append(time.perf_counter() - clock)
                 clock = time.perf_counter()
-                loss = result.loss
-                progress.update(bar, completed=result.step + 1, loss=f"loss {loss:.4f}")
+                loss, step = result.loss, result.step + 1
+                progress.update(bar, completed=step, loss=f"loss {loss:.4f}")
+            stopped = trainer.stopping and step < run.steps
             if run.window.average_every:
                 trainer.sync()
-            if saver and (last == run.steps or (run.save_every and last % run.save_every == 0)):
-                saver.save(last)
+            due = run.save_every and step % run.save_every == 0
+            if saver and step > saved and (stopped or step == run.steps or due):
+                saver.save(step)
+                saved = step
+            if stopped:
+                break
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 with communicators.watch.doing(f"evaluation({last})"):
                     metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
@@ -116,17 +129,21 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     if run.trace:
         save_trace(communicators, recorder, run.trace)
     summary = {
-        "step": run.steps,
+        "step": step,
+        "stopped": stopped,
         "steps_run": len(seconds),
         "world_size": communicators.world_size,
         "loss": loss,
         "metrics": metrics,
-        "baseline": baseline(held_out),
-        "seconds_per_step": sorted(seconds)[len(seconds) // 2],
+        "baseline": {} if stopped else baseline(held_out),
+        "seconds_per_step": steady_seconds(seconds, run.window.accumulate),
         "tables": _table_totals(communicators, tables),
         "lookups": totals(communicators.control, vars(trainer.counts)),
         "digest": state_digest(communicators, tables, dense.rows),
     }
+    if stopped:
+        console.print(_stopped_line(run, step), highlight=False, soft_wrap=True)
+        return summary
     console.print(_summary_table(run, summary))
     console.print(_tables_line(summary), highlight=False)
     return summary
@@ -144,6 +161,23 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
     for stop in sorted(stop for stop in stops if stop > start):
         yield start, stop
         start = stop
+
+
+def _until_stop(trainer: Trainer, steps: range, accumulate: int) -> Iterator[int]:
+    """The steps to train, up to the end of the update in which the ranks were asked to stop."""
+    for step in steps:
+        if trainer.stopping and step % accumulate == 0:
+            return
+        yield step
+
+
+def _stopped_line(run: Run, step: int) -> str:
+    at = f"stopped at step {step} of {run.steps}"
+    if not run.checkpoint:
+        return f"{at}; nothing was saved, which takes --checkpoint DIRECTORY"
+    if not step:
+        return f"{at}; there was nothing to save"
+    return f"{at}; saved to {run.checkpoint}; go on with --resume"
 
 
 def _whole_tables(
@@ -259,12 +293,10 @@ def state_digest(
     return digest.hexdigest()
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar(console: Console) -> CommandProgress:
+    """With the loss of the last step."""
     loss = TextColumn("{task.fields[loss]}")
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn(),
-        console=console, transient=True, disable=console.quiet,
-    )  # fmt: skip
+    return CommandProgress(console, loss, TimeRemainingColumn())
 
 
 def _format(metrics: dict[str, float]) -> str:
@@ -279,8 +311,10 @@ def _summary_table(run: Run, summary: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
     table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
+    seconds = summary["seconds_per_step"]
+    pace = "too few steps to time" if seconds is None else f"{seconds * 1e3:.1f} ms per step"
     table.caption = (
-        f"loss {summary['loss']:.6f}, {summary['seconds_per_step'] * 1e3:.1f} ms per step, "
+        f"loss {summary['loss']:.6f}, {pace}, "
         f"SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
     )
     return table

@@ -18,10 +18,15 @@ from functools import cache as once
 from pathlib import Path
 from typing import Any
 
+compiling: list[Callable[[], None]] = []
+"""Called once each, when numba compiles a kernel that it does not find in its cache."""
+
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit``, whose `cache` never fails."""
     import numba
+
+    _watch_numba()
 
     def compiled(function: Callable[..., Any]) -> Any:
         if not cache:
@@ -42,6 +47,21 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
             config.CACHE_DIR = before
 
     return compiled
+
+
+@once
+def _watch_numba() -> None:
+    from numba.core import event
+
+    class Compiling(event.Listener):
+        def on_start(self, _event: event.Event) -> None:
+            while compiling:
+                compiling.pop()()
+
+        def on_end(self, _event: event.Event) -> None:
+            pass
+
+    event.register("numba:compile", Compiling())
 
 
 @once

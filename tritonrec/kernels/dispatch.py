@@ -48,7 +48,7 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     return impl
 
 
-def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLAIN) -> bool:
+def in_plain_eager(first: object, *others: object, plain: set[type] = PLAIN) -> bool:
     """Whether nobody but the op would see a call with these arguments: it may leave the dispatcher out.
 
     False where ops are traced, transformed or watched (torch.compile, export, a TorchDispatchMode or
@@ -59,7 +59,7 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
     if torch.compiler.is_compiling():  # a statement of its own: a compiler does not trace what is behind it
         return False
     return (
-        plain.issuperset(map(type, (tensor, *others)))
+        plain.issuperset(map(type, (first, *others)))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -67,15 +67,15 @@ def in_plain_eager(tensor: torch.Tensor, *others: object, plain: set[type] = PLA
         and not torch._C._is_tracing()
         and not torch._C._autograd._profiler_enabled()
         and not torch.autograd.profiler._is_profiler_enabled  # one that another thread has started, for all
-        and not tensor.is_meta
-        and not any(map(_lazy, (tensor, *others)))
+        and not any(map(_lazy, (first, *others)))
     )
 
 
 def _lazy(argument: object) -> bool:
-    """Whether a tensor's memory does not hold its values."""
+    """Whether a tensor's memory does not hold its values, in their order."""
     return isinstance(argument, torch.Tensor) and (
-        argument.layout is not torch.strided
+        argument.is_meta
+        or argument.layout is not torch.strided
         or argument.is_neg()
         or argument.is_conj()
         or argument._is_zerotensor()
@@ -112,7 +112,7 @@ class Registered:
 
     For steps of autograd that call ops and differentiate by themselves (`torch.autograd.Function`): with
     gradients enabled, or not `in_plain_eager`, a call is that of the registered op. Arguments are all of the
-    op's schema, in its order, the first a tensor.
+    op's schema, in its order.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -4,25 +4,28 @@
 A slot holds the *position* of a key, not the key: -1 is then a safe mark of emptiness for any 64-bit key,
 and a program that loses a slot reads the winner's key from the input, which nobody writes, so there is no
 moment at which a slot is claimed but its key is not yet visible. Which of several equal keys holds the slot
-depends on the schedule; callers use only that equal keys share one slot and different keys never do.
+depends on the schedule; callers use only that equal keys share one slot and different keys never do. The slot
+depends on the process (`kernels.murmur.SECRET`).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels import murmur, tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.triton_padding import held
 
 
 @triton.jit
-def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, BLOCK: tl.constexpr):
+def _build_kernel(
+    keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, secret, BLOCK: tl.constexpr
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
-    slot = mix64(key) & (num_slots - 1)
+    slot = mix64(key ^ secret) & (num_slots - 1)
     pending = inside
     visit = tl.full((), 0, tl.int64)
     # at most half the slots are ever taken, so a key settles before it has seen all of them
@@ -43,12 +46,20 @@ def _build_kernel(keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slo
 
 @triton.jit
 def _lookup_kernel(
-    keys_ptr, table_keys_ptr, holders_ptr, found_ptr, num_keys, count_ptr, num_slots, BLOCK: tl.constexpr
+    keys_ptr,
+    table_keys_ptr,
+    holders_ptr,
+    found_ptr,
+    num_keys,
+    count_ptr,
+    num_slots,
+    secret,
+    BLOCK: tl.constexpr,
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < held(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
-    slot = mix64(key) & (num_slots - 1)
+    slot = mix64(key ^ secret) & (num_slots - 1)
     found = tl.full((BLOCK,), -1, tl.int64)
     pending = inside
     visit = tl.full((), 0, tl.int64)
@@ -74,7 +85,7 @@ def build(keys: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.
     slots = torch.empty_like(keys)
     config = tuned.config("unique", "any", keys.device)
     grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
-    _build_kernel[grid](keys, holders, slots, keys.numel(), count, num_slots, **config)
+    _build_kernel[grid](keys, holders, slots, keys.numel(), count, num_slots, murmur.SECRET, **config)
     return holders, slots
 
 
@@ -85,5 +96,6 @@ def lookup(
     found = torch.empty_like(keys)
     config = tuned.config("unique", "any", keys.device)
     grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
-    _lookup_kernel[grid](keys, table_keys, holders, found, keys.numel(), count, holders.numel(), **config)
+    sizes = keys.numel(), count, holders.numel()
+    _lookup_kernel[grid](keys, table_keys, holders, found, *sizes, murmur.SECRET, **config)
     return found

@@ -10,14 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..embedding.in_flight import as_lane, in_flight_message, is_lane
+from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..nn import own_gradients
 from .model_call import CallerSettings, train_micro_batch
+
+_models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
 
 class Flight:
@@ -40,7 +43,7 @@ class Flight:
         steps: Callable[[], str],
     ):
         self.model, self.dense, self._bits, self._shared, self._steps = model, dense, bits, shared, steps
-        self._guards = [*(group.table.in_flight for group in tables.groups), dense.in_flight]
+        self._tables = [group.table.in_flight for group in tables.groups]
         self._inside = ExitStack()
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._modes: list[bool] = []
@@ -51,11 +54,11 @@ class Flight:
     @property
     def last_update(self) -> int:
         """The last update that tables or optimizer have seen, counted from 0; -1 if there is none."""
-        return max(guard.update for guard in self._guards)
+        return max(guard.update for guard in [*self._tables, self.dense.in_flight])
 
     def updated(self, update: int) -> None:
         """Tables and optimizer have seen this update."""
-        for guard in self._guards:
+        for guard in [*self._tables, self.dense.in_flight]:
             guard.update = update
 
     def begin(self) -> None:
@@ -64,7 +67,7 @@ class Flight:
             return
         demand_parameters(self.model, self.dense)
         with ExitStack() as inside:
-            for guard in self._guards[:-1]:
+            for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
                 inside.callback(guard.end)
             self.dense.begin(self._steps)

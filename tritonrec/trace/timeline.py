@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..files import whole
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
 from .reader import Span, Trace
 from .recorder import LANES
@@ -92,8 +93,8 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         figure.suptitle(_title(trace, batches), fontsize=11, x=0.01, ha="left")
         _legend(figure, {s.name for s in trace.spans})
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=110, format="png")
+        with whole(target) as part:
+            figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)
     return target

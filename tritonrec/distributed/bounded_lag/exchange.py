@@ -223,7 +223,7 @@ class BoundedLagAllToAll:
             theirs = torch.zeros(2, dtype=torch.int64)
             work = self._messages.recv([theirs], peer, self._tags.settings)
             self._settings.append((peer, work, theirs))
-            mine = torch.tensor([self.bound, self.capacity])
+            mine = torch.tensor([self.bound, self.capacity], dtype=torch.int64)
             slot.sending.append((peer, self._messages.send([mine], peer, self._tags.settings)))
 
     def _post(self, exchange: Exchange, slot: Slot, values: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import __version__
+from ...files import whole
 from .rounds import PROBES, Plan, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -240,7 +241,6 @@ def draw_report(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     plan = result.plan
     figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.62 * len(result.rows)), layout="constrained")
     try:
@@ -276,6 +276,7 @@ def draw_report(result: Result, path: Path) -> None:
         )
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=len(PARTS) + len(HIDDEN), fontsize=8, frameon=False)
-        figure.savefig(path, dpi=110, format="png")
+        with whole(path) as part:
+            figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

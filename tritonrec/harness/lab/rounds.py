@@ -10,13 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...pipeline import PIPELINED, Mode
 from ...trace import read
 from ...trace.timeline import draw
+from ..progress import CommandProgress
 from ..setup import Job
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
@@ -238,8 +239,5 @@ def _proportional(probe: Measured, plan: Plan) -> dict[str, float]:
     return {**lookup_stages(lookup), "compute": compute}
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
+def _progress(console: Console) -> CommandProgress:
+    return CommandProgress(console, TimeElapsedColumn())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...files import whole
 from .curves import OURS_2D, SWEEP_WORKERS, Point
 from .paper import CELLS, ROWS, WINDOW, WORKERS
 
@@ -37,7 +38,6 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
     from matplotlib import pyplot
 
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(13, 5.6), width_ratios=[1.5, 1], layout="constrained"
     )
@@ -45,7 +45,8 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
         _draw_scaling(left, points)
         _draw_sweep(right, sweep)
         figure.suptitle(f"Simulated cluster, fitted on TorchRec's rows alone; {about}", fontsize=11)
-        figure.savefig(target, dpi=130)
+        with whole(target) as part:
+            figure.savefig(part, dpi=130, format="png")
     finally:
         pyplot.close(figure)
     return target

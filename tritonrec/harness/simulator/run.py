@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from ...files import save_json
+from ..progress import CommandProgress
 from . import cost_files, measured, planner, replay
 from .cluster import Workload
 from .curves import Point, all_workers, improvements, scaling, sweep
@@ -113,10 +114,8 @@ def plan(
     known = cost_files.load(costs) if costs is not None else cost_files.from_trace(trace)  # type: ignore[arg-type]
     if save_costs:
         _write(cost_files.as_json(known), save_costs, console)
-    with Progress(
-        TextColumn("simulating plans"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("", total=None)
+    with CommandProgress(console, TimeElapsedColumn()) as progress:
+        task = progress.add_task("simulating plans", total=None)
         advice = planner.search(
             known, world_size, lambda done, total: progress.update(task, completed=done, total=total)
         )

@@ -13,11 +13,7 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
 
 def bucketize(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
-    buckets: list[list[int]] = [[] for _ in range(world_size)]
-    for position, owner in enumerate(owner_of(keys, world_size).tolist()):
-        buckets[owner].append(position)
-    permutation = [position for bucket in buckets for position in bucket]
-    return (
-        torch.tensor(permutation, dtype=torch.int64, device=keys.device),
-        torch.tensor([len(bucket) for bucket in buckets], dtype=torch.int64, device=keys.device),
-    )
+    owners = owner_of(keys, world_size)
+    permutation = sorted(range(keys.numel()), key=owners.tolist().__getitem__)  # stable
+    counts = torch.bincount(owners, minlength=world_size)
+    return torch.tensor(permutation, dtype=torch.int64, device=keys.device), counts

@@ -16,6 +16,10 @@ A search ends at a group with an empty slot. So a key may be erased without a tr
 empty slot, which ended every search there already, and leaves a tombstone in a group that has none: a group
 once full never has an empty slot again. Inserts reuse tombstones, growth drops them.
 
+The walk of a key is known to everybody, and thousands of keys can be chosen that have one walk: each then
+visits the groups of all others. Where somebody else chooses the ids, draw a random int64 once, keep it beside
+the table, and give ``keys ^ secret`` to every op: a bijection, so rows are the same.
+
 Rows and `inserted` never depend on the schedule. Which of two new keys gets the nearer slot may, on a GPU;
 nothing but the order inside `slot_keys` shows it.
 """

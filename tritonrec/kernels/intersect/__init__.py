@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import numpy as np
 import torch
 
+from tritonrec.kernels import murmur
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
@@ -125,7 +127,7 @@ def _launch_cpu(left: torch.Tensor, right: torch.Tensor) -> Pair:
     small, large = (right, left) if right.numel() <= left.numel() else (left, right)
     matched = torch.empty(large.numel(), dtype=torch.int64)
     small_keys, large_keys = (keys.contiguous().numpy().view("uint64") for keys in (small, large))
-    common = numba_intersect.match(small_keys, large_keys, matched.numpy())
+    common = numba_intersect.match(small_keys, large_keys, matched.numpy(), np.uint64(murmur.SECRET))
     if large is not left:
         in_left = torch.empty(left.numel(), dtype=torch.int64)
         numba_intersect.invert(matched.numpy(), in_left.numpy())

@@ -18,9 +18,9 @@ _ZERO = np.uint64(0)
 
 
 @njit(inline="always")
-def _hash_block(keys, start, size, shift, slots, homes):
+def _hash_block(keys, start, size, shift, secret, slots, homes):
     for i in range(size):
-        homes[i] = (mix64(keys[start + i]) >> shift) << _ONE
+        homes[i] = (mix64(keys[start + i] ^ secret) >> shift) << _ONE
     for i in range(size):
         prefetch(slots, homes[i])
 
@@ -34,27 +34,35 @@ def _bits_for(count):
 
 
 @njit(cache=True, nogil=True)
-def match(small, large, matched):
-    """``matched[p]`` = position in `small` of ``large[p]``, or -1. Returns how many matched."""
+def fill(small, secret):
+    """Slots of the keys of `small`, two words each: a key, and 1 + its position."""
     bits = _bits_for(len(small))
     slots = np.zeros(2 << bits, np.uint64)
-    shift = np.uint64(64 - bits)
-    last = np.uint64((2 << bits) - 1)
-    step = np.uint64(2)
+    shift, last, step = np.uint64(64 - bits), np.uint64((2 << bits) - 1), np.uint64(2)
     homes = np.empty(BLOCK, np.uint64)
     for start in range(0, len(small), BLOCK):
         size = min(BLOCK, len(small) - start)
-        _hash_block(small, start, size, shift, slots, homes)
+        _hash_block(small, start, size, shift, secret, slots, homes)
         for i in range(size):
             word = homes[i]
             while slots[word + _ONE] != _ZERO:
                 word = (word + step) & last
             slots[word] = small[start + i]
             slots[word + _ONE] = np.uint64(start + i + 1)
+    return slots
+
+
+@njit(cache=True, nogil=True)
+def match(small, large, matched, secret):
+    """``matched[p]`` = position in `small` of ``large[p]``, or -1. Returns how many matched."""
+    slots = fill(small, secret)
+    shift = np.uint64(64 - _bits_for(len(small)))
+    last, step = np.uint64(len(slots) - 1), np.uint64(2)
+    homes = np.empty(BLOCK, np.uint64)
     common = 0
     for start in range(0, len(large), BLOCK):
         size = min(BLOCK, len(large) - start)
-        _hash_block(large, start, size, shift, slots, homes)
+        _hash_block(large, start, size, shift, secret, slots, homes)
         for i in range(size):
             key = large[start + i]
             word = homes[i]

@@ -42,4 +42,4 @@ def intersect(
     grid = (triton.cdiv(left.numel(), config["BLOCK"]),)
     _list_kernel[grid](matched, rank, left_positions, right_positions, left.numel(), length, **config)
     found = left_positions, right_positions
-    return (*found, num_common) if padded else found
+    return (*found, num_common.clamp(max=length)) if padded else found

@@ -83,7 +83,7 @@ def _check(
             f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
         )
     if 0 in weight.shape:
-        raise ValueError(f"norm_linear_silu takes one feature or more each way, got {tuple(weight.shape)}")
+        raise ValueError(f"weight must have one feature or more each way, got {tuple(weight.shape)}")
     for name, vector, length in (
         ("norm_weight", norm_weight, x.shape[1]), ("norm_bias", norm_bias, x.shape[1]),
         ("bias", bias, weight.shape[0]),

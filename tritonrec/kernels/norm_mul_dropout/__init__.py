@@ -122,7 +122,7 @@ def norm_forward(
     chosen = implementation(impl, x)  # type: ignore[arg-type]
     y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
     if y.numel() == 0:
-        return y, means, rstds
+        return y, means.zero_(), rstds.zero_()
     if chosen == "reference":
         kept = _reference_mask(p, seed, sample_ids, positions, x.shape[1])
         reference.forward(x, u, weight, bias, eps, kept, y, means, rstds)

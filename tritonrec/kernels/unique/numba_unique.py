@@ -7,13 +7,14 @@ A group of four slots is one cache line of eight words: four keys, then their fo
 or new, does the line overflow) are the ones the data decides; mispredicted branches, not memory, bound an
 ordinary table here.
 
-The home group is ``hash * groups >> 32``: tables of any size, and a larger table keeps the order of the
-smaller one, so growing reads and writes both as streams. Keys come in blocks: hash all, ask for all their
-cache lines, then probe.
+The home group is ``hash * groups >> 32``, of the hash of ``key ^ secret`` (`kernels.murmur`): tables of any
+size, and a larger table keeps the order of the smaller one, so growing reads and writes both as streams. Keys
+come in blocks: hash all, ask for all their cache lines, then probe.
 """
 
 import numpy as np
 
+from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import equal_mask4, lowest_bit, prefetch
 
@@ -35,13 +36,13 @@ _LINE = np.uint64(LINE)
 
 
 @njit(inline="always")
-def _home(key, groups):
+def _home(key, groups, secret):
     """First word of the key's home group; the product of two 32-bit numbers cannot wrap."""
-    return (((mix64(key) >> _HALF) * groups) >> _HALF) * _LINE
+    return (((mix64(key ^ secret) >> _HALF) * groups) >> _HALF) * _LINE
 
 
 @njit(cache=True, nogil=True)
-def _count_keys(keys, inverse, order, table, found, start):
+def _count_keys(keys, inverse, order, table, found, start, secret):
     """Take keys from `start` until the table is three quarters full; the new `found` and `start`."""
     groups = np.uint64(len(table) // LINE)
     end = np.uint64(len(table))
@@ -52,7 +53,7 @@ def _count_keys(keys, inverse, order, table, found, start):
         if found + size > room:
             break
         for i in range(size):
-            homes[i] = _home(keys[start + i], groups)
+            homes[i] = _home(keys[start + i], groups, secret)
         if len(table) >= PREFETCH_WORDS:
             for i in range(size):
                 prefetch(table, homes[i])
@@ -86,7 +87,7 @@ def _count_keys(keys, inverse, order, table, found, start):
 
 
 @njit(cache=True, nogil=True)
-def _refill(table, larger):
+def _refill(table, larger, secret):
     """Move every occupied slot into an empty, larger table."""
     groups = np.uint64(len(larger) // LINE)
     end = np.uint64(len(larger))
@@ -94,7 +95,7 @@ def _refill(table, larger):
         for slot in range(line, line + SLOTS):
             state = table[slot + SLOTS]
             if state != _ZERO:
-                word = _home(table[slot], groups)
+                word = _home(table[slot], groups, secret)
                 empty = equal_mask4(larger, word + _SLOTS, _ZERO)
                 while empty == _ZERO:
                     word += _LINE
@@ -122,12 +123,12 @@ def _empty_table(keys: int) -> np.ndarray:
 
 def unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fill `inverse`; return the distinct keys (uint64) in order of first occurrence and their counts."""
-    order = np.empty(len(keys), np.uint64)
+    order, secret = np.empty(len(keys), np.uint64), np.uint64(murmur.SECRET)
     table = _empty_table(min(len(keys), FIRST_KEYS))
     found = start = 0
     while True:
         found_before, start_before = found, start
-        found, start = _count_keys(keys, inverse, order, table, found, start)
+        found, start = _count_keys(keys, inverse, order, table, found, start, secret)
         if start >= len(keys):
             break
         # New keys get rarer, so a quarter of the present rate is a fair guess for the rest; at least four
@@ -135,7 +136,7 @@ def unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarra
         rest = len(keys) - start
         rate = (found - found_before) / (start - start_before)
         larger = _empty_table(found + min(rest, max(int(rate * rest / 4), 3 * found) + BLOCK))
-        _refill(table, larger)
+        _refill(table, larger, secret)
         table = larger
     counts = np.empty(found, np.int64)
     _read_counts(table, counts)

@@ -1,0 +1,90 @@
+"""Promise: a command says how far it is and that it compiles; compilation is in no figure."""
+
+import io
+import re
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+from rich.console import Console
+
+from tritonrec.distributed import Communicators
+from tritonrec.harness import progress
+from tritonrec.harness.progress import CommandProgress, steady_seconds
+from tritonrec.harness.train import Run, train
+from tritonrec.pipeline import WindowConfig
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_now_and_then_where_the_output_is_no_terminal(monkeypatch, terminal):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with CommandProgress(console) as bar:
+        bar.disable = False
+        task = bar.add_task("training", total=100, loss="")
+        for step in range(1, 101):
+            now[0] += 1.0
+            bar.update(task, completed=step, loss=f"loss {step / 10}")
+    lines = re.findall(r"training: .*", console.file.getvalue())
+    expected = [f"training: {step} of 100, loss {step / 10}" for step in range(1, 100, 10)]
+    assert lines == ([] if terminal else expected)
+
+
+def test_steps_that_are_counted_and_quiet_ones():
+    console, quiet = Console(file=io.StringIO()), Console(file=io.StringIO(), quiet=True)
+    for each in (console, quiet):
+        with CommandProgress(each) as bar:
+            bar.advance(bar.add_task("cases", total=None))
+    assert console.file.getvalue() == "cases: 1\n" and quiet.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_the_first_steps_are_in_no_figure_and_a_few_make_none(steps):
+    seconds = [50.0, 40.0, 30.0, 0.2, 0.1, 0.4, 0.3, 0.5, 0.6][:steps]
+    assert steady_seconds(seconds) == (median(seconds[3:]) if steps >= 6 else None)
+
+
+def test_steps_of_one_update_are_left_out_together():
+    assert steady_seconds([9.0] * 8 + [1.0, 2.0, 3.0], accumulate=4) == 2.0
+    assert steady_seconds([9.0] * 10, accumulate=4) is None
+
+
+@pytest.mark.parametrize(("steps", "said"), [(4, "too few steps to time"), (7, "ms per step")])
+def test_training_says_the_pace_or_that_there_is_none(job, capsys, steps, said):
+    summary = train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=steps))
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out and f"training: 1 of {steps}, loss " in out
+    assert (summary["seconds_per_step"] is None) == (steps < 6)
+
+
+COMPILE = """
+from tritonrec.harness.progress import announce_compilation
+announce_compilation()
+announce_compilation()
+import kernel
+print(kernel.twice(2), kernel.thrice(2))
+"""
+KERNEL = """
+from tritonrec.kernels.caches import njit
+@njit(cache=True)
+def twice(number): return 2 * number
+@njit(cache=True)
+def thrice(number): return 3 * number
+"""
+
+
+def test_compilation_is_said_once_and_only_where_something_is_compiled(tmp_path):
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    (tmp_path / "run.py").write_text(COMPILE)
+
+    def run():
+        done = subprocess.run(
+            [sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout == "4 6\n", done.stderr
+        return done.stderr
+
+    assert run() == "compiling kernels: on the first run only, up to a minute\n"
+    assert run() == ""

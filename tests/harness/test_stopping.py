@@ -1,0 +1,183 @@
+"""Promise: asked to stop, all ranks save after one update and say so; resumed, a run has the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tritonrec import checkpoint
+from tritonrec.distributed import Communicators, RankPool
+from tritonrec.harness import train as train_module
+from tritonrec.harness.stopping import graceful_stop
+from tritonrec.harness.train import Run, train
+from tritonrec.pipeline import WindowConfig
+
+pytestmark = pytest.mark.multi_rank
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool((3, (2, 2))) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def reference(job):
+    """The digest of the run that nobody stops."""
+    return train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=STEPS), quiet=True)["digest"]
+
+
+def train_until_asked(communicators, run, rank, result):
+    """`train`; `rank` is asked to stop when it has seen so many results."""
+    update = train_module.CommandProgress.update
+    seen = []
+
+    def ask(self, *args, **fields):
+        seen.append(None)
+        if communicators.rank == rank and len(seen) == result:
+            communicators.stop.set()
+        return update(self, *args, **fields)
+
+    train_module.CommandProgress.update = ask
+    try:
+        return train(communicators, run, quiet=True)
+    finally:
+        train_module.CommandProgress.update = update
+        communicators.stop.clear()
+
+
+@pytest.mark.parametrize(("mode", "micro_batches"), [("sync", 1), ("sequential", 2), ("nestpipe", 2)])
+def test_one_rank_stops_saves_and_goes_on_with_the_same_bits(job, reference, tmp_path, mode, micro_batches):
+    run = Run(job, mode, WindowConfig(micro_batches), steps=STEPS, checkpoint=str(tmp_path))
+    stopped = train_until_asked(Communicators.local(), run, 0, 3)
+    assert stopped["stopped"] and 3 <= stopped["step"] < STEPS
+    assert checkpoint.steps(tmp_path) == [stopped["step"]]
+    resumed = train(Communicators.local(), replace(run, resume=True), quiet=True)
+    assert (resumed["step"], resumed["digest"], resumed["stopped"]) == (STEPS, reference, False)
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["3 ranks", "2 ranks, 2 copies"])
+@pytest.mark.parametrize("asked", [0, 1])
+def test_ranks_of_which_one_is_asked_stop_after_the_same_step(
+    pool, job, reference, tmp_path, asked, replicas
+):
+    world = 3 if replicas == 1 else 2
+    run = Run(job, "nestpipe", WindowConfig(2), steps=STEPS, checkpoint=str(tmp_path))
+    summaries = pool.run(train_until_asked, world, run, asked, 2, replicas=replicas)
+    (step,) = {summary["step"] for summary in summaries}
+    assert all(summary["stopped"] for summary in summaries) and 2 <= step < STEPS
+    assert checkpoint.steps(tmp_path) == [step]
+    assert train(Communicators.local(), replace(run, resume=True), quiet=True)["digest"] == reference
+
+
+def test_an_update_of_several_batches_is_completed(job, tmp_path):
+    run = Run(job, "nestpipe", WindowConfig(2, accumulate=3), steps=24, checkpoint=str(tmp_path))
+    step = train_until_asked(Communicators.local(), run, 0, 1)["step"]
+    assert step % 3 == 0 and step < 24
+    whole = train(Communicators.local(), replace(run, checkpoint=None), quiet=True)
+    assert train(Communicators.local(), replace(run, resume=True), quiet=True)["digest"] == whole["digest"]
+
+
+@pytest.mark.parametrize("every", [{"save_every": 4}, {"evaluate_every": 4}], ids=str)
+def test_a_stop_at_a_save_or_an_evaluation_saves_once(job, tmp_path, every):
+    run = Run(job, "sync", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), **every)
+    assert train_until_asked(Communicators.local(), run, 0, 3)["step"] == 4
+    assert checkpoint.steps(tmp_path) == [4]
+
+
+def test_a_stop_during_an_evaluation_saves_the_step_before_it(job, tmp_path, monkeypatch):
+    communicators, evaluate = Communicators.local(), train_module.evaluate_model
+
+    def ask(*args):
+        communicators.stop.set()
+        return evaluate(*args)
+
+    monkeypatch.setattr(train_module, "evaluate_model", ask)
+    run = Run(job, "sync", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), evaluate_every=4)
+    step = train(communicators, run, quiet=True)["step"]
+    assert 4 <= step < STEPS and checkpoint.steps(tmp_path) == [step]
+
+
+def test_a_stop_in_the_last_step_is_the_end(job, reference):
+    run = Run(job, "sync", WindowConfig(1), steps=STEPS)
+    summary = train_until_asked(Communicators.local(), run, 0, STEPS)
+    assert not summary["stopped"] and summary["digest"] == reference and summary["metrics"]
+
+
+def test_it_is_said_where_nothing_was_saved(job, capsys):
+    communicators = Communicators.local()
+    communicators.stop.set()
+    train(communicators, Run(job, "sync", WindowConfig(1), steps=STEPS))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"stopped at step 1 of {STEPS}; nothing was saved, which takes --checkpoint DIRECTORY"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_first_signal_asks_and_the_second_ends(name, capfd):
+    number, asked = getattr(signal, name), threading.Event()
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, graceful_stop(asked.set) as stop:
+        os.kill(os.getpid(), number)
+        assert asked.wait(10) and stop.exit_code == 128 + number
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+    assert ended.value.code == 128 + number and signal.getsignal(number) is before
+    assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_a_wish_that_the_ranks_could_not_hear_yet_is_repeated():
+    wishes = threading.Semaphore(0)
+    with graceful_stop(wishes.release):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert all(wishes.acquire(timeout=10) for _ in range(2))
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with graceful_stop(lambda: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+PYTHON = [sys.executable, "-m"]
+TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "number", "codes"),
+    [
+        (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
+        (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
+        (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
+    ],
+    ids=["one rank", "ranks of a pool", "torchrun"],
+)
+def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, launch, options, number, codes):
+    """Ctrl-C reaches every process of the terminal; SIGTERM the one that was started."""
+    saved, summary = tmp_path / "saved", tmp_path / "summary.json"
+    command = [
+        "tritonrec", "train", "--data", "zipf:users=60,items=80,seed=3", "--batch-size", "16", "--dim", "8",
+        "--max-seq-len", "10", "--negatives", "4", "--checkpoint", str(saved), "--json", str(summary),
+        *options, "--steps", "1000000",
+    ]  # fmt: skip
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*launch, *command], start_new_session=True, **output)
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "training: " in line and number is not None:  # the first line of progress
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            number = None
+    assert process.wait(60) in codes, "".join(said)
+    (step,) = checkpoint.steps(saved)
+    assert f"stopped at step {step} of 1000000; saved to {saved}; go on with --resume" in "".join(said)
+    assert json.loads(summary.read_text())["step"] == step

@@ -1,0 +1,142 @@
+"""Promise: an option with an absurd value is one sentence with its name and status 2, before any work."""
+
+from typing import Literal
+
+import commands
+import pytest
+
+from tritonrec import distributed
+from tritonrec.harness import bench
+
+HUGE = "9" * 30
+LISTS = {
+    ("verify", "--world-size"), ("verify", "--micro-batches"), ("lab", "--micro-batches"),
+    ("serve-bench", "--bounds"), ("train", "--bottom"), ("train", "--top"),
+}  # fmt: skip
+WORDS = {
+    ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
+    ("train", "--evict"), ("train", "--heat"), ("lab", "--switch"), ("lab", "--emulate"),
+    ("lab", "--proportions"),
+}  # fmt: skip
+FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch):
+    class Worked(Exception):
+        pass
+
+    def work(*args, **options):
+        raise Worked
+
+    monkeypatch.setattr(distributed, "RankPool", work)
+    for name in (
+        "train.train", "lab.rounds.run_lab", "serve_bench.run_bench", "bench.run_suites", "contract.Verifier",
+        "profile.profile", "simulator.run.simulate", "simulator.run.plan",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"tritonrec.harness.{name}", work)
+    monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", lambda: None)
+
+
+def refused(command, option, value, *more):
+    code, output, error = commands.invoke(command, option, value, *more)
+    name = option.removeprefix("--")
+    assert code == 2 and isinstance(error, SystemExit), f"{error!r}: {output}"
+    assert option in output or name.replace("-", "_") in output or name in output, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("command", "option"), commands.options(int), ids=" ".join)
+@pytest.mark.parametrize("value", ["", "x", "nan", "1.5", HUGE, f"-{HUGE}"])
+def test_no_number(command, option, value):
+    refused(command, option, value)
+
+
+@pytest.mark.parametrize(("command", "option"), commands.options(float), ids=" ".join)
+@pytest.mark.parametrize("value", ["", "x", "nan", "-1"])
+def test_no_share_or_size(command, option, value):
+    refused(command, option, value)
+
+
+@pytest.mark.parametrize(("command", "option"), sorted(LISTS), ids=" ".join)
+@pytest.mark.parametrize("value", ["", ",", "x", "1,,2", "-1", "1.5", "nan", HUGE])
+def test_no_list_of_numbers(command, option, value):
+    refused(command, option, value)
+
+
+@pytest.mark.parametrize(("command", "option"), sorted(WORDS), ids=" ".join)
+@pytest.mark.parametrize("value", ["nonsense", "lru:x", ",,x", "=1", HUGE])
+def test_no_known_words(command, option, value):
+    refused(command, option, value)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "0", "nan", "movies", "zipf:users=0", "zipf:users=nan", "csv:", "zipf:x"]
+)
+@pytest.mark.parametrize("command", ["train", "verify", "lab", "profile"])
+def test_no_data(command, value):
+    code, output, error = commands.invoke(command, "--data", value)
+    assert code == 2 and isinstance(error, SystemExit) and "error: " in output, output
+
+
+def test_every_option_is_tested():
+    of_text = {*commands.options(str)} | {*commands.options(Literal)}
+    assert of_text - {(name, "--data") for name in commands.COMMANDS} == LISTS | WORDS | FREE
+
+
+@pytest.mark.parametrize("value", ["", "x", "nan", "-1", "1.5", "0.5,", "inf"])
+def test_no_shares_to_drop(value):
+    refused("train", "--drop", value, "--slipstream", "--model", "dlrm", "--data", "criteo:samples=100")
+
+
+@pytest.mark.parametrize("command", ["train", "lab"])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (2, 7), (8, 4)])
+def test_heads_that_do_not_divide_the_dimension(command, heads, dim):
+    code, output, _ = commands.invoke(command, "--heads", heads, "--dim", dim)
+    assert code == 2 and f"--heads {heads} does not divide --dim {dim}" in output
+
+
+@pytest.mark.parametrize("option", [["--save-every", "5"], ["--full-every", "2"]])
+def test_saves_without_a_place(option):
+    code, output, _ = commands.invoke("train", *option)
+    assert code == 2 and "go with --checkpoint" in output
+
+
+@pytest.fixture
+def suites(tmp_path):
+    """A source tree with one suite of one benchmark."""
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
+    return tmp_path
+
+
+RUN_SUITES = bench.run_suites
+
+
+@pytest.mark.parametrize("only", ["nomatch", "a b(", "not"])
+def test_a_benchmark_that_is_not_there(suites, only):
+    with pytest.raises(
+        ValueError, match="no suite and no benchmark has a name with it; the suites are moves"
+    ) as said:
+        RUN_SUITES(suites, only)
+    assert str(said.value).startswith(f"--only {only}: ")
+
+
+def test_a_chart_of_nothing(suites, monkeypatch):
+    monkeypatch.setattr(bench, "checkout", lambda: suites)
+    with pytest.raises(ValueError, match=r"--chart draws recorded runs, and .* holds none: add --record"):
+        bench.bench(png=suites / "chart.png")
+
+
+def test_more_memory_than_there_is_is_said(monkeypatch):
+    def load(job):
+        raise MemoryError("Unable to allocate 1 PiB")
+
+    monkeypatch.setattr("tritonrec.harness.cli_train.load_job", load)
+    code, output, _ = commands.invoke("train")
+    assert code == 2 and "out of memory: Unable to allocate 1 PiB" in output
+
+
+def test_the_version():
+    code, output, _ = commands.invoke("--version")
+    assert code == 0 and output == "tritonrec 0.1.0"

@@ -1,0 +1,63 @@
+"""The first Ctrl-C or SIGTERM asks for an end after the current step, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+ASK_AGAIN_SECONDS = 0.5
+"""Ranks of a pool forget what was asked of them before they read their task."""
+
+
+@dataclass
+class Stop:
+    """`signal` is the number of the signal that came, 0 without one."""
+
+    signal: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it."""
+        return 128 + self.signal if self.signal else 0
+
+
+@contextmanager
+def graceful_stop(request: Callable[[], None]) -> Iterator[Stop]:
+    """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit.
+
+    `request` is called from another thread, again and again until the end. Ignored signals stay ignored.
+    Outside of the main thread, where Python allows no handlers, nothing changes.
+    """
+    stop, over = Stop(), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            request()
+            over.wait(ASK_AGAIN_SECONDS)
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if stop.signal:
+            raise SystemExit(128 + number)
+        stop.signal = number
+        again = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
+        os.write(2, f"\nstopping after this step{again}\n".encode())
+        threading.Thread(target=ask, name="stop", daemon=True).start()
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
