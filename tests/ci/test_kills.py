@@ -20,9 +20,28 @@ SPEC.loader.exec_module(kills)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 KILL = kills.Kill((1, 1), 1, 1, 1, "launcher", "SIGKILL", "start", 0.2, (1, 1, 1))
-LEAVES_A_PROCESS = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True).wait()"
-LEAVES_A_FOLDER = "import tempfile, time; tempfile.mkdtemp(prefix='tritonrec-'); time.sleep(60)"
-ENDS_ALL_THE_SAME = "import time; time.sleep(0.5)"
+READY = "; import sys, time; open(sys.argv[1], 'w').close(); time.sleep(60)"
+LEAVES_A_PROCESS = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)" + READY
+LEAVES_A_FOLDER = "import tempfile; tempfile.mkdtemp(prefix='tritonrec-')" + READY
+ENDS_ALL_THE_SAME = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(3)"
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """Runs `code` in the place of a training, and kills when it says that it is ready."""
+    ready = tmp_path / "ready"
+
+    def wait(kill, folder, process):
+        while not ready.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(kills, "wait_for_phase", wait)
+
+    def run(code):
+        monkeypatch.setattr(kills, "command", lambda kill, folder: [sys.executable, "-c", code, str(ready)])
+        return kills.perform(KILL, random.Random(1), None, "", tmp_path / "place")
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -32,21 +51,17 @@ ENDS_ALL_THE_SAME = "import time; time.sleep(0.5)"
         (LEAVES_A_FOLDER, "left in the temporary folder: ['tritonrec-"),
     ],
 )
-def test_what_a_killed_run_leaves_is_found(monkeypatch, tmp_path, code, problem):
+def test_what_a_killed_run_leaves_is_found(monkeypatch, tmp_path, fake, code, problem):
     monkeypatch.setattr(kills, "PATIENCE", 1.0)
-    monkeypatch.setattr(kills, "command", lambda kill, folder: [sys.executable, "-c", code])
-    report = kills.perform(KILL, random.Random(1), None, "", tmp_path)
-    assert report["problem"].startswith(problem)
+    assert fake(code)["problem"].startswith(problem)
     deadline = time.monotonic() + 10
     while kills.processes_of(str(tmp_path)):  # it kills what was left
         assert time.monotonic() < deadline
 
 
-def test_a_run_that_a_kill_does_not_end_is_found(monkeypatch, tmp_path):
+def test_a_run_that_a_kill_does_not_end_is_found(monkeypatch, fake):
     monkeypatch.setattr(kills, "hit", lambda *arguments: None)
-    monkeypatch.setattr(kills, "command", lambda kill, folder: [sys.executable, "-c", ENDS_ALL_THE_SAME])
-    report = kills.perform(replace(KILL, delay=0.0), random.Random(1), None, "", tmp_path)
-    assert report["problem"] == "the run ended as if nothing had happened"
+    assert fake(ENDS_ALL_THE_SAME)["problem"] == "the run ended as if nothing had happened"
 
 
 class Pool:

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 
 from tritonrec.checkpoint import writer
-from tritonrec.distributed import from_environment
+from tritonrec.distributed import Watch, from_environment
 from tritonrec.harness.setup import Job
 from tritonrec.harness.train import Run, train
 from tritonrec.nn import HSTUConfig
@@ -21,13 +21,15 @@ JOB = Job(
 )
 
 
-def stop_at(where: str) -> None:
+def stop_at(where: str, watch: Watch) -> None:
     """SIGSTOP this process: in the middle of a ``save``, or in ``compute`` of the fourth window."""
 
     def stop_before(original, when):
         def stopping(*arguments, **options):
             if when(*arguments):
-                time.sleep(1)  # long enough to be seen there
+                reports = watch._number
+                while watch._number < reports + 2:  # until it was seen there
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGSTOP)
             return original(*arguments, **options)
 
@@ -50,7 +52,7 @@ def stop_at(where: str) -> None:
 
 def work(communicators, where, victim, checkpoint, steps=1000):
     if communicators.rank == victim:
-        stop_at(where)
+        stop_at(where, communicators.watch)
     run = Run(JOB, "nestpipe", WindowConfig(2), steps=steps, checkpoint=checkpoint, save_every=4)
     return train(communicators, run, quiet=True)["step"]
 
