@@ -138,7 +138,7 @@ def test_a_key_that_is_not_admitted_has_no_handle_and_its_update_is_dropped():
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("handles", [[0, 5], [-1, 2**40]])
+@pytest.mark.parametrize("handles", [[0, 5], [-1, 2**40], [-2, 1]])
 def test_a_handle_that_was_never_given_is_an_error(storage, handles):
     store = table(POLICIES["tiers" if storage == "tiers" else "none"])
     store.lookup(tensor([1, 2]), 0)

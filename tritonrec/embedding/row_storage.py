@@ -25,19 +25,23 @@ class Chunks:
         self._chunks: list[torch.Tensor] = []
         self.addresses = np.empty(0, np.uint64)
         self.rows = 0
-        self.grow(0)
+        self.reserve(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks, rows in use or not."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
-    def grow(self, rows: int) -> None:
-        """Have rows below `rows`, and a whole chunk beyond."""
+    def reserve(self, rows: int) -> None:
+        """Have memory for rows below `rows`, and a whole chunk beyond."""
         needed = max(-(-rows // self._shape[0]), 1) + 1
         while len(self._chunks) < needed:
             self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
             self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
+
+    def grow(self, rows: int) -> None:
+        """Rows below `rows` are there from now on."""
+        self.reserve(rows)
         self.rows = max(self.rows, rows)
 
 
@@ -59,24 +63,25 @@ class RowStorage:
 
     def grow(self, end: int) -> None:
         """Have room for handles below `end`."""
-        self._full.grow(end)
+        self._full.reserve(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         """New rows for `handles` (K,), all below `end`; their values are not set. All or none."""
-        self.grow(end)
+        self._full.grow(end)
 
     def release(self, handles: torch.Tensor) -> None:
         """The rows of `handles` (K,) were erased."""
 
     def gather(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.gather`."""
-        return chunked_rows.read_rows(self._places(), handles)
+        locations = self._locate(handles)  # first: an update beside this may add rows and move some there
+        return chunked_rows.read_rows(self._places(), locations)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
         """See `EmbeddingTable.update`."""
-        chunked_rows.write_rows(self._places(), handles, values.contiguous())
+        chunked_rows.write_rows(self._places(), self._locate(handles), values.contiguous())
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.in_low_precision`."""
@@ -90,6 +95,12 @@ class RowStorage:
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
         return {"metadata": 0, "fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
+
+    def _locate(self, handles: torch.Tensor) -> torch.Tensor:
+        """Where the rows of `handles` (K,) lie, (K,) int64; -1 where a handle is -1."""
+        if len(handles) and int(handles.min()) < -1:
+            raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
+        return handles
 
     def _places(self) -> chunked_rows.Chunks:
         full = self._full
@@ -117,7 +128,7 @@ class TieredStorage(RowStorage):
 
     def grow(self, end: int) -> None:
         with self._lock:
-            self._full.grow(end)
+            self._full.reserve(end)
             self._locations.grow(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
@@ -132,10 +143,6 @@ class TieredStorage(RowStorage):
             for tier, there in enumerate((locations < LOW, locations >= LOW)):
                 self._give_back(tier, locations[there])
             self._locations[handles] = -1
-
-    def gather(self, handles: torch.Tensor) -> torch.Tensor:
-        locations = self._locate(handles)  # first: an update beside this may add rows and move some there
-        return chunked_rows.read_rows(self._places(), locations)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
@@ -187,8 +194,7 @@ class TieredStorage(RowStorage):
         self._pools[tier].give_back(locations - tier * LOW)
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
-        """Locations (K,) int64; -1 where a handle is -1."""
-        return self._locations[handles].to(torch.int64)
+        return self._locations[super()._locate(handles)].to(torch.int64)
 
     def _places(self) -> chunked_rows.Chunks:
         full, low = self._full, self._low

@@ -187,17 +187,11 @@ class DynamicTable:
             self._rows.release(self._metadata.pinned.reserve(handles[present]))
             return present
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (n,) int64 in ascending order and their handles (n,)."""
-        keys, handles = self._rows.items()
-        keys, order = keys.sort()
-        return keys, handles[order]
-
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
         self.in_flight.check("export")
         with self._updating:
-            keys, handles = self.items()
+            keys, handles = self._items()
             return keys, self._rows.gather(handles)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -225,7 +219,7 @@ class DynamicTable:
         """
         self.in_flight.check("state")
         with self._updating:
-            state = {"rows": self._columns(*self.items())}
+            state = {"rows": self._columns(*self._items())}
             if self._candidates is not None:
                 with self._lock:
                     state["candidates"] = self._candidates.state()
@@ -297,7 +291,7 @@ class DynamicTable:
         changes = self._metadata.changes
         with self._updating:
             with self._lock:
-                keys, handles = self.items()
+                keys, handles = self._items()
                 changed, gone = changes.changed(handles), changes.erased()
                 erased = {"rows": gone[self._rows.find(gone) < 0]}
                 changes.start(self._rows.end)
@@ -306,6 +300,12 @@ class DynamicTable:
         if waiting is not None:
             state["candidates"], erased["candidates"] = waiting
         return state, erased
+
+    def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (n,) in ascending order and their handles (n,)."""
+        keys, handles = self._rows.items()
+        keys, order = keys.sort()
+        return keys, handles[order]
 
     def _columns(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
         """Columns of `state` for `keys` (n,) and their handles (n,); needs `_updating`."""
