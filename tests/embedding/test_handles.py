@@ -98,13 +98,17 @@ def test_a_handle_outlives_growth():
 
 
 @pytest.mark.parametrize("name", ["none", "tiers"])
-def test_the_update_of_a_row_erased_meanwhile_changes_no_other_row(name):
+@pytest.mark.parametrize("late", [False, True])
+def test_the_update_of_a_row_erased_meanwhile_changes_no_other_row(name, late):
     store, keys = table(POLICIES[name]), tensor([-5, 2**63 - 1, 3])
     handles = store.lookup(keys, 0).handles
-    assert store.erase(keys[:2]).tolist() == [True, True]
     more = torch.arange(100, 130)
-    store.load(more, rows(30, 1))  # new rows come before and with the next lookup
-    store.lookup(torch.arange(200, 230), 1)
+    for lookup in (late, not late):  # new rows come with the next lookup, and after it or before
+        if lookup:
+            store.lookup(more + 100, 1)
+        else:
+            assert store.erase(keys[:2]).tolist() == [True, True]
+    store.load(more, rows(30, 1))
     before = store.gather(store.find(more), more), store.gather(store.find(more + 100), more + 100)
     store.update(handles, rows(3, 2))
     assert store.find(keys).tolist() == [-1, -1, int(handles[2])]

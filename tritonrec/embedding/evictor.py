@@ -30,7 +30,7 @@ class Evictor:
         self.eviction, self._layout = eviction, layout
         self.values = RowColumn(torch.int32)
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64)  # rows of each logical table
-        self.undated = False  # whether some rows were loaded, and may have no score yet
+        self._undated = False
         self._counts = eviction.policy == "lfu"
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -51,14 +51,18 @@ class Evictor:
         """The rows of `handles` (K,), distinct, are used at `step`."""
         self.values[handles] = self.values[handles] + 1 if self._counts else step
 
+    def expect_undated(self) -> None:
+        """Rows were loaded: `date` has to look for those without a score."""
+        self._undated = True
+
     def date(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
         """Loaded rows without a score count as used at `step`; their handles (n,)."""
-        if self._counts or not self.undated:
+        if self._counts or not self._undated:
             return torch.empty(0, dtype=torch.int64)
         _keys, handles = rows.items()
         handles = handles[self.values[handles] == UNDATED]
         self.values[handles] = step
-        self.undated = False
+        self._undated = False
         return handles
 
     def choose(

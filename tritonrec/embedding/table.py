@@ -327,7 +327,7 @@ class DynamicTable:
         """Handles (n,) of `keys` that are loaded: they need no admission, and no step has used them."""
         handles, _new = self._insert(keys)
         if self._evictor is not None:
-            self._evictor.undated = True
+            self._evictor.expect_undated()
         if self._candidates is not None:
             self._candidates.erase(keys)
         return handles
