@@ -54,7 +54,7 @@ class Tritonrec:
         return torch.from_numpy(keys)
 
     def insert(self, keys):
-        return self.index.insert(keys, len(self.index))[0]
+        return self.index.find_or_insert(keys)[0]
 
     def find(self, keys):
         return self.index.find(keys)

@@ -26,7 +26,7 @@ def rounded(row: np.ndarray, dim: int) -> np.ndarray:
 class Entry:
     row: np.ndarray
     score: int
-    heat: int = 0
+    uses: int = 0
     half: bool = False
 
 
@@ -52,7 +52,7 @@ class NaiveTable:
         self.counters = dict.fromkeys(("found", "inserted", "rejected", "evicted", "promoted", "demoted"), 0)
 
     def lookup(self, keys: list[int], step: int) -> None:
-        eviction, heat = self.policy.eviction, self.policy.heat
+        eviction, tiers = self.policy.eviction, self.policy.precision
         pinned = self.recent | set(keys)
         if eviction and step % eviction.every == 0:
             for key in self._victims(pinned, step):
@@ -60,10 +60,10 @@ class NaiveTable:
                 self.counters["evicted"] += 1
                 if eviction.keep:
                     self.evicted.append((key, entry.row.tobytes()))
-        if heat and step % heat.every == 0:
+        if tiers and step % tiers.every == 0:
             for key, entry in self.entries.items():
-                entry.heat //= 2
-                if key not in pinned and entry.heat < heat.threshold and not entry.half:
+                entry.uses //= 2
+                if key not in pinned and entry.uses < tiers.threshold and not entry.half:
                     entry.row, entry.half = rounded(entry.row, self.dim), True
                     self.counters["demoted"] += 1
         if step % self.policy.admission_window == 0:
@@ -104,7 +104,7 @@ class NaiveTable:
             self.counters["inserted"] += 1
         entry = self.entries[key]
         entry.score = entry.score + 1 if self._lfu else step
-        entry.heat = min(255, entry.heat + 1)
+        entry.uses = min(255, entry.uses + 1)
 
     @property
     def _lfu(self) -> bool:
@@ -114,16 +114,17 @@ class NaiveTable:
         self.waiting.pop(key, None)
         self.entries[key] = Entry(self.initial(key), 0 if self._lfu else -1)
 
-    def cold(self, key: int) -> bool:
-        heat = self.policy.heat
-        return heat is not None and key in self.entries and self.entries[key].heat < heat.threshold
+    def low(self, key: int) -> bool:
+        """Whether the row is to be stored in 16 bits."""
+        tiers = self.policy.precision
+        return tiers is not None and key in self.entries and self.entries[key].uses < tiers.threshold
 
     def row(self, key: int) -> np.ndarray:
         return self.entries[key].row if key in self.entries else self.initial(key)
 
     def write(self, key: int, row: np.ndarray) -> None:
         entry = self.entries[key]
-        half = self.cold(key) and rounded(row, self.dim).tobytes() == row.tobytes()
+        half = self.low(key) and rounded(row, self.dim).tobytes() == row.tobytes()
         self.counters["demoted"] += half and not entry.half
         self.counters["promoted"] += entry.half and not half
         entry.row, entry.half = row, half
@@ -136,6 +137,7 @@ class NaiveTable:
 
     def erase(self, key: int) -> bool:
         self.waiting.pop(key, None)
+        self.recent.discard(key)
         return self.entries.pop(key, None) is not None
 
     def restart(self) -> None:
@@ -143,13 +145,13 @@ class NaiveTable:
         self.counters = dict.fromkeys(self.counters, 0)
         self.recent &= self.entries.keys()
         for key, entry in self.entries.items():
-            entry.half = self.cold(key) and rounded(entry.row, self.dim).tobytes() == entry.row.tobytes()
+            entry.half = self.low(key) and rounded(entry.row, self.dim).tobytes() == entry.row.tobytes()
 
     def state(self) -> dict[str, dict[int, tuple]]:
-        """By group and key: score, heat, whether recent, row's bytes; or requests and the last step."""
+        """By group and key: score, uses, whether recent, row's bytes; or requests and the last step."""
         return {
             "rows": {
-                key: (entry.score, entry.heat, key in self.recent, entry.row.tobytes())
+                key: (entry.score, entry.uses, key in self.recent, entry.row.tobytes())
                 for key, entry in self.entries.items()
             },
             "candidates": dict(self.waiting),

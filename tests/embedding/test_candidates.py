@@ -56,9 +56,9 @@ def test_a_key_is_forgotten_at_the_first_multiple_more_than_a_window_after_its_l
 def test_a_forgotten_key_starts_at_one_again():
     key = torch.tensor([-(2**63)])
     table = make(TablePolicy(admission=3, admission_window=2))
-    rows = [int(table.lookup(key, step).rows) for step in (0, 1, 4, 5)]
+    rows = [int(table.lookup(key, step).handles) for step in (0, 1, 4, 5)]
     assert rows == [-1] * 4
-    assert int(table.lookup(key, 6).rows) >= 0
+    assert int(table.lookup(key, 6).handles) >= 0
 
 
 def states(world_size: int, stops: list[tuple[int, int, str]], steps: int) -> dict[str, torch.Tensor]:

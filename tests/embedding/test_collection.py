@@ -99,8 +99,8 @@ def train(collection, steps=3):
         for group, keys in zip(collection.groups, collection.keys(LOOKUPS), strict=True):
             distinct, inverse, _ = ops.unique(keys)
             found = group.table.lookup(distinct, step)
-            values = group.table.read(found.rows, distinct)
-            group.table.write(distinct, values * 1.5)
+            values = group.table.gather(found.handles, distinct)
+            group.table.update(found.handles, values * 1.5)
             rows.append(values[inverse][:, : group.table.dim])
         seen.append(collection.by_feature(rows, LOOKUPS))
     return seen, collection.export()

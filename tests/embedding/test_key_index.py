@@ -1,4 +1,4 @@
-"""A key index is a dict from key to row number, while it grows and rehashes bit by bit as well."""
+"""A key index is a dict from key to handle, while it grows and rehashes bit by bit as well."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tritonrec.embedding import key_index
+from tritonrec.embedding import index_pool, key_index
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
 from tritonrec.kernels.hash_table import reference
@@ -52,10 +52,10 @@ def small_steps(monkeypatch):
 
 
 def filled(size, slots=1024, seed=3):
-    """An index of `size` random keys with rows 0, 1, ... and the keys."""
+    """An index of `size` random keys with handles 0, 1, ... and the keys."""
     keys = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(seed))
     index = KeyIndex(slots)
-    index.insert(keys, 0)
+    index.find_or_insert(keys)
     return index, keys
 
 
@@ -66,59 +66,62 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(slots=st.sampled_from([8, 16, 128]))
     def start(self, slots):
-        self.index, self.rows_of, self.next_row, self.free_rows = KeyIndex(slots), {}, 0, []
+        self.index, self.handle_of, self.end, self.free, self.reserved = KeyIndex(slots), {}, 0, [], []
 
-    @rule(keys=KEYS, reuse=st.integers(0, 60), int32=st.booleans())
-    def insert(self, keys, reuse, int32):
-        free = self.free_rows[:reuse]
-        given = tensor(free).to(torch.int32 if int32 else torch.int64)
-        new = [key for key in keys if key not in self.rows_of]
-        rows, inserted = self.index.insert(tensor(keys), self.next_row, given)
-        fresh = range(self.next_row, self.next_row + len(keys))
-        self.rows_of.update(zip(new, [*free, *fresh], strict=False))
+    @rule(keys=KEYS)
+    def insert(self, keys):
+        new = [key for key in keys if key not in self.handle_of]
+        handles, inserted = self.index.find_or_insert(tensor(keys))
+        for key in new:
+            self.end += not self.free
+            self.handle_of[key] = self.free.pop() if self.free else self.end - 1
         assert inserted.tolist() == [key in new for key in keys]
-        assert rows.tolist() == [self.rows_of[key] for key in keys]
-        self.free_rows = self.free_rows[min(len(free), len(new)) :]
-        self.next_row += max(len(new) - len(free), 0)
+        assert handles.tolist() == [self.handle_of[key] for key in keys]
+
+    @rule()
+    def release(self):
+        self.index.release(tensor(self.reserved))
+        self.free, self.reserved = self.free + self.reserved, []
+
+    @rule(keys=st.integers(0, 300))
+    def grow(self, keys):
+        """The next so many keys clear and move nothing."""
+        self.index.grow(keys)
+        assert self.index._next is None and self.index._old is None
+        assert len(self.index) + keys <= 0.75 * self.index.slots
 
     @rule(data=st.data())
     def insert_present_keys(self, data):
-        keys = data.draw(st.lists(st.sampled_from(sorted(self.rows_of) or [0]), unique=True))
-        keys = [key for key in keys if key in self.rows_of]
-        rows, inserted = self.index.insert(tensor(keys), self.next_row, tensor(self.free_rows))
-        assert rows.tolist() == [self.rows_of[key] for key in keys] and not inserted.any()
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.handle_of) or [0]), unique=True))
+        keys = [key for key in keys if key in self.handle_of]
+        handles, inserted = self.index.find_or_insert(tensor(keys))
+        assert handles.tolist() == [self.handle_of[key] for key in keys] and not inserted.any()
 
     @rule(keys=KEYS)
     def erase_keys(self, keys):
         self.erase(keys)
 
     def erase(self, keys):
-        rows = [self.rows_of.pop(key, -1) for key in keys]
-        assert self.index.erase(tensor(keys)).tolist() == rows
-        self.free_rows += [row for row in rows if row != -1]
+        handles = [self.handle_of.pop(key, -1) for key in keys]
+        assert self.index.erase(tensor(keys)).tolist() == handles
+        self.reserved += [handle for handle in handles if handle != -1]
 
     @rule(data=st.data())
     def erase_present_keys(self, data):
-        self.erase(data.draw(st.permutations(sorted(self.rows_of)))[::2])
+        self.erase(data.draw(st.permutations(sorted(self.handle_of)))[::2])
 
     @rule(keys=KEYS)
     def find(self, keys):
         asked = keys + keys[:3]
-        assert self.index.find(tensor(asked)).tolist() == [self.rows_of.get(key, -1) for key in asked]
-
-    @rule(data=st.data())
-    def assign(self, data):
-        keys = data.draw(st.permutations(sorted(self.rows_of)))[:15]
-        rows = [self.rows_of[key] for key in reversed(keys)]
-        self.index.assign(tensor(keys), tensor(rows))
-        self.rows_of.update(zip(keys, rows, strict=True))
+        assert self.index.find(tensor(asked)).tolist() == [self.handle_of.get(key, -1) for key in asked]
 
     @invariant()
     def holds_the_same(self):
-        keys, rows = self.index.items()
-        assert len(keys) == len(self.index) == len(self.rows_of), "a key is lost, or in both structures"
-        assert dict(zip(keys.tolist(), rows.tolist(), strict=True)) == self.rows_of
-        assert self.index.find(keys).tolist() == rows.tolist()
+        keys, handles = self.index.items()
+        assert len(keys) == len(self.index) == len(self.handle_of), "a key is lost, or in both structures"
+        assert dict(zip(keys.tolist(), handles.tolist(), strict=True)) == self.handle_of
+        assert self.index.find(keys).tolist() == handles.tolist()
+        assert self.index.end == self.end
         counted = int((self.index._now.rows[: self.index._now.done] == -2).sum())
         assert self.index._now.tombstones == counted
         assert self.index.load_factor <= key_index.FULL
@@ -145,12 +148,11 @@ def test_is_a_dict(monkeypatch):
 def test_every_state_of_a_growth_finds_every_key():
     index, keys = filled(760)
     states = set()
-    for next_row in range(760, 1200, 4):
-        more = torch.arange(next_row, next_row + 4)
-        index.insert(more, next_row)
+    for first in range(760, 1200, 4):
+        index.find_or_insert(torch.arange(first, first + 4))
         states.add((index.slots, index._next is not None, index._old is not None))
         assert index.find(keys).tolist() == list(range(760))
-        assert index.find(torch.arange(760, next_row + 4)).tolist() == list(range(760, next_row + 4))
+        assert index.find(torch.arange(760, first + 4)).tolist() == list(range(760, first + 4))
         assert (index.find(keys ^ 1) == -1).all()
     assert states == {
         (1024, False, False),
@@ -164,14 +166,14 @@ def test_a_key_erased_while_it_waits_to_move_stays_away():
     index, keys = filled(768)
     more = torch.arange(512)
     for i in range(len(more)):
-        index.insert(more[i : i + 1], 768 + i)
+        index.find_or_insert(more[i : i + 1])
         if index._old is not None:
             break
     erased = keys[::3]
     assert index.erase(erased).tolist() == list(range(0, 768, 3))
     while index._old is not None:
         i += 1
-        index.insert(more[i : i + 1], 768 + i)
+        index.find_or_insert(more[i : i + 1])
         assert (index.find(erased) == -1).all()
     assert len(index) == 768 - 256 + i + 1
     assert index.find(keys[1::3]).tolist() == list(range(1, 768, 3))
@@ -181,14 +183,14 @@ def test_a_moved_key_may_take_a_tombstone():
     """A slot of a full group is freed, and the next stretch that moves fills it again."""
     crowd = [key_with_hash(i << 40 | 1 << 32) for i in range(48)]  # all walk from group 0 to the next
     index = KeyIndex(64)
-    index.insert(tensor(crowd), 0)
+    index.find_or_insert(tensor(crowd))
     filler = 0
     while index._old is None or index._old.done < 16:
-        index.insert(tensor([filler]), 48 + filler)
+        index.find_or_insert(tensor([filler]))
         filler += 1
     assert index.erase(tensor(crowd[:3])).tolist() == [0, 1, 2]
     assert index._now.tombstones == 3
-    index.insert(tensor([filler]), 48 + filler)
+    index.find_or_insert(tensor([filler]))
     assert index._now.tombstones == int((index._now.rows == -2).sum()) < 3
     assert index.find(tensor(crowd)).tolist() == [-1, -1, -1, *range(3, 48)]
 
@@ -199,7 +201,7 @@ def test_no_call_works_more_than_its_share(monkeypatch):
     index, _ = filled(6144, slots=8192)
     cleared, moved = [0], [0]
     for i in range(900):
-        index.insert(torch.arange(4 * i, 4 * i + 4), 6144 + 4 * i)
+        index.find_or_insert(torch.arange(4 * i, 4 * i + 4))
         if index._next is not None:
             cleared.append(index._next.done)
         if index._old is not None:
@@ -214,25 +216,25 @@ def test_allocating_touches_nothing():
     """The new structure of a growth is as it came from the allocator, but for the stretch that is cleared."""
     index, _ = filled(3 << 20, slots=1 << 22)
     before = resident_bytes()
-    index.insert(torch.arange(512), 3 << 20)
+    index.find_or_insert(torch.arange(512))
     assert index._next is not None and index._next.slots == 1 << 23 and index._next.done == 32 * 512
     assert resident_bytes() - before < 24 << 20 < index._next.keys.nbytes
 
 
 def test_tombstones_are_dropped_in_the_same_size():
     index, keys = filled(700)
-    rehashed, row = False, 700
+    rehashed, end = False, 700
     for seed in range(60):
         gone, keys = keys[:100], keys[100:]
         index.erase(gone)
         fresh = torch.randint(
             -(2**63), 2**63 - 1, (100,), generator=torch.Generator().manual_seed(100 + seed)
         )
-        index.insert(fresh, row)
-        keys, row = torch.cat([keys, fresh]), row + 100
+        index.find_or_insert(fresh)
+        keys, end = torch.cat([keys, fresh]), end + 100
         rehashed |= index._old is not None
         assert (index.find(gone) == -1).all()
-        assert index.find(keys).tolist() == list(range(row - 700, row))
+        assert index.find(keys).tolist() == list(range(end - 700, end))
     assert rehashed and index.slots == 1024
 
 
@@ -255,8 +257,8 @@ def test_many_keys_in_one_call(size):
 def test_present_keys_do_not_grow_it():
     index, keys = filled(768)
     for _ in range(3):
-        rows, inserted = index.insert(keys, 5000)
-        assert rows.tolist() == list(range(768)) and not inserted.any()
+        handles, inserted = index.find_or_insert(keys)
+        assert handles.tolist() == list(range(768)) and not inserted.any()
     assert index.slots == 1024 and index._next is None
     assert index.nbytes == 12 * 1024
 
@@ -279,34 +281,30 @@ def test_keys_chosen_to_collide_take_no_longer_than_others(monkeypatch, secret):
     ):  # fmt: skip
         monkeypatch.setattr(murmur, "SECRET", bits)
         index = KeyIndex(2048)
-        rows = torch.cat([index.insert(keys[at : at + 100], at)[0] for at in range(0, 1500, 100)])
+        rows = torch.cat([index.find_or_insert(keys[at : at + 100])[0] for at in range(0, 1500, 100)])
         assert torch.equal(rows, torch.arange(1500)) and torch.equal(index.find(keys), rows)
         assert set(index.items()[0].tolist()) == set(keys.tolist())
         found[name] = visits(index)
     assert found["known"] > 90 and found["hidden"] < 1.1 * found["random"] < 2
 
 
-def test_assigning_an_absent_key_names_it_and_changes_nothing():
+def test_more_keys_than_handles_are_refused_and_change_nothing(monkeypatch):
+    monkeypatch.setattr(key_index, "MAX_ROWS", 22)
+    monkeypatch.setattr(index_pool, "MAX_ROWS", 22)
     index, keys = filled(20)
-    with pytest.raises(ValueError, match="key -77 is not in the index; nothing was assigned"):
-        index.assign(torch.cat([keys[:5], tensor([-77])]), torch.arange(100, 106))
-    assert index.find(keys).tolist() == list(range(20))
-    with pytest.raises(ValueError, match="2 keys cannot take 3 rows"):
-        index.assign(keys[:2], torch.arange(3))
-    with pytest.raises(ValueError, match=r"rows must be in \[0, 2\*\*31\), got -1 to 5"):
-        index.assign(keys[:2], tensor([5, -1]))
+    index.find_or_insert(keys)  # nothing is new
+    with pytest.raises(MemoryError, match="at most 22 rows on one rank; it has 20, and 3 are new"):
+        index.find_or_insert(torch.cat([keys[:4], tensor([1, 2, 3])]))
+    assert len(index) == 20 and index.find(tensor([1, 2, 3])).tolist() == [-1] * 3
+    erased = index.erase(keys[:1])
+    with pytest.raises(MemoryError, match="it has 20"):  # the erased one is reserved
+        index.find_or_insert(tensor([1, 2, 3]))
+    index.release(erased)
+    assert index.find_or_insert(tensor([1, 2, 3]))[0].tolist() == [0, 20, 21]
 
 
-def test_refuses_rows_that_are_no_int32():
-    index, keys = filled(20)
-    index.insert(keys, 2**31)  # nothing is new
-    with pytest.raises(ValueError, match="2 new keys from row 2147483647 and 0 free rows leave"):
-        index.insert(tensor([1, 2, int(keys[0])]), 2**31 - 1)
-    with pytest.raises(ValueError, match="leave"):
-        index.insert(tensor([1]), 5, tensor([-1]))
-    rows, _ = index.insert(tensor([1, 2]), 2**31 - 1, tensor([7]))
-    assert rows.tolist() == [7, 2**31 - 1]
+def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="power of two and at least 8, got 12"):
         KeyIndex(12)
     with pytest.raises(ValueError, match=r"keys must be \(K,\) int64"):
-        index.find(torch.zeros(3))
+        KeyIndex().find(torch.zeros(3))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tritonrec.embedding import Eviction, Heat, TablePolicy
+from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.options import policy
 
 
@@ -12,7 +12,10 @@ from tritonrec.harness.options import policy
         (("", 1, ""), TablePolicy()),
         (("lru:500", 3, ""), TablePolicy(Eviction("lru", capacity=500), 3)),
         (("lfu:500:20", 1, ""), TablePolicy(Eviction("lfu", capacity=500, every=20))),
-        (("ttl:7:2", 1, "4:100"), TablePolicy(Eviction("ttl", ttl=7, every=2), heat=Heat(4, 100))),
+        (
+            ("ttl:7:2", 1, "4:100"),
+            TablePolicy(Eviction("ttl", ttl=7, every=2), precision=PrecisionTiers(4, 100)),
+        ),
     ],
 )
 def test_words_become_policies(words, expected):
@@ -26,7 +29,7 @@ def test_words_become_policies(words, expected):
         (("fifo:3", 1, ""), "--evict takes"),
         (("lru:many", 1, ""), "--evict takes whole numbers, got 'lru:many'"),
         (("lru:0", 1, ""), "needs capacity of at least 1, got 0"),
-        (("", 1, "3"), "--heat takes THRESHOLD:EVERY, got '3'"),
+        (("", 1, "3"), "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
         (("", 1, "300:2"), "threshold must be 1 to 255, got 300"),
     ],
 )

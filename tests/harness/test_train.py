@@ -8,7 +8,7 @@ import pytest
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.embedding import Eviction, Heat, TablePolicy
+from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.train import Run, train
 from tritonrec.pipeline import Trainer, WindowConfig
 
@@ -92,7 +92,7 @@ def test_resuming_at_another_world_size_changes_nothing(pool, job, reference, tm
     assert same(resumed[0], reference)
 
 
-POLICY = TablePolicy(Eviction("lru", capacity=60, every=2), admission=2, heat=Heat(2, every=3))
+POLICY = TablePolicy(Eviction("lru", capacity=60, every=2), admission=2, precision=PrecisionTiers(2, every=3))
 
 
 def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):

@@ -109,6 +109,7 @@ def ids_of(table):
     return torch.tensor([3, -7, 11])
 
 
+NO_ROWS = torch.full((3,), -1)
 READERS_AND_WRITERS = {
     "peek": lambda model, tables, dense: tables.peek({"item": Lookup(ids_of(tables))}),
     "export": lambda model, tables, dense: tables.export(),
@@ -119,8 +120,8 @@ READERS_AND_WRITERS = {
     "take_changes": lambda model, tables, dense: tables.take_changes(),
     "lookup": lambda model, tables, dense: tables.groups[0].table.lookup(ids_of(tables), 9),
     "find": lambda model, tables, dense: tables.groups[0].table.find(ids_of(tables)),
-    "read": lambda model, tables, dense: tables.groups[0].table.read(ids_of(tables), ids_of(tables)),
-    "write": lambda model, tables, dense: tables.groups[0].table.write(ids_of(tables), torch.ones(3, 18)),
+    "gather": lambda model, tables, dense: tables.groups[0].table.gather(NO_ROWS, ids_of(tables)),
+    "update": lambda model, tables, dense: tables.groups[0].table.update(NO_ROWS, torch.ones(3, 18)),
     "erase": lambda model, tables, dense: tables.groups[0].table.erase(ids_of(tables)),
     "table export": lambda model, tables, dense: tables.groups[0].table.export(),
     "table load": lambda model, tables, dense: tables.groups[0].table.load(ids_of(tables), torch.ones(3, 18)),
@@ -163,7 +164,7 @@ def test_after_the_last_window_everything_may_be_read_and_written(mode, level):
     with trainer(made, mode, level) as training:
         list(training.run(batches(2)))
         for name, use in READERS_AND_WRITERS.items():
-            if name not in ("load_state", "dense load", "read"):  # their arguments here are no legal ones
+            if name not in ("load_state", "dense load"):  # their arguments here are no legal ones
                 use(*made)
 
 

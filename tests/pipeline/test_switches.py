@@ -13,7 +13,7 @@ from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
     HashTableCollection,
-    Heat,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
 )
@@ -34,7 +34,7 @@ from tritonrec.pipeline import (
 )
 
 CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, heat=Heat(3, every=3))
+POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
 TWO_BUFFERS = ("dbp", "nestpipe")
 
 

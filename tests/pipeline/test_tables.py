@@ -1,5 +1,6 @@
 """Promise: merging, dedup, accumulation and policies give the bits of plain synchronous training."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,11 @@ from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
     HashTableCollection,
-    Heat,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
 )
+from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 
@@ -129,8 +131,10 @@ POLICIES = {
     "lfu": TablePolicy(Eviction("lfu", capacity=30, every=3)),
     "ttl": TablePolicy(Eviction("ttl", ttl=1)),
     "admission": TablePolicy(admission=3),
-    "heat": TablePolicy(heat=Heat(2, every=2)),
-    "all": TablePolicy(Eviction("lru", capacity=30, every=2), admission=2, heat=Heat(3, every=4)),
+    "precision": TablePolicy(precision=PrecisionTiers(2, every=2)),
+    "all": TablePolicy(
+        Eviction("lru", capacity=30, every=2), admission=2, precision=PrecisionTiers(3, every=4)
+    ),
 }
 
 
@@ -141,16 +145,37 @@ def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
     made = parts(POLICIES[name])
     got, results, _ = run(mode, batches(9), made, micro_batches=3)
     counters = made[1].groups[0].table.counters
-    did = {"admission": "rejected", "heat": "demoted"}.get(name, "evicted")
+    did = {"admission": "rejected", "precision": "demoted"}.get(name, "evicted")
     assert getattr(counters, did) > 0
     assert same(got, expected)
     for a, b in zip(losses, results, strict=True):
         assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
 
 
+@pytest.mark.parametrize(
+    "mode, skip_fetch",
+    [("dbp", False), ("dbp", True), ("fwp", False), ("nestpipe", False), ("nestpipe", True)],
+)
+def test_a_key_is_hashed_once_a_window(monkeypatch, mode, skip_fetch):
+    """The handles of the lookup are carried to the write-back."""
+    calls = Counter()
+
+    def counted(method):
+        def call(index, keys):
+            calls[method.__name__] += 1
+            return method(index, keys)
+
+        return call
+
+    for method in (KeyIndex.find, KeyIndex.find_or_insert, KeyIndex.erase):
+        monkeypatch.setattr(KeyIndex, method.__name__, counted(method))
+    _, _, counts = run(mode, batches(5), micro_batches=2, skip_fetch=skip_fetch)
+    assert calls == {"find_or_insert": counts.lookups} == {"find_or_insert": 5}
+
+
 @pytest.mark.parametrize("mode", PIPELINED)
-def test_a_cold_weight_beyond_float16_is_an_error_that_names_it(mode):
-    made = parts(TablePolicy(heat=Heat(5, every=2)), optimizer="sgd")
+def test_a_low_precision_weight_beyond_float16_is_an_error_that_names_it(mode):
+    made = parts(TablePolicy(precision=PrecisionTiers(5, every=2)), optimizer="sgd")
     ids = batches(1)[0].lookups()["item"].ids.unique()
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 2e5)
     with pytest.raises(StageFailedError, match=r"table item.* does not fit 16 bits"):

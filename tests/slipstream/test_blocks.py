@@ -7,7 +7,7 @@ import torch
 from slip_kit import CONFIG, LOG, expected_changes, follow, hot_of, loader
 
 from tritonrec.data import ClickLoader
-from tritonrec.embedding import Eviction, Heat, TablePolicy
+from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.pipeline import WindowConfig
 from tritonrec.slipstream import HotRows, Judgement, RemainingLoader, Slipstream, SlipstreamConfig, hot_rows
 from tritonrec.slipstream.classify import classify
@@ -70,8 +70,9 @@ def test_changes_are_distances_between_the_last_two_snapshots(how):
 
 
 @pytest.mark.parametrize("policy", [
-    TablePolicy(Eviction("lru", capacity=10)), TablePolicy(admission=2), TablePolicy(heat=Heat(3, every=2)),
-    TablePolicy(Eviction("ttl", ttl=2), 2, Heat(2, every=3)),
+    TablePolicy(Eviction("lru", capacity=10)), TablePolicy(admission=2),
+    TablePolicy(precision=PrecisionTiers(3, every=2)),
+    TablePolicy(Eviction("ttl", ttl=2), 2, PrecisionTiers(2, every=3)),
 ])  # fmt: skip
 def test_policies_of_the_tables_do_not_make_it_depend_on_the_mode(policy):
     one, other = follow(policy=policy), follow(policy=policy, mode="sequential", window=WindowConfig(1))

@@ -1,19 +1,22 @@
 """Dynamic tables, the features that look them up, and the optimizers of their rows."""
 
-from .features import FeatureConfig, HashTableCollection, KeyLayout, TableGroup
+from .features import FeatureConfig, HashTableCollection, TableGroup
+from .interface import EmbeddingTable
+from .key_layout import KeyLayout
 from .optimizer import DenseOptimizer, OptimizerName, RowOptimizer
-from .policy import Eviction, Heat, TablePolicy
+from .policy import Eviction, PrecisionTiers, TablePolicy
 from .table import DynamicTable
 
 __all__ = [
     "DenseOptimizer",
     "DynamicTable",
+    "EmbeddingTable",
     "Eviction",
     "FeatureConfig",
     "HashTableCollection",
-    "Heat",
     "KeyLayout",
     "OptimizerName",
+    "PrecisionTiers",
     "RowOptimizer",
     "TableGroup",
     "TablePolicy",

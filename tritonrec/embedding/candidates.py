@@ -1,26 +1,28 @@
-"""Keys that have been asked for, but not often enough to get a row."""
+"""Admission: keys that were looked up, but not often enough to get a row."""
 
 from __future__ import annotations
 
 import torch
 
-from .chunks import Chunks
+from .change_log import ChangeLog
 from .key_index import KeyIndex
+from .row_column import RowColumn
 
 
 class Candidates:
-    """How often keys without a row have been asked for, and the last step that did: two notes, no values.
+    """Keys without a row, how many steps have looked each up, and the last one that did.
 
     Args:
-        admission: requests that a key needs.
-        window: steps; `sweep` forgets what none of as many has asked for.
-        slots: of its key structure at the start.
+        admission: steps after which a key gets a row.
+        window: steps; a key that none of as many has looked up is forgotten.
+        slots: of the key structure at the start.
     """
 
     def __init__(self, admission: int, window: int, slots: int):
         self.admission, self.window = admission, window
         self._index = KeyIndex(slots)
-        self._notes = Chunks(0, torch.int32, 65536, {"counts": torch.int32, "last": torch.int32})
+        self._columns = {"counts": RowColumn(torch.int32), "last": RowColumn(torch.int32)}
+        self._changes = ChangeLog()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -28,63 +30,70 @@ class Candidates:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, counts and steps."""
-        return self._index.nbytes + self._notes.note_bytes
+        columns = sum(column.nbytes for column in self._columns.values())
+        return self._index.nbytes + self._index.free_nbytes + columns
 
-    def sweep(self, step: int) -> torch.Tensor:
-        """Forget what is due at `step`, before its requests are counted; the keys (n,) int64 that went.
+    def forget(self, step: int) -> None:
+        """Forget the keys that are due at `step`, before its lookups are counted.
 
-        A function of the step and of the key's own requests: the same at any world size.
+        This goes by the step and by the key's own lookups: it is the same at any world size.
         """
-        if step % self.window:
-            return torch.empty(0, dtype=torch.int64)
-        keys, rows = self._index.items()
-        forgotten = keys[step - self._notes.notes["last"][rows] > self.window]
-        self.forget(forgotten)
-        return forgotten
+        if step % self.window == 0:
+            keys, handles = self._index.items()
+            self.erase(keys[step - self._columns["last"][handles] > self.window])
 
     def count(self, keys: torch.Tensor, step: int) -> torch.Tensor:
-        """Count one request of `step` for each of `keys` (K,), distinct.
+        """Count a lookup at `step` of each of `keys` (K,), distinct.
 
         Returns:
-            (R,) int64, positions of those that are now admitted; they are candidates no longer.
+            (R,) int64, positions of the keys that are now admitted; they are candidates no longer.
         """
-        rows = self._add(keys)
-        counts = self._notes.notes["counts"]
-        counts[rows] += 1
-        self._notes.notes["last"][rows] = step
-        admitted = (counts[rows] >= self.admission).nonzero().squeeze(1)
-        self.forget(keys[admitted])
+        handles = self._add(keys)
+        counts = self._columns["counts"][handles] + 1
+        self._columns["counts"][handles] = counts
+        self._columns["last"][handles] = step
+        admitted = (counts >= self.admission).nonzero().squeeze(1)
+        self.erase(keys[admitted])
         return admitted
 
-    def forget(self, keys: torch.Tensor) -> None:
-        """Drop what was counted of `keys` (K,), distinct."""
-        rows = self._index.erase(keys)
-        self._notes.give_back(rows[rows >= 0])
+    def erase(self, keys: torch.Tensor) -> None:
+        """Forget `keys` (K,), distinct."""
+        handles = self._index.erase(keys)
+        self._index.release(handles[handles >= 0])
+        self._changes.erase(keys)
 
-    def has(self, keys: torch.Tensor) -> torch.Tensor:
-        """(K,) bool, which of `keys` have been counted."""
-        return self._index.find(keys) >= 0
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what `state` gave, all of it or a part by keys."""
+        handles = self._add(state["keys"])
+        for name, column in self._columns.items():
+            column[handles] = state[name]
 
-    def keys(self) -> torch.Tensor:
-        """All of them (n,) int64, ascending."""
-        return self._index.items()[0].sort().values
+    def state(self) -> dict[str, torch.Tensor]:
+        """``keys`` (n,) int64, ascending, their ``counts`` and the ``last`` step of each, both (n,) int32."""
+        return self.read(*self._index.items())
 
-    def columns(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``keys``, ``counts`` and the ``last`` step that asked, both (n,) int32, of candidates."""
-        rows = self._index.find(keys)
-        return {"keys": keys, **{name: note[rows] for name, note in self._notes.notes.items()}}
+    def track_changes(self) -> None:
+        """Log changes from now on."""
+        self._changes.start(self._index.end)
 
-    def load(self, columns: dict[str, torch.Tensor]) -> None:
-        """Take over `columns`."""
-        rows = self._add(columns["keys"])
-        for name, note in self._notes.notes.items():
-            note[rows] = columns[name]
+    def take_changes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """`state` of the keys that changed since the last call, and the keys (n,) that went."""
+        keys, handles = self._index.items()
+        changed, erased = self._changes.changed(handles), self._changes.erased()
+        self.track_changes()
+        return self.read(keys[changed], handles[changed]), erased[self._index.find(erased) < 0]
+
+    def read(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`state` of `keys` (n,) and their handles (n,)."""
+        keys, order = keys.sort()
+        return {"keys": keys} | {name: column[handles[order]] for name, column in self._columns.items()}
 
     def _add(self, keys: torch.Tensor) -> torch.Tensor:
-        """Row numbers (K,) of `keys`, with a count of 0 where new."""
-        store = self._notes
-        rows, inserted = self._index.insert(keys, store.used, store.next_free(len(keys)))
-        new = rows[inserted]
-        store.claim(len(new))
-        store.notes["counts"][new] = 0
-        return rows
+        """Handles (K,) of `keys`, with a count of 0 where new."""
+        handles, inserted = self._index.find_or_insert(keys)
+        self._changes.grow(self._index.end)
+        for column in self._columns.values():
+            column.grow(self._index.end)
+        self._columns["counts"][handles[inserted]] = 0
+        self._changes.mark(handles)
+        return handles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -10,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 
 from .. import ops
+from .key_layout import KeyLayout
 from .optimizer import RowOptimizer
 from .policy import TablePolicy
 from .state_check import check_state
@@ -40,7 +40,7 @@ class FeatureConfig:
             for an empty bag).
         scale: initial weights are uniform in [-scale, scale); ``dim ** -0.5`` if left out.
         optimizer: rule of the rows, if not the collection's.
-        policy: eviction, admission and storage by heat.
+        policy: eviction, admission and precision tiers.
         merge: False keeps the table out of merged ones, and all 2**64 ids legal.
     """
 
@@ -62,69 +62,6 @@ class FeatureConfig:
             raise ValueError(
                 f"feature {self.name!r}: pooling must be none, sum or mean, got {self.pooling!r}"
             )
-
-
-class KeyLayout:
-    """How the keys of a merged table tell its logical tables apart (MTGRBoost, equation 8).
-
-    ``key = (member << (63 - k)) | id`` with ``k = ceil(log2(m + 1))`` bits for m tables; the sign bit stays
-    0. Three tables::
-
-        bit    63   62 61    60 ........ 0
-               0    member   id                 ids from 0 to 2**61 - 1
-
-    One table alone keeps its ids as they are, all 2**64 of them.
-
-    Args:
-        names: of the logical tables, in the order of their member numbers.
-    """
-
-    def __init__(self, names: tuple[str, ...]):
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"a table needs one or more distinct names, got {list(names)}")
-        self.names = names
-        self.bits = len(names).bit_length() if len(names) > 1 else 0
-        self.table_ids = [
-            int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") for name in names
-        ]
-        self._shift = 63 - self.bits
-
-    def pack(self, member: int, ids: torch.Tensor, feature: str) -> torch.Tensor:
-        """Keys (K,) int64 of `ids` (K,) in the table of that number.
-
-        Raises ValueError naming `feature` and the first id that does not fit.
-        """
-        if not self.bits:
-            return ids
-        outside = (ids < 0) | (ids >= 1 << self._shift)
-        if bool(outside.any()):
-            raise ValueError(
-                f"feature {feature!r}: id {int(ids[outside][0])} does not fit into a table merged of "
-                f"{len(self.names)}, which leaves ids from 0 to {(1 << self._shift) - 1}; keep the table of "
-                "this feature apart with merge=False"
-            )
-        return ids | (member << self._shift)
-
-    def unpack(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Member numbers (K,) and ids (K,), both int64."""
-        if not self.bits:
-            return torch.zeros_like(keys), keys
-        return keys >> self._shift, keys & ((1 << self._shift) - 1)
-
-    def ids(self, keys: torch.Tensor) -> torch.Tensor:
-        """The ids (K,) int64 of `keys` (K,) in their own tables."""
-        return self.unpack(keys)[1]
-
-    def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-        """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
-        if not self.bits:
-            return ops.initial_rows(seed, self.table_ids[0], keys, dim, scale)
-        members, ids = self.unpack(keys)
-        rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
-        for member in torch.unique(members).tolist():
-            here = members == member
-            rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
-        return rows
 
 
 @dataclass(frozen=True)
@@ -260,7 +197,7 @@ class HashTableCollection:
         rows = []
         for group, keys in zip(self.groups, self.keys(lookups), strict=True):
             distinct, inverse, _ = ops.unique(keys)
-            values = group.table.read(group.table.find(distinct), distinct)
+            values = group.table.gather(group.table.find(distinct), distinct)
             rows.append(ops.gather_rows(values[:, : group.table.dim], inverse))
         return self.by_feature(rows, lookups)
 
@@ -293,7 +230,7 @@ class HashTableCollection:
 
         Raises ValueError naming every table and column in which it is not the state of these tables.
         """
-        parts = [group.table.state() for group in self.groups]
+        parts = [group.table.empty_state() for group in self.groups]
         check_state(state, self._by_table(parts))
         for group, own in zip(self.groups, parts, strict=True):
             columns: dict[str, dict[str, torch.Tensor]] = {}
@@ -338,12 +275,7 @@ class HashTableCollection:
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows (n, row_width) float32 that `ids` of a logical table start from."""
         group, member = self._group(table)
-        keys = group.layout.pack(member, ids, table)
-        rows = torch.zeros(len(ids), group.table.row_width, dtype=torch.float32)
-        rows[:, : group.table.dim] = group.layout.initial_rows(
-            self.seed, keys, group.table.dim, group.table.scale
-        )
-        return rows
+        return group.table.initial_rows(group.layout.pack(member, ids, table))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
         if table not in self._where:

@@ -1,4 +1,4 @@
-"""Where the row of each key lies: the key structure of a dynamic table, which grows without a stall.
+"""The handle of each key: the key structure of a dynamic table, which grows without a stall.
 
 Two tensors of `tritonrec.kernels.hash_table`, 12 bytes a slot, apart from the rows they point to, so that
 growth copies keys and no row (MTGRBoost section 4.1, Figure 6). The paper's growth copies the key structure
@@ -25,6 +25,7 @@ import torch
 
 from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
+from .index_pool import MAX_ROWS, IndexPool
 
 LOAD_FACTOR = 0.75
 """A structure of twice the slots takes over above this load (MTGRBoost, section 4.1)."""
@@ -47,10 +48,11 @@ LEAST_KEYS = 1024
 
 
 class KeyIndex:
-    """int64 key -> int32 row number; any of the 2**64 keys is legal.
+    """int64 key -> handle; any of the 2**64 keys is legal.
 
-    Row numbers depend on the calls alone, never on where a key lies. Where it lies differs from process to
-    process (`kernels.murmur.SECRET`), and so does the order of `items`. Not safe to change from two threads.
+    Handles are numbers from 0, below 2**30. They depend on the calls alone, never on where a key lies in the
+    structure. The place of a key differs from process to process (`kernels.murmur.SECRET`), and so does the
+    order of `items`. Not safe to change from two threads.
 
     Args:
         slots: slots at the start, a power of two and at least 8.
@@ -65,9 +67,15 @@ class KeyIndex:
         self._next: _Structure | None = None  # is being cleared, and then takes over
         self._size = 0
         self._secret = np.uint64(murmur.SECRET)
+        self._handles = IndexPool()
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def end(self) -> int:
+        """Every handle so far is below."""
+        return self._handles.end
 
     @property
     def slots(self) -> int:
@@ -84,55 +92,37 @@ class KeyIndex:
         """Bytes of all structures, of those on the move too."""
         return sum(12 * one.slots for one in (self._now, self._old, self._next) if one is not None)
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the list of free handles."""
+        return self._handles.nbytes
+
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """The row of each key (K,) int64, repeats allowed; -1 where it is absent."""
+        """The handle of each key (K,) int64, repeats allowed; -1 where it is absent."""
         return torch.from_numpy(self._find(self._mixed(keys)))
 
-    def insert(
-        self, keys: torch.Tensor, next_row: int, free_rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the rows of distinct `keys`; absent keys get new rows, in the order of `keys`.
-
-        Args:
-            keys: (K,) int64, distinct (not checked).
-            next_row: the first row to hand out once `free_rows` are used up.
-            free_rows: (F,) rows to hand out first, owned by no key (not checked).
+    def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the handles of `keys` (K,) int64, distinct (not checked); absent keys get new ones in order.
 
         Returns:
-            ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
+            ``handles`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
 
         Raises:
-            ValueError: a row outside [0, 2**31); nothing has changed.
+            MemoryError: more than 2**30 handles; nothing has changed.
         """
         unsigned = self._mixed(keys)
-        free = np.empty(0, np.int64) if free_rows is None else free_rows[: len(unsigned)].long().numpy()
         new = len(unsigned)
-        if self._is_short(new) or next_row + new - len(free) > 1 << 31:
+        if self._is_short(new) or len(self._handles) + new > MAX_ROWS:
             new = int(np.count_nonzero(self._find(unsigned) < 0))
-        last_row = max(next_row + new - len(free) - 1, free.max(initial=0))
-        if next_row < 0 or free.min(initial=0) < 0 or last_row >= 1 << 31:
-            raise ValueError(f"{new} new keys from row {next_row} and {len(free)} free rows leave [0, 2**31)")
+        self._handles.check_room(new)
         self._make_room(new, len(unsigned))
-        return self._insert(unsigned, next_row, free)
-
-    def assign(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
-        """Give distinct keys that are in the index the row numbers `rows` (K,); ValueError if one is not."""
-        unsigned, new_rows = self._mixed(keys), rows.long().contiguous().numpy()
-        if len(new_rows) != len(unsigned):
-            raise ValueError(f"{len(unsigned)} keys cannot take {len(new_rows)} rows")
-        if len(new_rows) and not 0 <= new_rows.min() <= new_rows.max() < 1 << 31:
-            raise ValueError(f"rows must be in [0, 2**31), got {new_rows.min()} to {new_rows.max()}")
-        absent = np.flatnonzero(self._find(unsigned) < 0)
-        if len(absent):
-            raise ValueError(f"key {int(keys[absent[0]])} is not in the index; nothing was assigned")
-        before = np.empty(len(unsigned), np.int64)
-        kernels.hash_assign(self._now.keys, self._now.rows, unsigned, new_rows, before)
-        if self._old is not None:
-            rest = np.flatnonzero(before < 0)
-            kernels.hash_assign(self._old.keys, self._old.rows, unsigned[rest], new_rows[rest], before[rest])
+        return self._insert(unsigned)
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Take distinct keys out; the rows they had (K,) int64, -1 where they were absent."""
+        """Take distinct keys out: the handles they had (K,) int64, -1 where they were absent.
+
+        The handles stay reserved until `release`.
+        """
         unsigned = self._mixed(keys)
         rows = self._now.erase(unsigned)
         if self._old is not None:
@@ -141,8 +131,20 @@ class KeyIndex:
         self._size -= int(np.count_nonzero(rows >= 0))
         return torch.from_numpy(rows)
 
+    def release(self, handles: torch.Tensor) -> None:
+        """Handles (K,) int64 of erased keys, distinct, go to keys that come."""
+        self._handles.give_back(handles)
+
+    def grow(self, keys: int) -> None:
+        """Have room for `keys` keys more, with no growth on its way. Raises MemoryError."""
+        self._handles.check_room(keys)
+        while self._is_short(keys) or not self._idle():
+            if self._idle():
+                self._next = _Structure(self._slots_for(keys))
+            self._work(1 << 62)
+
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and their rows, both (N,) int64, in no particular order."""
+        """All keys and their handles, both (N,) int64, in no particular order."""
         parts = [one.items() for one in (self._now, self._old) if one is not None]
         keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return torch.from_numpy((keys ^ self._secret).view(np.int64)), torch.from_numpy(rows)
@@ -160,16 +162,17 @@ class KeyIndex:
             rows[rest] = self._old.find(keys[rest])
         return rows
 
-    def _insert(
-        self, keys: np.ndarray, next_row: int, free_rows: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _insert(self, keys: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        end, free = self._handles.end, self._handles.free(len(keys)).numpy()
         if self._old is None:
-            rows, inserted = self._now.insert(keys, next_row, free_rows)
+            rows, inserted = self._now.insert(keys, end, free)
         else:
             rows, inserted = self._old.find(keys), np.zeros(len(keys), bool)
             rest = np.flatnonzero(rows < 0)
-            rows[rest], inserted[rest] = self._now.insert(keys[rest], next_row, free_rows)
-        self._size += int(np.count_nonzero(inserted))
+            rows[rest], inserted[rest] = self._now.insert(keys[rest], end, free)
+        count = int(np.count_nonzero(inserted))
+        self._handles.claim(count)
+        self._size += count
         return torch.from_numpy(rows), torch.from_numpy(inserted)
 
     def _idle(self) -> bool:

@@ -5,21 +5,14 @@ from ..kernels.caches import njit
 
 
 @njit(cache=True, nogil=True)
-def unpinned(keys, rows, full_note, half_note, full_pinned, half_pinned, free_keys, notes):
-    """Copy the keys whose rows are not pinned, and what is noted about them; how many they are.
-
-    Row numbers from 2**30 on are those of `half_note` and `half_pinned`.
-    """
+def unpinned(keys, handles, pinned, metadata, left_keys, left_handles, values):
+    """Copy keys, handles and metadata of the rows that are not pinned; returns how many they are."""
     count = 0
     for i in range(len(keys)):
-        if rows[i] >= 1 << 30:
-            row = rows[i] - (1 << 30)
-            pinned, note = half_pinned[row], half_note[row]
-        else:
-            pinned, note = full_pinned[rows[i]], full_note[rows[i]]
-        free_keys[count] = keys[i]
-        notes[count] = note
-        count += not pinned
+        left_keys[count] = keys[i]
+        left_handles[count] = handles[i]
+        values[count] = metadata[handles[i]]
+        count += not pinned[handles[i]]
     return count
 
 

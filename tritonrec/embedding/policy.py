@@ -1,4 +1,4 @@
-"""What a table does with rows that are seldom used: evict, not admit, store in half precision."""
+"""Policies of a table for rows that are seldom used: eviction, admission, precision tiers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Eviction:
         policy: ``"lru"`` and ``"lfu"`` keep each logical table, all ranks together, at `capacity` rows and
             evict those with the oldest last step, or with the fewest steps that used them; the smaller id
             goes first where they tie. ``"ttl"`` evicts what was last used more than `ttl` steps ago.
-        capacity: rows of a logical table, over all ranks. The step's own new keys come after the sweep, so
+        capacity: rows of a logical table, over all ranks. The step's own new keys come after its eviction, so
             that a table may hold as many more until the next one.
         ttl: steps.
-        every: sweep at steps divisible by this.
+        every: evict at steps divisible by this.
         keep: keep evicted rows until `DynamicTable.take_evicted` is called, to publish or archive them.
     """
 
@@ -44,16 +44,16 @@ class Eviction:
                 f"eviction by {self.policy} goes by {wanted}; it cannot honour {other}={getattr(self, other)}"
             )
         if self.every < 1:
-            raise ValueError(f"a sweep every {self.every} steps is impossible; every must be at least 1")
+            raise ValueError(f"eviction every {self.every} steps is impossible; every must be at least 1")
 
 
 @dataclass(frozen=True)
-class Heat:
+class PrecisionTiers:
     """Rows used often in float32, the others in 16 bits (MTGRBoost, section 5.2: mixed precision).
 
     Each row counts the steps that use it, up to 255; all counts halve at steps divisible by `every`. A row
-    with a count of at least `threshold` is hot. A cold one is stored with float16 weights and bfloat16
-    optimizer state, whose range is float32's: Adam's second moment would vanish in float16.
+    with a count of at least `threshold` is stored in float32. Any other is in low precision: float16 weights
+    and bfloat16 optimizer state, whose range is float32's; Adam's second moment would vanish in float16.
 
     Args:
         threshold: 1 to 255.
@@ -65,9 +65,9 @@ class Heat:
 
     def __post_init__(self) -> None:
         if not 1 <= self.threshold <= 255:
-            raise ValueError(f"heat threshold must be 1 to 255, got {self.threshold}")
+            raise ValueError(f"the precision threshold must be 1 to 255, got {self.threshold}")
         if self.every < 1:
-            raise ValueError(f"heat cannot halve every {self.every} steps; every must be at least 1")
+            raise ValueError(f"access counts cannot halve every {self.every} steps; every must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class TablePolicy:
 
     Args:
         eviction: see `Eviction`; None keeps every row.
-        admission: a key gets a row in the step that asks for it for the `admission`-th time. Before that it
-            reads as its initial row, and what training does to it is dropped.
-        heat: see `Heat`; None stores every row in float32.
+        admission: a key gets a row in the `admission`-th step that looks it up. Before that it reads as its
+            initial row, and its updates are dropped.
+        precision: see `PrecisionTiers`; None stores every row in float32.
         admission_window: steps. A key that waits for its admission is forgotten at a step divisible by this
-            if no step within as many before asked for it, and starts at one again. So the keys that wait are
-            at most those of two windows, however long the run.
+            if none of as many steps before has looked it up, and starts at one again. So the keys that wait
+            are at most those of two windows, however long the run.
     """
 
     eviction: Eviction | None = None
     admission: int = 1
-    heat: Heat | None = None
+    precision: PrecisionTiers | None = None
     admission_window: int = 1000
 
     def __post_init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Which keys of all ranks have the smallest scores: a radix select that exchanges counts, never keys."""
+"""Rows that a policy may choose, and the choice of the smallest scores over all ranks.
+
+The choice is a radix select that exchanges counts, never keys.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import numpy as np
 import torch
 
 from . import numba_sweep
+from .interface import EmbeddingTable
+from .row_column import RowColumn
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums an int64 tensor over the ranks; every rank calls it equally often, with equal shapes."""
@@ -64,3 +69,22 @@ def select_smallest(
         )  # fmt: skip
         candidates = kept[:count]
     return torch.from_numpy(chosen)
+
+
+def unpinned_rows(
+    rows: EmbeddingTable, pinned: torch.Tensor, metadata: RowColumn
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys (n,), handles (n,) and metadata (n,) of every row but those of the handles `pinned` (P,).
+
+    Rows in the pipeline's buffers are pinned; a handle of -1 pins nothing.
+    """
+    keys, handles = rows.items()
+    marks = torch.zeros(rows.end, dtype=torch.bool)
+    marks[pinned[pinned >= 0]] = True
+    left_keys, left_handles = torch.empty_like(keys), torch.empty_like(handles)
+    values = torch.empty(len(keys), dtype=metadata.rows.dtype)
+    count = numba_sweep.unpinned(
+        keys.numpy(), handles.numpy(), marks.numpy(), metadata.rows.numpy(),
+        left_keys.numpy(), left_handles.numpy(), values.numpy(),
+    )  # fmt: skip
+    return left_keys[:count], left_handles[:count], values[:count]

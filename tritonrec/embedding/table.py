@@ -1,56 +1,53 @@
-"""A table of rows by key that grows without moving a row (MTGRBoost, section 4.1)."""
+"""A table of rows by key and its policies: admission, eviction, precision tiers (MTGRBoost, section 4.1)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from dataclasses import replace
 
 import torch
 
 from .candidates import Candidates
-from .changes import ChangeLog
+from .evictor import Evictor
+from .host_table import HostTable
 from .in_flight import InFlight
+from .interface import EmbeddingTable
+from .key_layout import KeyLayout
+from .lookup import Counters, Lookup
+from .metadata import RowMetadata
 from .policy import TablePolicy
-from .rows import TOO_LARGE, Counters, Rows, overflows, rounded
+from .precision import AccessCounter, round_low
+from .row_storage import RowStorage, TieredStorage
 from .select import AllReduce
-from .sweeps import Sweeps
+from .state_check import check_state
 
-if TYPE_CHECKING:
-    from .features import KeyLayout
+BLOCK = 4096
+"""Rows that are evicted or demoted at a time; an update waits for no more than these."""
 
-
-class Lookup(NamedTuple):
-    """Where the rows of a step's keys lie.
-
-    rows: (K,) int64, -1 for a key that is not admitted.
-    cold: (K,) bool, the rows that are to be kept in 16 bits; None without heat. False where not admitted.
-    """
-
-    rows: torch.Tensor
-    cold: torch.Tensor | None
+State = dict[str, dict[str, torch.Tensor]]
 
 
 class DynamicTable:
     """Rows (weights and optimizer state) by int64 key; any of the 2**64 keys is legal.
 
-    The key structure is apart from the rows, which lie in chunks that never move. A key seen for the first
-    time gets weights that are a function of (seed, table, key, column) and zero state, so neither the order
-    of arrival, nor the rank, nor a restart or an eviction changes them. What the policies do depends on the
-    steps' numbers and keys only.
+    An `EmbeddingTable` stores the rows; each policy is an object of its own. A key seen for the first time
+    gets weights that are a function of (seed, table, key, column) and zero state, so neither the order of
+    arrival, nor the rank, nor a restart or an eviction changes them. Policies go by the numbers of the steps
+    and by keys only.
 
-    Threads: `lookup` of step t may run beside `write` of step t - 1, each on one thread and in the order of
-    the steps; the write of step t - 2 is done by then. A row that is being written may be read stale. While a
-    trainer has windows in flight, its lanes alone may call the methods that read or write rows: others get a
-    RuntimeError. Counters, `memory` and the number of rows may be read at any time, and run ahead.
+    Threads: `lookup` of step t may run beside `update` of step t - 1, each on one thread and in the order of
+    the steps; the update of step t - 2 is done by then. While a trainer has windows in flight its lanes alone
+    read and write rows: others get a RuntimeError, but for counters, `memory` and the number of rows.
 
     Args:
         dim: weights per row.
         row_width: float32 values per row, at least `dim`.
-        layout: logical tables that share this one; None for a single one whose keys are its ids.
+        layout: logical tables that share this one; by default one whose keys are its ids.
         seed: of the initial values.
         scale: initial weights are uniform in [-scale, scale).
         slots: slots of the key structure at the start, a power of two.
         chunk_rows: rows of one value chunk.
-        policy: eviction, admission and heat; none by default.
+        policy: eviction, admission and precision tiers; none by default.
     """
 
     def __init__(
@@ -66,244 +63,223 @@ class DynamicTable:
         policy: TablePolicy | None = None,
     ):
         self.dim, self.row_width = dim, dim if row_width is None else row_width
-        self.layout, self.seed, self.scale, self.policy = layout, seed, scale, policy or TablePolicy()
-        self._rows = Rows(dim, self.row_width, layout, seed, scale, slots, chunk_rows, self.policy)
-        self._sweeps = Sweeps(self._rows)
+        self.layout, self.seed, self.scale = layout or KeyLayout(), seed, scale
+        self.policy = policy = policy or TablePolicy()
+        storage = (TieredStorage if policy.precision else RowStorage)(dim, self.row_width, chunk_rows)
+        self._rows: EmbeddingTable = HostTable(storage, self.initial_rows, slots)
         self._candidates: Candidates | None = None
-        if self.policy.admission > 1:
-            self._candidates = Candidates(self.policy.admission, self.policy.admission_window, slots)
-        self._counted = ChangeLog()  # keys of candidates
-        self.in_flight = InFlight(self._rows.names())
+        if policy.admission > 1:
+            self._candidates = Candidates(policy.admission, policy.admission_window, slots)
+        self._evictor = Evictor(policy.eviction, self.layout) if policy.eviction else None
+        self._precision = AccessCounter(policy.precision) if policy.precision else None
+        self._metadata = RowMetadata([each for each in (self._evictor, self._precision) if each is not None])
+        self._counters = Counters()
+        self.in_flight = InFlight(str(self.layout))
+        self._step: int | None = None  # of the last lookup, where policies go by steps
+        # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
+        # metadata, candidates and counters. In this order.
+        self._updating, self._lock = threading.Lock(), threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     @property
     def counters(self) -> Counters:
-        """What this table has done so far."""
-        return self._rows.counters
-
-    def __len__(self) -> int:
-        return len(self._rows.index)
-
-    @property
-    def load_factor(self) -> float:
-        """Share of the key structure's slots that are taken."""
-        return self._rows.index.load_factor
-
-    # Every step.
+        """Rows and lookups on this rank since the table was made."""
+        promoted, demoted = self._rows.moved
+        return replace(self._counters, promoted=promoted, demoted=demoted)
 
     def lookup(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None = None) -> Lookup:
-        """Find the rows of a step's keys, add those that are new; first do what is due at this step.
+        """Find the rows of a step's keys, and add those that are new.
+
+        First, where due at this step, rows are evicted and demoted, except those of this lookup and of the
+        last, and keys that wait for admission are forgotten. Then keys that were looked up often enough get
+        rows, and the use of rows is recorded.
 
         Args:
             keys: (K,) int64, distinct.
-            step: the step's number; larger than the last one's where the table evicts or counts heat, and
-                below 2**31 where it goes by time at all.
+            step: the step's number; with eviction or precision tiers larger than the last one's, and with any
+                policy below 2**31.
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
                 None for a single rank. Each rank calls `lookup` in every step, if without keys.
-
-        At step t: sweeps erase and demote, sparing the keys of this lookup and of the last, and forget keys
-        that wait for admission; then uses are counted and keys that are asked for often enough get rows.
         """
         self.in_flight.check("lookup")
         if self._candidates is not None and not 0 <= step < 2**31:
-            raise ValueError(f"{self._rows.names()}: step must be in [0, 2**31) with admission, got {step}")
-        self._sweeps.maintain(keys, step, all_reduce)
-        with self._rows.lock:
+            raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
+        if self._metadata.policies:
+            self._maintain(keys, step, all_reduce)
+        with self._lock:
             if self._candidates is None:
-                rows, inserted = self._rows.insert(keys)
-                new, rejected = int(inserted.sum()), 0
-                self._rows.touched.add(keys)
+                handles, new = self._insert(keys)
+                rejected = 0
             else:
-                self._counted.add(self._candidates.sweep(step))
-                rows = self._rows.index.find(keys)
-                absent = (rows < 0).nonzero().squeeze(1)
-                self._counted.add(keys[absent])
+                self._candidates.forget(step)
+                handles = self._rows.find(keys)
+                absent = (handles < 0).nonzero().squeeze(1)
                 admitted = absent[self._candidates.count(keys[absent], step)]
-                new, rejected = len(admitted), len(absent) - len(admitted)
-                rows[admitted] = self._rows.insert(keys[admitted])[0]
-                keys = keys[rows >= 0]
-                self._rows.touched.add(keys)
-            self.counters.inserted += new
-            self.counters.rejected += rejected
-            self.counters.found += len(keys) - new  # those not admitted are gone from `keys`
-            cold = self._rows.note_use(rows, step) if self._sweeps.timed else None
-        if self._sweeps.timed:
-            self._sweeps.recent, self._sweeps.step = keys, step
-        return Lookup(rows, cold)
+                handles[admitted], new = self._insert(keys[admitted])
+                rejected = len(absent) - new
+            present = handles[handles >= 0] if rejected else handles
+            self._rows.release(self._metadata.record(present, step))
+            self._counters.found += len(present) - new
+            self._counters.inserted += new
+            self._counters.rejected += rejected
+            return Lookup(handles, self._low_precision(handles))
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Row numbers of `keys` (K,) int64, -1 where absent; adds and counts nothing."""
+        """Handles of `keys` (K,) int64, -1 where absent; adds and counts nothing."""
         self.in_flight.check("find")
         return self._rows.find(keys)
 
-    def read(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Copies of the rows numbered `rows` (K,) int64, those of `keys` (K,): (K, row_width) float32.
+    def gather(self, handles: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Copies of the rows of `handles` (K,), those of `keys` (K,): (K, row_width) float32.
 
-        A row number of -1 reads as what the key's row would start from.
+        A handle of -1 gives the row that its key would start from.
         """
-        self.in_flight.check("read")
-        values = self._rows.read(rows)
-        absent = rows < 0
+        self.in_flight.check("gather")
+        values = self._rows.gather(handles)
+        absent = handles < 0
         if bool(absent.any()):
-            values[absent] = self._rows.initial_rows(keys[absent])
+            values[absent] = self.initial_rows(keys[absent])
         return values
 
-    def round_cold(self, values: torch.Tensor, cold: torch.Tensor) -> None:
-        """Round the `cold` (K,) bool rows of `values` (K, row_width), in place, to what 16 bits hold.
+    def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows (K, row_width) float32 that `keys` (K,) start from."""
+        values = torch.zeros(len(keys), self.row_width, dtype=torch.float32)
+        values[:, : self.dim] = self.layout.initial_rows(self.seed, keys, self.dim, self.scale)
+        return values
 
-        Weights become float16 numbers and the state bfloat16 numbers, so that `write` keeps them exactly.
+    def round_low_precision(self, values: torch.Tensor, low_precision: torch.Tensor) -> None:
+        """Round the `low_precision` (K,) bool rows of `values` (K, row_width), in place, to 16 bits.
 
-        Raises ValueError naming the row in `values` where a finite number does not fit.
+        `update` then keeps them exactly. Raises ValueError naming the row where a finite number does not fit.
         """
-        here = cold.to(values.device).nonzero().squeeze(1)
-        rows = values[here]
-        half = rounded(rows, self.dim)
-        bad = overflows(rows, half)
-        if len(bad):
-            row, column = bad[0].tolist()
-            raise ValueError(
-                f"{self._rows.names()}: row {int(here[row])} of the step's rows is cold, and "
-                f"{float(rows[row, column])} in its column {column} does not fit 16 bits; {TOO_LARGE}"
-            )
-        values[here] = half
+        here = low_precision.to(values.device).nonzero().squeeze(1)
+        values[here] = round_low(
+            values[here],
+            self.dim,
+            lambda row: f"{self.layout}: row {int(here[row])} of the step's rows is in low precision",
+        )
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values` (K, row_width) float32 as the rows of `keys` (K,) int64, distinct.
+    def update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite the rows of `handles` (K,), distinct, with `values` (K, row_width) float32.
 
-        Keys without a row are skipped: the row was evicted meanwhile. Leave out keys that were not admitted
-        in the step that changed them; a later lookup may have given them a row that starts afresh.
-
-        Nothing is rounded: a cold row lies in 16 bits if these hold its values exactly, as they do after
-        `round_cold`, and in float32 otherwise.
+        A handle of -1 is skipped: a key that was not admitted. Nothing is rounded: a row in low precision is
+        stored in 16 bits if these hold its values exactly, as they do after `round_low_precision`, and in
+        float32 otherwise.
         """
-        self.in_flight.check("write")
-        self._rows.check_values(keys, values)
-        with self._rows.copying:
-            self._rows.store(keys, values)
+        self.in_flight.check("update")
+        self._check_values(len(handles), values)
+        with self._updating:
+            self._update(handles, values)
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Erase the rows of `keys` (K,) int64, distinct, and what was counted of them.
+        """Erase the rows of `keys` (K,) int64, distinct; (K,) bool, whether the key had a row.
 
-        Returns:
-            (K,) bool, whether the key had a row.
+        An update with a handle from before is dropped. Counts of admission are erased too.
         """
         self.in_flight.check("erase")
-        if self._candidates is not None:
-            with self._rows.lock:
-                self._candidates.forget(keys)
-                self._counted.add(keys)
-        return self._rows.erase(keys)
-
-    # Everything at once.
+        with self._updating, self._lock:
+            if self._candidates is not None:
+                self._candidates.erase(keys)
+            handles = self._erase(keys)
+            present = handles >= 0
+            self._rows.release(self._metadata.pinned.reserve(handles[present]))
+            return present
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
         self.in_flight.check("export")
-        with self._rows.copying:
-            keys, rows = self._rows.items()
-            return keys, self._rows.read(rows)
+        with self._updating:
+            keys, handles = self._items()
+            return keys, self._rows.gather(handles)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
 
-        New rows are cold, count as used by no step (lfu) or at the step of the next sweep (lru, ttl).
+        New rows count as used by no step (lfu, precision tiers) or by that of the next eviction (lru, ttl).
         """
         self.in_flight.check("load")
-        self._rows.check_values(keys, values)
-        with self._rows.copying:
-            with self._rows.lock:
-                self._rows.insert(keys)
-                self._sweeps.unaged = True
-                if self._candidates is not None:
-                    self._candidates.forget(keys)
-                    self._counted.add(keys)
-            self._rows.store(keys, values)
+        self._check_values(len(keys), values)
+        with self._updating:
+            with self._lock:
+                handles = self._load(keys)
+            self._update(handles, values)
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state(self) -> State:
         """All that a restart needs, by group and column; each group has ``keys`` (n,) int64, ascending.
 
-            rows         rows (n, row_width) float32; with eviction score (n,) int32; with heat
-                         heat (n,) uint8; with either recent (n,) bool, used by the last lookup
-            candidates   counts (n,) int32 and last (n,) int32, the last step that asked, only where
-                         admission is above 1
+            rows         rows (n, row_width) float32; with eviction score (n,) int32; with precision tiers
+                         heat (n,) uint8, the access counts; with either recent (n,) bool, used by the last
+                         lookup
+            candidates   counts (n,) int32 and last (n,) int32, the last step that looked the key up, only
+                         where admission is above 1
 
         The states of all ranks together, divided by keys in any way, are the state of another world size.
         """
         self.in_flight.check("state")
-        with self._rows.copying:
-            keys, rows = self._rows.items()
-            state = {"rows": self._columns(keys, rows)}
+        with self._updating:
+            state = {"rows": self._columns(*self._items())}
             if self._candidates is not None:
-                with self._rows.lock:
-                    state["candidates"] = self._candidates.columns(self._candidates.keys())
+                with self._lock:
+                    state["candidates"] = self._candidates.state()
         return state
 
-    def load_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    def empty_state(self) -> State:
+        """`state` of no rows: the columns that `load_state` takes."""
+        none = torch.empty(0, dtype=torch.int64)
+        state = {"rows": self._columns(none, none)}
+        if self._candidates is not None:
+            state["candidates"] = self._candidates.read(none, none)
+        return state
+
+    def load_state(self, state: State) -> None:
         """Take over what `state` gave, all of it or a part by keys; keys already there are overwritten.
 
         Raises ValueError where its columns are not those of this table's policies.
         """
         self.in_flight.check("load_state")
-        group, candidates = state.get("rows", {}), state.get("candidates", {})
-        recent = ["recent"] if self._sweeps.timed else []
-        _check_columns("rows", group, ["keys", "rows", *self._rows.full.notes, *recent])
-        _check_columns(
-            "candidates", candidates, ["keys", "counts", "last"] if self._candidates is not None else []
-        )
-        keys = group["keys"]
-        self._rows.check_values(keys, group["rows"])
-        with self._rows.copying:
-            with self._rows.lock:
-                rows, _inserted = self._rows.insert(keys)
-                for name in self._rows.full.notes:
-                    for store, here, local in self._rows.by_store(rows):
-                        store.notes[name][local] = group[name][here]
-                self._sweeps.unaged = True
-                if self._sweeps.timed:
-                    self._sweeps.recent = torch.cat([self._sweeps.recent, keys[group["recent"]]])
+        check_state(state, self.empty_state())
+        rows = state["rows"]
+        self._check_values(len(rows["keys"]), rows["rows"])
+        with self._updating:
+            with self._lock:
+                self._rows.grow(len(rows["keys"]))
+                handles = self._load(rows["keys"])
+                self._metadata.restore(handles, rows)
                 if self._candidates is not None:
-                    self._candidates.forget(keys)
-                    self._candidates.load(candidates)
-                    self._counted.add(torch.cat([keys, candidates["keys"]]))
-            self._rows.store(keys, group["rows"])
-        self._sweeps.step, self.in_flight.update = None, -1
-
-    # What users read.
+                    self._candidates.load(state["candidates"])
+            self._update(handles, rows["rows"])
+        self._step, self.in_flight.update = None, -1
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated on this rank, by what they are for, and bytes that cold rows do not take.
+        """Bytes allocated on this rank, by purpose, and bytes that rows in low precision do not take.
 
-        key_structure, candidates (keys, counts and steps of what is not admitted yet), metadata (scores,
-        heat, lists of free rows), fp32_values, fp16_values, saved_by_fp16 (of the rows in use).
+        key_structure, candidates (keys, counts and steps of keys that are not admitted yet), metadata
+        (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use).
         """
-        half, waiting = self._rows.half, self._candidates
-        return {
-            "key_structure": self._rows.index.nbytes,
-            "candidates": 0 if waiting is None else waiting.nbytes,
-            "metadata": sum(store.note_bytes for store in self._rows.stores()),
-            "fp32_values": self._rows.full.value_bytes,
-            "fp16_values": 0 if half is None else half.value_bytes,
-            "saved_by_fp16": 0 if half is None else 2 * self.row_width * len(half),
-        }
-
-    @property
-    def metadata_bytes_per_key(self) -> float:
-        """Bytes per key apart from its values: its share of the key structure, its score and its heat."""
-        noted = sum(note.itemsize for note in self._rows.full.notes.values())
-        return self._rows.index.nbytes / max(len(self), 1) + noted
+        stored, waiting = self._rows.memory(), self._candidates
+        stored["metadata"] += self._metadata.nbytes
+        return {**stored, "candidates": 0 if waiting is None else waiting.nbytes}
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
         self.in_flight.check("take_evicted")
-        return self._sweeps.take_evicted()
+        with self._lock:
+            evicted = [] if self._evictor is None else self._evictor.take_kept()
+        keys = [torch.empty(0, dtype=torch.int64), *(keys for keys, _ in evicted)]
+        rows = [torch.empty(0, self.row_width, dtype=torch.float32), *(rows for _, rows in evicted)]
+        return torch.cat(keys), torch.cat(rows)
 
     def track_changes(self) -> None:
-        """Note from now on what changes, for `take_changes`."""
+        """Log changes from now on, for `take_changes`."""
         self.in_flight.check("track_changes")
-        with self._rows.lock:
-            self._rows.touched.start()
-            self._counted.start()
+        with self._lock:
+            self._metadata.changes.start(self._rows.end)
+            if self._candidates is not None:
+                self._candidates.track_changes()
 
-    def take_changes(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    def take_changes(self) -> tuple[State, dict[str, torch.Tensor]]:
         """What changed since the last call or `track_changes`.
 
         Returns:
@@ -312,37 +288,111 @@ class DynamicTable:
             before is the state of now.
         """
         self.in_flight.check("take_changes")
-        with self._rows.copying:
-            with self._rows.lock:
-                keys, counted = self._rows.touched.keys(), self._counted.keys()
-                self._rows.touched.start()
-                self._counted.start()
-                rows = self._rows.index.find(keys)
-                present = rows >= 0
-            changed = {"rows": self._columns(keys[present], rows[present])}
-            erased = {"rows": keys[~present]}
-            if self._candidates is not None:
-                with self._rows.lock:
-                    present = self._candidates.has(counted)
-                    changed["candidates"] = self._candidates.columns(counted[present])
-                    erased["candidates"] = counted[~present]
-        return changed, erased
+        changes = self._metadata.changes
+        with self._updating:
+            with self._lock:
+                keys, handles = self._items()
+                changed, gone = changes.changed(handles), changes.erased()
+                erased = {"rows": gone[self._rows.find(gone) < 0]}
+                changes.start(self._rows.end)
+                waiting = None if self._candidates is None else self._candidates.take_changes()
+            state = {"rows": self._columns(keys[changed], handles[changed])}
+        if waiting is not None:
+            state["candidates"], erased["candidates"] = waiting
+        return state, erased
 
-    def _columns(self, keys: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Columns of `state` for `keys` (n,) and their row numbers; needs `copying`."""
-        columns = {"keys": keys}
-        with self._rows.lock:
-            for name in self._rows.full.notes:
-                columns[name] = self._rows.noted(name, rows)
-            if self._sweeps.timed:
-                columns["recent"] = torch.isin(rows, self._rows.index.find(self._sweeps.recent))
-        columns["rows"] = self._rows.read(rows)
-        return columns
+    def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (n,) in ascending order and their handles (n,)."""
+        keys, handles = self._rows.items()
+        keys, order = keys.sort()
+        return keys, handles[order]
 
+    def _columns(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Columns of `state` for `keys` (n,) and their handles (n,); needs `_updating`."""
+        with self._lock:
+            columns = self._metadata.read(handles)
+        return {"keys": keys, **columns, "rows": self._rows.gather(handles)}
 
-def _check_columns(group: str, columns: dict[str, torch.Tensor], expected: list[str]) -> None:
-    if columns.keys() != set(expected):
-        raise ValueError(
-            f"the state's {group} have columns {sorted(columns)}, this table's policy needs "
-            f"{sorted(expected)}; was it saved under another policy? load() takes weights and optimizer state"
-        )
+    # The next four need `_lock`.
+
+    def _insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Handles (K,) of `keys`, and how many are new."""
+        handles, inserted = self._rows.find_or_insert(keys)
+        new = inserted.nonzero().squeeze(1)
+        if len(new):
+            self._metadata.add(handles[new], keys[new], self._rows.end)
+        return handles, len(new)
+
+    def _load(self, keys: torch.Tensor) -> torch.Tensor:
+        """Handles (n,) of `keys` that are loaded: they need no admission, and no step has used them."""
+        handles, _new = self._insert(keys)
+        if self._evictor is not None:
+            self._evictor.expect_undated()
+        if self._candidates is not None:
+            self._candidates.erase(keys)
+        return handles
+
+    def _erase(self, keys: torch.Tensor) -> torch.Tensor:
+        """Erase rows; the handles they had (K,), still reserved."""
+        handles = self._rows.erase(keys)
+        self._metadata.remove(keys[handles >= 0])
+        return handles
+
+    def _low_precision(self, handles: torch.Tensor) -> torch.Tensor | None:
+        return None if self._precision is None else self._precision.in_low_precision(handles)
+
+    def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
+        """Store rows; needs `_updating`."""
+        with self._lock:
+            self._metadata.changes.mark(handles)
+            low_precision = self._low_precision(handles)
+        self._rows.update(handles, values, low_precision)
+
+    def _maintain(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
+        """Evict and demote what is due at `step`, before its `keys` (K,) are looked up."""
+        if not 0 <= step < 2**31 or (self._step is not None and step <= self._step):
+            raise ValueError(
+                f"{self.layout}: lookup of step {step} after step {self._step}; a table with eviction or "
+                "precision tiers takes one lookup per step, in ascending order"
+            )
+        self._step = step
+        if not any(policy.due(step) for policy in self._metadata.policies):
+            return
+        # rows of these lie in the pipeline's two buffers
+        pinned = torch.cat([self._metadata.pinned.last, self._rows.find(keys)])
+        if self._evictor is not None and self._evictor.due(step):
+            self._evict(self._evictor, pinned, step, all_reduce)
+        if self._precision is not None and self._precision.due(step):
+            self._demote(self._precision, pinned)
+
+    def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
+        with self._lock:
+            self._metadata.changes.mark(evictor.date(self._rows, step))
+        keys = evictor.choose(self._rows, pinned, step, all_reduce)
+        for part in keys.split(BLOCK):
+            with self._updating, self._lock:
+                evictor.keep(self._rows, part)
+                self._rows.release(self._erase(part))
+        self._counters.evicted += len(keys)
+
+    def _demote(self, precision: AccessCounter, pinned: torch.Tensor) -> None:
+        """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
+        with self._lock:
+            self._metadata.changes.mark(precision.used())
+            precision.halve()
+        keys, handles = precision.demotable(self._rows, pinned)
+        for part_keys, part in zip(keys.split(BLOCK), handles.split(BLOCK), strict=True):
+
+            def describe(row: int, keys: torch.Tensor = part_keys) -> str:
+                return f"the row of {self.layout.describe(keys[row])} is due for low precision"
+
+            with self._updating:
+                self._update(part, round_low(self._rows.gather(part), self.dim, describe))
+
+    def _check_values(self, count: int, values: torch.Tensor) -> None:
+        if values.shape != (count, self.row_width) or values.dtype != torch.float32:
+            raise ValueError(
+                f"{self.layout}: rows of shape {tuple(values.shape)} {values.dtype} do not fit {count} keys "
+                f"of a table whose rows hold {self.row_width} float32 values; were they saved with another "
+                "optimizer or dimension?"
+            )

@@ -32,8 +32,8 @@ from .cli_options import (
 )
 
 EVICT_HELP = "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps."
-HEAT_HELP = (
-    "THRESHOLD:EVERY: rows used in fewer steps are kept in half precision; counts halve every EVERY steps."
+TIERS_HELP = (
+    "THRESHOLD:EVERY: rows used in fewer steps are stored in 16 bits; access counts halve every EVERY steps."
 )
 
 SLIPSTREAM = "Slipstream, for dlrm (docs/slipstream.md)"
@@ -122,7 +122,7 @@ def train(
             min=1, max=MOST, help="Forget keys that wait for a row and were not seen for this many steps."
         ),
     ] = 1000,
-    heat: Annotated[str, typer.Option(help=HEAT_HELP)] = "",
+    precision_tiers: Annotated[str, typer.Option(help=TIERS_HELP)] = "",
     optimizer: Annotated[OptimizerChoice, typer.Option()] = OptimizerChoice.adam,
     lr: Annotated[float, typer.Option(min=0, max=1e6, help="Learning rate.")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, max=2**24, help="Samples of the global batch.")] = 128,
@@ -276,7 +276,7 @@ def train(
                 lr=lr,
                 seed=seed,
                 merge=merge,
-                policy=policy(evict, admission, heat, admission_window),
+                policy=policy(evict, admission, precision_tiers, admission_window),
                 balance=balance,
                 dynamic=dynamic,
             )

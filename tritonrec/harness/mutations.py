@@ -154,15 +154,15 @@ MUTATIONS = [
     ),
     Mutation(
         "evicts-rows-in-a-buffer",
-        "a sweep takes rows that the window before still trains on",
+        "eviction takes rows that the window before still trains on",
         replace(_case(), variant="lfu", steps=8),
         Plant(plants.evicts_rows_in_a_buffer),
     ),
     Mutation(
         "cold-rows-not-rounded",
-        "rows kept in half precision stay float32 in the buffers",
+        "rows in low precision stay float32 in the buffers",
         replace(_case(), variant="heat"),
-        Plant(plants.cold_rows_not_rounded),
+        Plant(plants.low_precision_not_rounded),
     ),
     Mutation(
         "accumulation-divides-by-one-batch",
@@ -172,7 +172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "restart-without-scores",
-        "scores and heat start from zero after a restart",
+        "scores and access counts start from zero after a restart",
         replace(_case(), variant=RESTART, steps=8, restart=1),
         Plant(plants.restart_without_scores),
     ),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..embedding import Eviction, Heat, TablePolicy
+from ..embedding import Eviction, PrecisionTiers, TablePolicy
 
 
-def policy(evict: str, admission: int, heat: str, admission_window: int = 1000) -> TablePolicy:
-    """The policy that ``--evict``, ``--admission`` and ``--heat`` ask for; an empty word asks for nothing."""
+def policy(evict: str, admission: int, tiers: str, admission_window: int = 1000) -> TablePolicy:
+    """The policy of ``--evict``, ``--admission`` and ``--precision-tiers``; an empty string is none."""
     eviction = _eviction(evict) if evict else None
-    return TablePolicy(eviction, admission, _heat(heat) if heat else None, admission_window)
+    return TablePolicy(eviction, admission, _tiers(tiers) if tiers else None, admission_window)
 
 
 def _eviction(text: str) -> Eviction:
@@ -21,12 +21,12 @@ def _eviction(text: str) -> Eviction:
     return Eviction("lru" if kind == "lru" else "lfu", capacity=amount, every=every)
 
 
-def _heat(text: str) -> Heat:
+def _tiers(text: str) -> PrecisionTiers:
     numbers = text.split(":")
     if len(numbers) != 2:
-        raise ValueError(f"--heat takes THRESHOLD:EVERY, got {text!r}")
-    threshold, every = _whole("--heat", text, numbers)
-    return Heat(threshold, every)
+        raise ValueError(f"--precision-tiers takes THRESHOLD:EVERY, got {text!r}")
+    threshold, every = _whole("--precision-tiers", text, numbers)
+    return PrecisionTiers(threshold, every)
 
 
 def _whole(option: str, text: str, numbers: list[str]) -> list[int]:

@@ -116,10 +116,10 @@ def initial_by_arrival(program: WindowProgram) -> None:
         new, before = keys[table.find(keys) < 0], len(table)
         found = lookup(keys, *rest)
         if new.numel():
-            values = table.read(table.find(new), new)
+            values = table.gather(table.find(new), new)
             places = torch.arange(before, before + len(new))
             values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, table.scale)
-            table.write(new, values)
+            table.update(table.find(new), values)
         return found
 
     table.lookup = by_arrival  # type: ignore[method-assign,assignment]
@@ -183,8 +183,9 @@ def dropout_by_position(program: WindowProgram) -> None:
     program.model.forward = by_position
 
 
-def cold_rows_not_rounded(program: WindowProgram) -> None:
-    program.tables.groups[0].table.round_cold = lambda values, cold: None  # type: ignore[method-assign]
+def low_precision_not_rounded(program: WindowProgram) -> None:
+    table = program.tables.groups[0].table
+    table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
 
 
 def mean_over_one_batch(program: WindowProgram) -> None:
@@ -230,7 +231,8 @@ def evicts_rows_in_a_buffer(program: WindowProgram) -> None:
     lookup = table.lookup
 
     def forgetful(keys, step, all_reduce=None):
-        table._sweeps.recent = table._sweeps.recent[:0]
+        pinned = table._metadata.pinned
+        pinned.last = pinned.last[:0]
         return lookup(keys, step, all_reduce)
 
     table.lookup = forgetful  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ class Job:
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
         merge: keep tables of one dimension in one.
-        policy: eviction, admission and storage by heat, of every table.
+        policy: eviction, admission and precision tiers, of every table.
         balance: deal the samples of a batch to ranks by their cost.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
@@ -165,7 +165,9 @@ class Job:
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON holds them, with lists for tuples."""
-        return json.loads(json.dumps(asdict(self)))
+        settings = json.loads(json.dumps(asdict(self)))
+        settings["policy"]["heat"] = settings["policy"].pop("precision")  # its name in every checkpoint
+        return settings
 
 
 CLICKS = ("criteo", "avazu")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..embedding import Eviction, Heat, TablePolicy
+from ..embedding import Eviction, PrecisionTiers, TablePolicy
 from ..nn import RECOMPUTED, HSTUConfig
 from ..pipeline import PIPELINED, Mode
 from ..slipstream import SlipstreamConfig
@@ -65,7 +65,9 @@ CRITEO = "criteo:samples=400,scale=0.0001,seed=3"
 """Clicks with all 26 features."""
 SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
 """So few keys a step that not all of a table is in use at once."""
-POLICIES = TablePolicy(Eviction("lru", capacity=90, every=2), admission=2, heat=Heat(2, every=3))
+POLICIES = TablePolicy(
+    Eviction("lru", capacity=90, every=2), admission=2, precision=PrecisionTiers(2, every=3)
+)
 
 
 def _policy(what: str, *shows: str, **policy: Any) -> Variant:
@@ -95,7 +97,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
-    "heat": _policy("cold rows in 16 bits", "promoted", "demoted", heat=Heat(2, every=2)),
+    "heat": _policy(
+        "seldom used rows in 16 bits", "promoted", "demoted", precision=PrecisionTiers(2, every=2)
+    ),
     "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
     "merged": Variant(
         "GRM with tables of one dimension merged",
@@ -118,7 +122,11 @@ VARIANTS: dict[str, Variant] = {
     "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),
     "dlrm-criteo": Variant(
         "DLRM on made clicks in Criteo's shape, with policies, merged",
-        {"model": "dlrm", "data": CRITEO, "policy": TablePolicy(Eviction("lru", capacity=15), 2, Heat(2, 3))},
+        {
+            "model": "dlrm",
+            "data": CRITEO,
+            "policy": TablePolicy(Eviction("lru", capacity=15), 2, PrecisionTiers(2, 3)),
+        },
         {"merge": True},
         {"merge": False},
         shows=("evicted", "rejected", "promoted"),
@@ -170,7 +178,7 @@ VARIANTS: dict[str, Variant] = {
         modes=("dbp", "nestpipe"),
     ),
     RESTART: Variant(
-        "eviction, admission and heat across a restart",
+        "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},
         shows=("rejected",),
     ),

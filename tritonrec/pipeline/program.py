@@ -152,13 +152,10 @@ class WindowProgram:
             if active is not None:
                 table.kept = ops.intersect(active.tables[index].keys, table.keys)
                 window.counts.kept += len(table.kept[0])
-            table.buffer = self._fetch(window, group, table, found.rows, inverse)
+            table.handles, table.low_precision = found.handles, found.low_precision
+            table.buffer = self._fetch(window, group, table, inverse)
             window.counts.lookups += 1
             window.counts.received += len(table.received_keys)
-            absent = found.rows < 0
-            if bool(absent.any()):
-                table.admitted = (~absent).nonzero().squeeze(1)
-            table.cold = found.cold
             legs = answer(inverse, table.receive, table.received_last_use)
             if self.replicated:  # gradients are added up by the keys asked for here, rows lie among all
                 mine = table.places[self.communicators.replica.rank]
@@ -202,23 +199,24 @@ class WindowProgram:
         return meetings(table.places, complete, count, self.communicators.replica.rank)
 
     def _fetch(
-        self, window: Window, group: TableGroup, table: TableWindow, rows: torch.Tensor, inverse: torch.Tensor
+        self, window: Window, group: TableGroup, table: TableWindow, inverse: torch.Tensor
     ) -> torch.Tensor:
-        """The prefetch buffer (K, row width), of rows numbered `rows` (K,) in the table."""
+        """The prefetch buffer (K, row width), of the rows of `table.handles`."""
+        handles = table.handles
         if self.config.dedup not in ("lookup", "both"):
             # A row is read for every key received; those of one key are the same.
             window.counts.read += len(inverse)
-            values = group.table.read(rows[inverse], table.received_keys)
-            return to_device(ops.gather_rows(values, _first_occurrences(inverse, len(rows))), self.device)
+            values = group.table.gather(handles[inverse], table.received_keys)
+            return to_device(ops.gather_rows(values, _first_occurrences(inverse, len(handles))), self.device)
         if table.kept is None or not self.config.skip_fetch:
-            window.counts.read += len(rows)
-            return to_device(group.table.read(rows, table.keys), self.device)
-        is_new = torch.ones(len(rows), dtype=torch.bool)
+            window.counts.read += len(handles)
+            return to_device(group.table.gather(handles, table.keys), self.device)
+        is_new = torch.ones(len(handles), dtype=torch.bool)
         is_new[table.kept[1]] = False
         new = is_new.nonzero().squeeze(1)
         window.counts.read += len(new)
-        values = to_device(group.table.read(rows[new], table.keys[new]), self.device)
-        buffer = values.new_empty(len(rows), values.shape[1])  # `synchronise` fills in the others
+        values = to_device(group.table.gather(handles[new], table.keys[new]), self.device)
+        buffer = values.new_empty(len(handles), values.shape[1])  # `synchronise` fills in the others
         ops.scatter_rows(buffer, to_device(new, self.device), values)
         return buffer
 
@@ -324,7 +322,7 @@ class WindowProgram:
     def sparse_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the rows' gradients to the active buffer, once per window.
 
-        The row of a key that is not admitted stays as it began. Rows kept in half precision are rounded to it
+        The row of a key that is not admitted stays as it began. Rows in low precision are rounded to 16 bits
         here, so that storing and reading them changes nothing.
         """
         for group, table in zip(self.tables.groups, window.tables, strict=True):
@@ -335,12 +333,13 @@ class WindowProgram:
                 assert table.row_gradient is not None
                 gradient = self.sums.mean(table.row_gradient, window.row_terms)
             indices = torch.arange(len(table.keys), device=self.device)
-            if table.admitted is not None:
-                indices = to_device(table.admitted, self.device)
+            admitted = table.handles >= 0
+            if not bool(admitted.all()):
+                indices = to_device(admitted.nonzero().squeeze(1), self.device)
                 gradient = ops.gather_rows(gradient, indices)
             group.optimizer.update(table.buffer, indices, gradient, window.update + 1)
-            if table.cold is not None:
-                group.table.round_cold(table.buffer, table.cold)
+            if table.low_precision is not None:
+                group.table.round_low_precision(table.buffer, table.low_precision)
 
     def dense_update(self, window: Window, _micro_batch: int | None = None) -> None:
         """Apply the dense gradients."""
@@ -368,18 +367,15 @@ class WindowProgram:
     def _bring_home(self, window: Window, counted: Window, kept_by: Window | None = None) -> None:
         """Write the rows of a window, except those that the next one has taken over."""
         for index, (group, table) in enumerate(zip(self.tables.groups, window.tables, strict=True)):
-            keys, rows = table.keys, table.buffer
-            goes = torch.ones(len(keys), dtype=torch.bool)
-            if table.admitted is not None:
-                goes[:] = False
-                goes[table.admitted] = True
+            handles, rows = table.handles, table.buffer
+            goes = handles >= 0
             if kept_by is not None and (kept := kept_by.tables[index].kept) is not None:
                 goes[kept[0]] = False
             if not bool(goes.all()):
                 going = goes.nonzero().squeeze(1)
-                keys, rows = keys[going], ops.gather_rows(rows, to_device(going, rows.device))
-            group.table.write(keys, to_host(rows))
-            counted.counts.written += len(keys)
+                handles, rows = handles[going], ops.gather_rows(rows, to_device(going, rows.device))
+            group.table.update(handles, to_host(rows))
+            counted.counts.written += len(handles)
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         return self.communicators.retrieval.all_reduce(counts, "table sizes")

@@ -31,7 +31,7 @@ class ReplicaAverage:
     Only rows that some replica has used since the last average are exchanged: all others are equal.
 
     Args:
-        tables: this rank's part; without eviction, admission or heat, whose scores would drift apart.
+        tables: this rank's part; without policies, whose row metadata would drift apart.
         communicator: over the replica group.
 
     Raises ValueError for tables with policies.
@@ -42,7 +42,7 @@ class ReplicaAverage:
             if group.table.policy != TablePolicy():
                 raise ValueError(
                     f"table {', '.join(group.layout.names)} has a policy: what it evicts, admits or keeps in "
-                    "half precision would differ between replicas that are averaged; use exact gradients, "
+                    "low precision would differ between replicas that are averaged; use exact gradients, "
                     "average_every=0"
                 )
         self.tables, self.communicator = tables, communicator
@@ -64,7 +64,7 @@ class ReplicaAverage:
             keys = torch.cat(self.communicator.gather(mine)).unique()
             if not len(keys):
                 continue
-            rows = group.table.read(group.table.find(keys), keys)
+            rows = group.table.gather(group.table.find(keys), keys)
             self.communicator.all_reduce(rows, "rows")
             sent += self.communicator.all_reduce_bytes(rows)
             group.table.load(keys, rows / self.communicator.world_size)

@@ -59,7 +59,7 @@ class Synchronous:
         for index, group in enumerate(self.tables.groups):
             keys, inverse, _ = ops.unique(torch.cat([keys[index] for keys in asked]))
             found = group.table.lookup(keys, update)
-            values = group.table.read(found.rows, keys)
+            values = group.table.gather(found.handles, keys)
             sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64)
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
@@ -80,13 +80,13 @@ class Synchronous:
                         name="embedding gradient",
                     )  # fmt: skip
 
-        for group, keys, found, values, sums, _places in shards:
+        for group, _keys, found, values, sums, _places in shards:
             mean = ops.from_grid(sums, terms, self.grid_bits)
-            admitted = (found.rows >= 0).nonzero().squeeze(1)
+            admitted = (found.handles >= 0).nonzero().squeeze(1)
             group.optimizer.update(values, admitted, mean[admitted], update + 1)
-            if found.cold is not None:
-                group.table.round_cold(values, found.cold)
-            group.table.write(keys[admitted], values[admitted])
+            if found.low_precision is not None:
+                group.table.round_low_precision(values, found.low_precision)
+            group.table.update(found.handles, values)
 
         dense = {}
         for name, parameter in self.model.named_parameters():

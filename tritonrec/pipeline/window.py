@@ -43,8 +43,8 @@ class TableWindow:
     # retrieval
     keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
     places: list[torch.Tensor] = field(default_factory=list)  # [g]: which of them were asked of replica g
-    admitted: torch.Tensor | None = None  # (k,) buffer rows whose keys have a row; None: all
-    cold: torch.Tensor | None = None  # (K,) bool, rows kept in half precision; None: none
+    handles: torch.Tensor = field(default_factory=no_keys)  # (K,) of the rows in the table; -1: not admitted
+    low_precision: torch.Tensor | None = None  # (K,) bool, rows stored in 16 bits; None: none
     kept: tuple[torch.Tensor, torch.Tensor] | None = (
         None  # rows of K(t-1) & K(t) in the last buffer and in this
     )

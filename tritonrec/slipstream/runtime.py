@@ -195,8 +195,9 @@ class Slipstream:
         started = time.thread_time()
         for group, table in zip(self._groups, window.tables, strict=True):
             keys, rows = table.keys, table.buffer[:, : group.now.shape[1]]
-            if table.admitted is not None:
-                keys, rows = keys[table.admitted], rows[table.admitted.to(rows.device)]
+            admitted = table.handles >= 0
+            if not bool(admitted.all()):
+                keys, rows = keys[admitted], rows[admitted.to(rows.device)]
             if len(group.keys):
                 at = torch.searchsorted(group.keys, keys).clamp(max=len(group.keys) - 1)
                 here = (group.keys[at] == keys).nonzero().squeeze(1)

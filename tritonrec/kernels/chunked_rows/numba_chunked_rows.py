@@ -11,9 +11,9 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from ..kernels.caches import njit
-from ..kernels.numba_float import float_of_bits
-from ..kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.caches import njit
+from tritonrec.kernels.numba_float import float_of_bits
+from tritonrec.kernels.numba_intrinsics import prefetch
 
 AHEAD = 8
 _HALF = np.int64(1 << 30)
@@ -48,7 +48,7 @@ def _row(addresses, row, chunk_rows, width, like):
 
 
 @njit(inline="always")
-def _ask_for(full, half, chunk_rows, width, row, floats, words):
+def _prefetch_row(full, half, chunk_rows, width, row, floats, words):
     """Prefetch the row's first two cache lines; the hardware sees a stream after them."""
     if row >= _HALF:
         line = _row(half, row - _HALF, chunk_rows, width, words)
@@ -107,10 +107,10 @@ def read_rows(full, half, chunk_rows, dim, width, rows, out, words):
     `full` and `half` are addresses of chunks; `words` is any int16 array.
     """
     for i in range(min(AHEAD, len(rows))):
-        _ask_for(full, half, chunk_rows, width, rows[i], out, words)
+        _prefetch_row(full, half, chunk_rows, width, rows[i], out, words)
     for i in range(len(rows)):
         if i + AHEAD < len(rows):
-            _ask_for(full, half, chunk_rows, width, rows[i + AHEAD], out, words)
+            _prefetch_row(full, half, chunk_rows, width, rows[i + AHEAD], out, words)
         first = i * width
         if rows[i] >= _HALF:
             stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)
@@ -128,10 +128,10 @@ def read_rows(full, half, chunk_rows, dim, width, rows, out, words):
 def write_rows(full, half, chunk_rows, dim, width, rows, values, words):
     """Row ``rows[i]`` = ``values[i]``, where that is not negative; `values` is flat, (K * width,)."""
     for i in range(min(AHEAD, len(rows))):
-        _ask_for(full, half, chunk_rows, width, rows[i], values, words)
+        _prefetch_row(full, half, chunk_rows, width, rows[i], values, words)
     for i in range(len(rows)):
         if i + AHEAD < len(rows):
-            _ask_for(full, half, chunk_rows, width, rows[i + AHEAD], values, words)
+            _prefetch_row(full, half, chunk_rows, width, rows[i + AHEAD], values, words)
         first = i * width
         if rows[i] >= _HALF:
             stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)

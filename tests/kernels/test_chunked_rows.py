@@ -4,19 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec.embedding import numba_rows
+from tritonrec.kernels import chunked_rows
+from tritonrec.kernels.chunked_rows import LOW, Chunks
 
-HALF = 1 << 30
-WORDS = np.empty(0, np.int16)
 EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
 NEAR = [0.0, -0.0, 2.0**-14, 2.0**-15, 3 * 2.0**-24, 2.0**-25, 2.0**-14 - 2.0**-25, 65504.0, 65519.0, 65536.0]
 NEAR += [1e30, 1e-30, 1e-45, float("inf"), -float("inf")]
 
 
 def fits(values, dim):
-    exact = np.empty(len(values), bool)
-    numba_rows.fits(values.reshape(-1).numpy(), dim, values.shape[1], exact)
-    return exact.tolist()
+    return chunked_rows.fits(values, dim).tolist()
+
+
+def addresses(chunks):
+    return np.array([chunk.data_ptr() for chunk in chunks], np.uint64)
 
 
 def bits(values):
@@ -54,13 +55,10 @@ def test_every_float16_and_bfloat16_comes_back(chunk_rows):
     chunks = [
         torch.full((chunk_rows, 2), -1, dtype=torch.int16) for _ in range(-(-len(values) // chunk_rows))
     ]
-    half = np.array([chunk.data_ptr() for chunk in chunks], np.uint64)
-    rows = torch.randperm(len(values)).numpy() + HALF
-    nothing = np.empty(0, np.uint64)
-    out = torch.full((len(values), 2), torch.nan)
-    for kernel, side in ((numba_rows.write_rows, values), (numba_rows.read_rows, out)):
-        kernel(nothing, half, chunk_rows, 1, 2, rows, side.view(-1).numpy(), WORDS)
-    assert torch.equal(bits(out), bits(values))
+    places = Chunks(addresses([]), addresses(chunks), 0, len(values), chunk_rows, 1, 2)
+    locations = torch.randperm(len(values)) + LOW
+    chunked_rows.write_rows(places, locations, values)
+    assert torch.equal(bits(chunked_rows.read_rows(places, locations)), bits(values))
 
 
 @pytest.mark.parametrize("width, dim", [(1, 1), (4, 3), (17, 17), (96, 32)])
@@ -68,31 +66,30 @@ def test_rows_of_both_forms_and_of_none(width, dim):
     chunk_rows, count = 3, 20
     chunks = [torch.randn(chunk_rows, width) for _ in range(7)]
     halves = [torch.zeros(chunk_rows, width, dtype=torch.int16) for _ in range(7)]
-    addresses = [np.array([c.data_ptr() for c in side], np.uint64) for side in (chunks, halves)]
+    places = Chunks(addresses(chunks), addresses(halves), 21, 21, chunk_rows, dim, width)
     numbers = torch.randperm(count)
-    rows = torch.where(torch.arange(count) % 3 == 0, numbers + HALF, numbers)
+    rows = torch.where(torch.arange(count) % 3 == 0, numbers + LOW, numbers)
     rows[torch.arange(count) % 7 == 0] = -1
     values = torch.randint(-8, 8, (count, width)).to(torch.float32)
     before = torch.cat(chunks)
     for _ in range(2):
-        numba_rows.write_rows(
-            *addresses, chunk_rows, dim, width, rows.numpy(), values.view(-1).numpy(), WORDS
-        )
-    out = torch.full((count, width), 99.0)
-    numba_rows.read_rows(*addresses, chunk_rows, dim, width, rows.numpy(), out.view(-1).numpy(), WORDS)
+        chunked_rows.write_rows(places, rows, values)
     here = rows >= 0
-    assert torch.equal(out[here], values[here]) and bool((out[~here] == 99).all())
+    assert torch.equal(chunked_rows.read_rows(places, rows)[here], values[here])
     untouched = torch.ones(7 * chunk_rows, dtype=torch.bool)
-    untouched[rows[here & (rows < HALF)]] = False
+    untouched[rows[here & (rows < LOW)]] = False
     assert torch.equal(torch.cat(chunks)[untouched], before[untouched])
 
 
-def test_rows_beyond_the_chunks_are_found_out():
-    def first(*rows):
-        return numba_rows.first_outside(np.array(rows, np.int64), 10, 5)
-
-    assert first(-1, 0, 9, HALF, HALF + 4) == -1
-    assert first(0, 10) == 1
-    assert first(HALF - 1) == 0
-    assert first(HALF + 5) == 0
-    assert first(2**62) == 0
+@pytest.mark.parametrize("locations", [[0, 10], [LOW - 1], [-1, LOW + 5], [2**62]])
+def test_locations_beyond_the_chunks_are_named(locations):
+    chunks, halves = torch.ones(12, 2), torch.ones(12, 2, dtype=torch.int16)
+    places = Chunks(addresses([chunks]), addresses([halves]), 10, 5, 12, 1, 2)
+    chunked_rows.read_rows(places, torch.tensor([-1, 0, 9, LOW, LOW + 4]))
+    for call in (
+        lambda: chunked_rows.read_rows(places, torch.tensor(locations)),
+        lambda: chunked_rows.write_rows(places, torch.tensor(locations), torch.zeros(len(locations), 2)),
+    ):
+        with pytest.raises(IndexError, match=f"no row lies at location {locations[-1]}"):
+            call()
+    assert bool((chunks == 1).all()) and bool((halves == 1).all())

@@ -1,0 +1,84 @@
+"""An `EmbeddingTable` without a key index, chunks or tiers: dictionaries, and handles in no order."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tritonrec.kernels import chunked_rows
+
+
+class DictTable:
+    """Stands where `HostTable` stands, to show what the rest of a table takes from one.
+
+    Handles are drawn at random from those that are free, so that nobody can tell anything from a number.
+    """
+
+    def __init__(self, storage, initial_rows, slots=1024):
+        self.dim, self.row_width, self.initial_rows = storage.dim, storage.row_width, initial_rows
+        self.handle_of: dict[int, int] = {}
+        self.rows: dict[int, torch.Tensor] = {}  # by handle; reserved ones too
+        self.low: set[int] = set()
+        self.end, self.free, self.moved = 0, [], (0, 0)
+        self.random = random.Random(slots)
+
+    def __len__(self):
+        return len(self.handle_of)
+
+    def find(self, keys):
+        return torch.tensor([self.handle_of.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+
+    def find_or_insert(self, keys):
+        inserted = self.find(keys) < 0
+        for key, row in zip(keys[inserted].tolist(), self.initial_rows(keys[inserted]), strict=True):
+            if not self.free:
+                self.grow(5)
+            self.handle_of[key] = self.free.pop()
+            self.rows[self.handle_of[key]] = row.clone()
+        return self.find(keys), inserted
+
+    def gather(self, handles):
+        none = torch.full((self.row_width,), torch.nan)
+        rows = [self.rows.get(handle, none) for handle in handles.tolist()]
+        return torch.stack(rows) if rows else torch.empty(0, self.row_width)
+
+    def update(self, handles, values, low_precision=None):
+        fit = chunked_rows.fits(values.contiguous(), self.dim)
+        low = torch.zeros_like(fit) if low_precision is None else fit & low_precision
+        for handle, row, is_low in zip(handles.tolist(), values, low.tolist(), strict=True):
+            if handle in self.rows:
+                self.rows[handle] = row.clone()
+                was_low = handle in self.low
+                self.moved = self.moved[0] + (was_low > is_low), self.moved[1] + (was_low < is_low)
+                (self.low.add if is_low else self.low.discard)(handle)
+
+    def erase(self, keys):
+        handles = self.find(keys)
+        for key, handle in zip(keys.tolist(), handles.tolist(), strict=True):
+            self.handle_of.pop(key, None)
+            self.rows.pop(handle, None)
+            self.low.discard(handle)
+        return handles
+
+    def release(self, handles):
+        assert not set(handles.tolist()) & set(self.free)
+        self.free += handles.tolist()
+        self.random.shuffle(self.free)
+
+    def items(self):
+        keys = list(self.handle_of)
+        self.random.shuffle(keys)
+        return torch.tensor(keys, dtype=torch.int64), self.find(torch.tensor(keys, dtype=torch.int64))
+
+    def grow(self, rows):
+        self.free += range(self.end, self.end + rows)
+        self.end += rows
+        self.random.shuffle(self.free)
+
+    def in_low_precision(self, handles):
+        return torch.tensor([handle in self.low for handle in handles.tolist()], dtype=torch.bool)
+
+    def memory(self):
+        saved = 2 * self.row_width * len(self.low)
+        return {"key_structure": 0, "metadata": 0, "fp32_values": 0, "fp16_values": 0, "saved_by_fp16": saved}

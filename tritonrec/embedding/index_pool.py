@@ -1,0 +1,64 @@
+"""Row numbers that are handed out, given back and handed out again."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_ROWS = 1 << 30
+"""Rows of one pool; the bit above tells the rows of two precision tiers apart."""
+
+
+class IndexPool:
+    """Numbers 0, 1, 2, ...; those given back are handed out first, the last one before the others."""
+
+    def __init__(self) -> None:
+        self.end = 0  # every number handed out so far is below
+        self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `_count` numbers are on it
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self.end - self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the list of free numbers."""
+        return self._free.nbytes
+
+    def check_room(self, count: int) -> None:
+        """Raise MemoryError where `count` numbers more would leave [0, MAX_ROWS)."""
+        if self.end + count - self._count > MAX_ROWS:
+            raise MemoryError(
+                f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and {count} are "
+                "new: use more ranks, or evict"
+            )
+
+    def end_after(self, count: int) -> int:
+        """`end` once `count` numbers more are handed out."""
+        return self.end + max(count - self._count, 0)
+
+    def free(self, count: int) -> torch.Tensor:
+        """The free numbers among the next `count` ones, which begin with them, in their order."""
+        return self._free[max(0, self._count - count) : self._count].flip(0)
+
+    def claim(self, count: int) -> None:
+        """Hand out the next `count` numbers: those of `free`, then `end` and on."""
+        self.end = self.end_after(count)
+        self._count -= min(count, self._count)
+
+    def take(self, count: int) -> torch.Tensor:
+        """The next `count` numbers (count,) int64. Raises MemoryError."""
+        self.check_room(count)
+        again = self.free(count)
+        numbers = torch.cat([again, torch.arange(self.end, self.end + count - len(again), dtype=torch.int64)])
+        self.claim(count)
+        return numbers
+
+    def give_back(self, numbers: torch.Tensor) -> None:
+        """Take back `numbers` (K,) int64, distinct and handed out."""
+        count = self._count + len(numbers)
+        if count > len(self._free):
+            larger = torch.empty(max(count, 2 * len(self._free)), dtype=torch.int64)
+            larger[: self._count] = self._free[: self._count]
+            self._free = larger
+        self._free[self._count : count] = numbers
+        self._count = count

@@ -1,0 +1,87 @@
+"""How the keys of a merged table tell its logical tables apart (MTGRBoost, section 4.2)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from .. import ops
+
+
+class KeyLayout:
+    """How the keys of a merged table tell its logical tables apart (MTGRBoost, equation 8).
+
+    ``key = (member << (63 - k)) | id`` with ``k = ceil(log2(m + 1))`` bits for m tables; the sign bit stays
+    0. Three tables::
+
+        bit    63   62 61    60 ........ 0
+               0    member   id                 ids from 0 to 2**61 - 1
+
+    One table alone keeps its ids as they are, all 2**64 of them.
+
+    Args:
+        names: of the logical tables, in the order of their member numbers; by default a single table without
+            a name.
+    """
+
+    def __init__(self, names: tuple[str, ...] = ("",)):
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a table needs one or more distinct names, got {list(names)}")
+        self.names = names
+        self.bits = len(names).bit_length() if len(names) > 1 else 0
+        self.table_ids = [
+            int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") if name else 0
+            for name in names
+        ]
+        self._shift = 63 - self.bits
+
+    def __str__(self) -> str:
+        return f"table {', '.join(self.names)}" if self.names != ("",) else "the table"
+
+    def describe(self, key: torch.Tensor) -> str:
+        """The id and the logical table of one key, for error messages."""
+        member, number = self.unpack(key.view(1))
+        name = self.names[int(member)]
+        return f"id {int(number)} of table {name}" if name else f"id {int(number)}"
+
+    def pack(self, member: int, ids: torch.Tensor, feature: str) -> torch.Tensor:
+        """Keys (K,) int64 of `ids` (K,) in the table of that number.
+
+        Raises ValueError naming `feature` and the first id that does not fit.
+        """
+        if not self.bits:
+            return ids
+        outside = (ids < 0) | (ids >= 1 << self._shift)
+        if bool(outside.any()):
+            raise ValueError(
+                f"feature {feature!r}: id {int(ids[outside][0])} does not fit into a table merged of "
+                f"{len(self.names)}, which leaves ids from 0 to {(1 << self._shift) - 1}; keep the table of "
+                "this feature apart with merge=False"
+            )
+        return ids | (member << self._shift)
+
+    def unpack(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Member numbers (K,) and ids (K,), both int64."""
+        if not self.bits:
+            return torch.zeros_like(keys), keys
+        return keys >> self._shift, keys & ((1 << self._shift) - 1)
+
+    def ids(self, keys: torch.Tensor) -> torch.Tensor:
+        """The ids (K,) int64 of `keys` (K,) in their own tables."""
+        return self.unpack(keys)[1]
+
+    def count(self, keys: torch.Tensor) -> torch.Tensor:
+        """How many of `keys` (K,) each logical table has: (m,) int64."""
+        return torch.bincount(self.unpack(keys)[0], minlength=len(self.names))
+
+    def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
+        """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
+        if not self.bits:
+            return ops.initial_rows(seed, self.table_ids[0], keys, dim, scale)
+        members, ids = self.unpack(keys)
+        rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
+        for member in torch.unique(members).tolist():
+            here = members == member
+            rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
+        return rows

@@ -1,0 +1,47 @@
+"""Row metadata: one value for each row of a table, by handle."""
+
+from __future__ import annotations
+
+import torch
+
+
+class RowColumn:
+    """Values of one type by handle, 0 at first; grown by doubling.
+
+        handle    0    1    2    3   -1       a handle of -1 reads the last value, which no row has
+        value     5    0    2    0   absent
+
+    Args:
+        dtype: of the values.
+        absent: the value of a handle of -1.
+        end: handles below have a value from the start.
+    """
+
+    def __init__(self, dtype: torch.dtype, absent: int = 0, end: int = 0):
+        self._absent = absent
+        self._values = torch.zeros(end + 1, dtype=dtype)
+        self._values[-1] = absent
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """A view of the values by handle, at least as many as there are handles."""
+        return self._values[:-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._values.nbytes
+
+    def __getitem__(self, handles: torch.Tensor) -> torch.Tensor:
+        return self._values[handles]
+
+    def __setitem__(self, handles: torch.Tensor, values: torch.Tensor | int) -> None:
+        self._values[handles] = values
+
+    def grow(self, end: int) -> None:
+        """Have a value for every handle below `end`."""
+        if end >= len(self._values):
+            larger = self._values.new_zeros(max(end, 2 * len(self.rows)) + 1)
+            larger[: len(self.rows)] = self.rows
+            larger[-1] = self._absent
+            self._values = larger

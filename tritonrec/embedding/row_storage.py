@@ -1,0 +1,203 @@
+"""The values of a table's rows in host memory, by handle: in float32, or in two tiers of precision."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from ..kernels import chunked_rows
+from ..kernels.chunked_rows import LOW
+from .index_pool import MAX_ROWS, IndexPool
+from .row_column import RowColumn
+
+
+class Chunks:
+    """Rows of one width and type, in chunks that never move, so that rows are copied while others are added.
+
+    chunk 0 (full) | chunk 1 (current) | chunk 2 (next: there before it is needed)
+    ^ row 0          ^ row chunk_rows ... ^ row `rows`
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int):
+        self._shape, self._dtype = (chunk_rows, width), dtype
+        self._chunks: list[torch.Tensor] = []
+        self.addresses = np.empty(0, np.uint64)
+        self.rows = 0
+        self.reserve(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, rows in use or not."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def reserve(self, rows: int) -> None:
+        """Have memory for rows below `rows`, and a whole chunk beyond."""
+        needed = max(-(-rows // self._shape[0]), 1) + 1
+        while len(self._chunks) < needed:
+            self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
+            self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
+
+    def grow(self, rows: int) -> None:
+        """Rows below `rows` are there from now on."""
+        self.reserve(rows)
+        self.rows = max(self.rows, rows)
+
+
+class RowStorage:
+    """Rows in float32; a handle is the row's place in the chunks.
+
+    Args:
+        dim: weights of a row. row_width: its float32 values, at least `dim`.
+        chunk_rows: rows of one chunk.
+    """
+
+    def __init__(self, dim: int, row_width: int, chunk_rows: int):
+        if dim < 1 or row_width < dim:
+            raise ValueError(f"a row of {row_width} values cannot hold {dim} weights")
+        if not 1 <= chunk_rows <= MAX_ROWS // 2:
+            raise ValueError(f"a chunk holds 1 to {MAX_ROWS // 2} rows, got {chunk_rows}")
+        self.dim, self.row_width, self._chunk_rows = dim, row_width, chunk_rows
+        self._full = Chunks(row_width, torch.float32, chunk_rows)
+
+    def grow(self, end: int) -> None:
+        """Have room for handles below `end`."""
+        self._full.reserve(end)
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        """New rows for `handles` (K,), all below `end`; their values are not set. All or none."""
+        self._full.grow(end)
+
+    def release(self, handles: torch.Tensor) -> None:
+        """The rows of `handles` (K,) were erased."""
+
+    def gather(self, handles: torch.Tensor) -> torch.Tensor:
+        """See `EmbeddingTable.gather`."""
+        locations = self._locate(handles)  # first: an update beside this may add rows and move some there
+        return chunked_rows.read_rows(self._places(), locations)
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        """See `EmbeddingTable.update`."""
+        chunked_rows.write_rows(self._places(), self._locate(handles), values.contiguous())
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        """See `EmbeddingTable.in_low_precision`."""
+        return torch.zeros(len(handles), dtype=torch.bool)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `EmbeddingTable.moved`."""
+        return 0, 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
+        return {"metadata": 0, "fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
+
+    def _locate(self, handles: torch.Tensor) -> torch.Tensor:
+        """Where the rows of `handles` (K,) lie, (K,) int64; -1 where a handle is -1."""
+        if len(handles) and int(handles.min()) < -1:
+            raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
+        return handles
+
+    def _places(self) -> chunked_rows.Chunks:
+        full = self._full
+        return chunked_rows.Chunks(
+            full.addresses, full.addresses, full.rows, 0, self._chunk_rows, self.dim, self.row_width
+        )
+
+
+class TieredStorage(RowStorage):
+    """Rows in float32 or in 16 bits (float16 weights, bfloat16 state); a row moves as it is updated.
+
+    The location of a row changes with its tier, and its handle does not::
+
+        handle       0   1   2      3
+        location     0   1   2**30  -1 (erased)
+    """
+
+    def __init__(self, dim: int, row_width: int, chunk_rows: int):
+        super().__init__(dim, row_width, chunk_rows)
+        self._low = Chunks(row_width, torch.int16, chunk_rows)
+        self._pools = IndexPool(), IndexPool()  # of float32 rows, of 16-bit rows
+        self._locations = RowColumn(torch.int32, absent=-1)
+        self._moved = [0, 0]  # to float32, to 16 bits
+        self._lock = threading.Lock()  # for pools and locations
+
+    def grow(self, end: int) -> None:
+        with self._lock:
+            self._full.reserve(end)
+            self._locations.grow(end)
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        with self._lock:
+            self._reserve(0, len(handles))
+            self._locations.grow(end)
+            self._locations[handles] = self._take(0, len(handles)).to(torch.int32)
+
+    def release(self, handles: torch.Tensor) -> None:
+        with self._lock:
+            locations = self._locate(handles)
+            for tier, there in enumerate((locations < LOW, locations >= LOW)):
+                self._give_back(tier, locations[there])
+            self._locations[handles] = -1
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        values = values.contiguous()
+        if low_precision is None:
+            low = torch.zeros(len(handles), dtype=torch.bool)
+        else:
+            low = chunked_rows.fits(values, self.dim) & low_precision
+        with self._lock:
+            before = self._locate(handles)
+            locations = before.clone()
+            moving = ~low & (before >= LOW), low & (before >= 0) & (before < LOW)
+            places = [going.nonzero().squeeze(1) for going in moving]
+            for tier, here in enumerate(places):
+                self._reserve(tier, len(here))  # both before either: where memory is short nothing moves
+            for tier, here in enumerate(places):
+                locations[here] = self._take(tier, len(here))
+                self._locations[handles[here]] = locations[here].to(torch.int32)
+                self._give_back(1 - tier, before[here])
+                self._moved[tier] += len(here)
+        chunked_rows.write_rows(self._places(), locations, values)
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        return self._locate(handles) >= LOW
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        return self._moved[0], self._moved[1]
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "metadata": self._locations.nbytes + sum(pool.nbytes for pool in self._pools),
+            "fp32_values": self._full.nbytes,
+            "fp16_values": self._low.nbytes,
+            "saved_by_fp16": 2 * self.row_width * len(self._pools[1]),
+        }
+
+    def _reserve(self, tier: int, count: int) -> None:
+        """Have room for `count` rows more. Raises MemoryError."""
+        self._pools[tier].check_room(count)
+        (self._full, self._low)[tier].grow(self._pools[tier].end_after(count))
+
+    def _take(self, tier: int, count: int) -> torch.Tensor:
+        """Locations (count,) int64 of rows that were free and have room."""
+        return self._pools[tier].take(count) + tier * LOW
+
+    def _give_back(self, tier: int, locations: torch.Tensor) -> None:
+        self._pools[tier].give_back(locations - tier * LOW)
+
+    def _locate(self, handles: torch.Tensor) -> torch.Tensor:
+        return self._locations[super()._locate(handles)].to(torch.int64)
+
+    def _places(self) -> chunked_rows.Chunks:
+        full, low = self._full, self._low
+        return chunked_rows.Chunks(
+            full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width
+        )
