@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batch_kinds import KINDS, clicks, impressions, next_item, own, plain, tensor, tensors
+from batch_kinds import KINDS, clicks, impressions, next_item, offsets_of, own, plain, tensor, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,12 +90,15 @@ def test_an_index_outside_is_an_error(make, indices):
         make(THREE).select(tensor(indices))
 
 
-def test_equal_ids_share_a_key_within_a_feature_only():
-    features = KeyedJaggedTensor.from_matrix(("a", "b"), tensor([[5, 5], [5, 9], [9, 5]]))
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 1, 1, 1], [1, 2, 0, 1, 0, 2]], ids=["one_each", "ragged"])
+def test_equal_ids_share_a_key_within_a_feature_only(lengths):
+    values, samples = tensor([5, 5, 9, 5, 9, 5]), torch.arange(3).repeat(2).repeat_interleave(tensor(lengths))
+    features = KeyedJaggedTensor(("a", "b"), values, offsets_of(lengths))
     offsets, keys = replace(clicks(THREE), features=features).sample_keys()
-    (a0, b0), (a1, b1), (a2, b2) = keys.view(3, 2).tolist()
-    assert offsets.tolist() == [0, 2, 4, 6]
-    assert a0 == a1 and b0 == b2 and len({a0, b0, b1, a2}) == 4
+    order = samples.argsort(stable=True)
+    assert torch.equal(offsets, offsets_of(samples.bincount(minlength=3).tolist()))
+    named = [(int(place >= 3), int(values[place])) for place in order]  # feature and id
+    assert len(set(named)) == 4 == len(set(zip(named, keys.tolist(), strict=True))) == len(set(keys.tolist()))
 
 
 def changed(batch, **changes):

@@ -85,10 +85,14 @@ class Batch(Movable):
 
         Equal ids of different features give different keys.
         """
-        keys, values, offsets = self.features.keys, self.features.values, self.features.offsets
+        keys, values, count = self.features.keys, self.features.values, len(self.features.keys)
+        numbers = torch.arange(count, device=values.device)
+        if self.features.is_dense:
+            of_samples = (values.view(count, self.num_samples) * count + numbers[:, None]).t()
+            return torch.arange(self.num_samples + 1, device=values.device) * count, of_samples.flatten()
         lengths = torch.tensor(self.features.length_per_key, device=values.device)
-        numbers = torch.repeat_interleave(torch.arange(len(keys), device=values.device), lengths)
-        return KeyedJaggedTensor(keys, values * len(keys) + numbers, offsets).by_sample(*keys)
+        numbered = values * count + torch.repeat_interleave(numbers, lengths)
+        return KeyedJaggedTensor(keys, numbered, self.features.offsets).by_sample(*keys)
 
     def select(self, indices: Tensor) -> Self:
         """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""

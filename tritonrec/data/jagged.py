@@ -221,8 +221,8 @@ class KeyedJaggedTensor(Movable):
     def by_sample(self, *keys: str) -> tuple[Tensor, Tensor]:
         """The ids of `keys` sample by sample: offsets (B + 1,) and ids, key after key within a sample."""
         at = [self.keys.index(key) for key in keys]
-        places, offsets = self._places(lambda entries: (entries if keys == self.keys else entries[at]).t())
-        return offsets[:: len(at)].contiguous(), self.values.index_select(0, places)
+        places, offsets = self._places(lambda entries: entries[at].t())
+        return offsets[:: len(keys)].contiguous(), self.values.index_select(0, places)
 
     def validate(self, name: str = "features", device: torch.device | None = None) -> Self:
         """Return the tensor itself, or raise a ValueError that names the offending values of `name`."""
@@ -241,12 +241,15 @@ class KeyedJaggedTensor(Movable):
 
     def validate_dense(self, *keys: str) -> None:
         """Raise a ValueError that names the first of `keys` and samples without exactly one id."""
-        wrong = self.lengths != 1
-        if not self.is_dense and bool(wrong[[self.keys.index(key) for key in keys]].any()):
-            at, sample = next(at for at in wrong.nonzero().tolist() if self.keys[at[0]] in keys)
+        if self.is_dense:
+            return
+        lengths = self.lengths[[self.keys.index(key) for key in keys]]
+        wrong = (lengths != 1).nonzero()
+        if len(wrong):
+            at, sample = wrong[0].tolist()
             raise ValueError(
-                f"feature {self.keys[at]!r} must have one id for each sample: "
-                f"sample {sample} has {int(self.lengths[at, sample])}"
+                f"feature {keys[at]!r} must have one id for each sample: "
+                f"sample {sample} has {int(lengths[at, sample])}"
             )
 
 
