@@ -83,7 +83,8 @@ def systems(micro_batches: int, switches: dict[str, object]) -> list[System]:
 def dealt(batch: JaggedBatch, items: int, seed: int) -> JaggedBatch:
     """The batch with its ids below `items` renamed by a permutation."""
     order = torch.randperm(items, generator=torch.Generator().manual_seed(seed))
-    return replace(batch, ids=order[batch.ids], labels=order[batch.labels], negatives=order[batch.negatives])
+    features = replace(batch.features, values=order[batch.ids])
+    return replace(batch, features=features, labels=order[batch.labels], negatives=order[batch.negatives])
 
 
 @dataclass

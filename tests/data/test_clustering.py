@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.data.batch import JaggedBatch
+from tritonrec.data import JaggedBatch
 from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.loader import NextItemLoader
 from tritonrec.data.zipf import ZipfOptions, generate
@@ -21,7 +23,8 @@ def jagged(samples: list[list[int]], negatives: int = 0) -> JaggedBatch:
     ids = torch.tensor([key for sample in samples for key in sample], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     drawn = ids[:, None] * 31 + torch.arange(negatives)
-    return JaggedBatch(0, torch.arange(len(samples)), offsets, ids, ids, ids, drawn).validate()
+    sample_ids = torch.arange(len(samples))
+    return JaggedBatch.from_sequences(0, sample_ids, offsets, ids, ids, ids, drawn).validate()
 
 
 def indices(parts) -> list[list[int]]:
@@ -114,14 +117,11 @@ def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negativ
 def test_negatives_count_as_keys():
     batch = jagged([[1], [2], [3], [4]])
     shared = torch.tensor([[70, 71], [80, 81], [80, 81], [70, 71]])
-    assert indices(split(batch.with_negatives(shared), 2, clustering=True)) == [[0, 3], [1, 2]]
+    assert indices(split(replace(batch, negatives=shared), 2, clustering=True)) == [[0, 3], [1, 2]]
 
 
 def test_labels_count_as_keys():
-    batch = jagged([[1], [2], [3], [4]])
-    batch = JaggedBatch(
-        0, batch.sample_ids, batch.offsets, batch.ids, batch.ids, torch.tensor([9, 8, 8, 9]), batch.negatives
-    )
+    batch = replace(jagged([[1], [2], [3], [4]]), labels=torch.tensor([9, 8, 8, 9]))
     assert indices(split(batch, 2, clustering=True)) == [[0, 3], [1, 2]]
 
 

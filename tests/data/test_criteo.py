@@ -11,7 +11,6 @@ import torch
 
 from tritonrec.data import ClickLoader, ClickLog, auc, evaluate_clicks, load, load_clicks, load_interactions
 from tritonrec.data.criteo import COLUMNS, MISSING, read_parquet, read_tsv
-from tritonrec.data.ctr import ClickBatch
 from tritonrec.data.ctr_made import KEPT, SHAPES, MadeOptions, make, table_rows
 
 
@@ -175,42 +174,7 @@ def test_an_epoch_has_every_trained_row_once_and_ranks_share_it():
         loader(rows=(90, 120))
 
 
-def test_batches_are_cut_and_joined():
-    batch = loader().batch(0)
-    parts = [
-        batch.select(torch.tensor(part, dtype=torch.int64)) for part in ([3, 1], [], [*range(4, 25), 0, 2])
-    ]
-    whole = ClickBatch.concat(parts).validate()
-    order = torch.tensor([3, 1, *range(4, 25), 0, 2])
-    for name in ("sample_ids", "dense", "categories", "labels"):
-        assert torch.equal(getattr(whole, name), getattr(batch, name)[order]), name
-    assert parts[1].num_samples == 0 and parts[1].loss_terms == 0 and whole.loss_terms == 25
-    with pytest.raises(IndexError, match=r"indices must be in \[0, 25\), got values from -1 to 3"):
-        batch.select(torch.tensor([3, -1]))
-    offsets, keys = batch.sample_keys()
-    assert offsets.tolist() == [21 * at for at in range(26)]
-    # One key for each pair of a feature and an id.
-    pairs = {(at % 21, int(batch.categories[at // 21, at % 21])): int(key) for at, key in enumerate(keys)}
-    assert len(set(pairs.values())) == len(pairs) == len(set(keys.tolist()))
-
-
-def test_a_batch_that_does_not_add_up_is_refused():
-    from dataclasses import replace
-
-    batch = loader().batch(0)
-    for changes, message in (
-        ({"labels": batch.labels + 1}, r"labels must be 0 or 1: labels\[\d+\] = 2"),
-        ({"dense": batch.dense.double()}, r"dense must be torch.float32 of shape \(25, 1\)"),
-        (
-            {"dense": batch.dense[:3]},
-            r"dense must be torch.float32 of shape \(25, 1\), got torch.float32 \(3, 1\)",
-        ),
-        ({"categories": batch.categories[:, :20]}, r"categories must be torch.int64 of shape \(25, 21\)"),
-        ({"dense": batch.dense * math.nan}, r"dense values must be finite: dense\[\d+, 0\] = nan"),
-        ({"sample_ids": batch.sample_ids[:2]}, "sample_ids must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            replace(batch, **changes).validate()
+def test_a_log_that_does_not_add_up_is_refused():
     log = dict(
         dense=LOG.dense, categories=LOG.categories, labels=LOG.labels, features=LOG.features, trained=9
     )

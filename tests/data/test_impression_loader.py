@@ -58,13 +58,16 @@ def plain(batch: ImpressionBatch) -> list[dict]:
     samples = []
     for at in range(batch.num_samples):
         one = batch.select(torch.tensor([at]))
-        bags = one.genres and [bag.tolist() for bag in one.genres.ids.tensor_split(one.genres.offsets[1:-1])]
+        bags = one.genres and [
+            bag.tolist() for bag in one.genres.values.tensor_split(one.genres.offsets[1:-1])
+        ]
+        past, shown = one.timestamps.tensor_split([len(one.history_items)])
         samples.append(
             {
-                "context": {name: int(ids) for name, ids in one.context.items()},
+                "context": {name: int(one.features[name].ids) for name in one.context},
                 "history": list(zip(one.history_items.tolist(), one.history_actions.tolist(),
-                                    one.history_timestamps.tolist(), strict=True)),
-                "exposed": list(zip(one.exposed_items.tolist(), one.exposed_timestamps.tolist(),
+                                    past.tolist(), strict=True)),
+                "exposed": list(zip(one.exposed_items.tolist(), shown.tolist(),
                                     one.labels.tolist(), strict=True)),
                 "bags": bags,
             }
@@ -156,7 +159,7 @@ def test_the_windows_of_the_docstring():
         104,
     ]
     assert held_out.labels.tolist() == [[1, 1], [0, 0]] and held_out.history_actions.tolist() == [2, 3, 4]
-    assert batch.context.keys() == {"user_id"} and batch.genres is None
+    assert batch.context == ("user_id",) and batch.genres is None
 
 
 def test_sample_ids_tell_the_windows_of_an_epoch_apart():
@@ -216,18 +219,18 @@ def test_feedback_columns_are_the_tasks_and_their_bits_the_action():
         for user, item, time, label in zip(
             users,
             batch.exposed_items.tolist(),
-            batch.exposed_timestamps.tolist(),
+            batch.timestamps[len(batch.history_items) :].tolist(),
             batch.labels.tolist(),
             strict=True,
         ):
             if (user, item, time) in once:
                 seen.add((user, item, time))
                 assert label == [row[user, item, time] & 1, row[user, item, time] >> 1]
-        users = torch.repeat_interleave(batch.context["user_id"], batch.history_lengths).tolist()
+        users = torch.repeat_interleave(batch.features["user_id"].ids, batch.history_offsets.diff()).tolist()
         for user, item, time, action in zip(
             users,
             batch.history_items.tolist(),
-            batch.history_timestamps.tolist(),
+            batch.timestamps[: len(batch.history_items)].tolist(),
             batch.history_actions.tolist(),
             strict=True,
         ):

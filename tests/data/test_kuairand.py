@@ -87,7 +87,7 @@ def test_impressions_have_its_tasks(folder):
     loads = ImpressionLoader(load(f"kuairand:{folder}"), 4, max_history=5, max_exposed=1, seed=0)
     assert loads.tasks == ("is_click", "long_view")
     (held_out,) = loads.evaluation_batches()
-    assert held_out.context["user_id"].tolist() == [0, 3] and held_out.exposed_items.tolist() == [15, 8]
+    assert held_out.features["user_id"].ids.tolist() == [0, 3] and held_out.exposed_items.tolist() == [15, 8]
     assert held_out.history_items.tolist() == [8, 15, 1071] and held_out.history_actions.tolist() == [1, 0, 3]
     assert held_out.labels.tolist() == [[0, 1], [1, 0]]
 

@@ -1,4 +1,4 @@
-"""What the TorchRec example uses of TorchRec, in a page: the jagged layout as its documentation draws it."""
+"""The parts of TorchRec that its example and `from_torchrec` use, in the layout of its documentation."""
 
 import torch
 
@@ -8,6 +8,7 @@ class KeyedJaggedTensor:
 
     def __init__(self, keys, values, weights=None, lengths=None, offsets=None):
         self._keys, self._values, self._weights, self._lengths = keys, values, weights, lengths
+        lengths = self._lengths = offsets.diff() if lengths is None else lengths
         total = torch.zeros(len(lengths) + 1, dtype=lengths.dtype)
         total[1:] = lengths.cumsum(0)
         assert offsets is None or torch.equal(offsets.long(), total.long())
@@ -22,6 +23,15 @@ class KeyedJaggedTensor:
     def weights(self):
         assert self._weights is not None and len(self._weights) == len(self._values)
         return self._weights
+
+    def weights_or_none(self):
+        return self._weights
+
+    def stride_per_key(self):
+        return [len(self._lengths) // len(self._keys)] * len(self._keys)
+
+    def variable_stride_per_key(self):
+        return False
 
     def lengths(self):
         return self._lengths

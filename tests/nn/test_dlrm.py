@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.data.ctr import ClickBatch
+from tritonrec.data import ClickBatch, KeyedJaggedTensor
 from tritonrec.nn import DLRM, DLRMConfig, attach_grids
 from tritonrec.nn.dlrm import _matmul, interact, partition_tables
 
@@ -35,10 +35,11 @@ def make_batch(config, samples=SAMPLES, seed=1):
     batch = ClickBatch(
         0,
         torch.arange(samples) * 10 + 3,
-        torch.randn(samples, config.dense, generator=generator),
-        torch.randint(0, 90, (samples, len(config.features)), generator=generator),
-        torch.randint(0, 2, (samples,), generator=generator),
-        config.features,
+        dense=torch.randn(samples, config.dense, generator=generator),
+        features=KeyedJaggedTensor.from_matrix(
+            config.features, torch.randint(0, 90, (samples, len(config.features)), generator=generator)
+        ),
+        labels=torch.randint(0, 2, (samples,), generator=generator),
     ).validate()
     return batch, {
         name: torch.randn(samples, config.dim, generator=generator) * 0.8 + 0.1 for name in config.features

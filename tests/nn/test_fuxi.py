@@ -45,7 +45,7 @@ def make_batch(lengths=LENGTHS, seed=1):
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     ids, labels, gaps = torch.randint(0, 9, (3, tokens), generator=generator)
-    batch = JaggedBatch(
+    batch = JaggedBatch.from_sequences(
         step=0,
         sample_ids=torch.arange(len(lengths)) * 1000 - 5,
         offsets=torch.tensor([0, *lengths]).cumsum(0),

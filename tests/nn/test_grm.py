@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.data.batch import Lookup
-from tritonrec.data.impressions import ImpressionBatch
+from tritonrec.data import ImpressionBatch, KeyedJaggedTensor, Lookup
 from tritonrec.nn import GRM, GRMConfig, attach_grids, detach_grids
 
 CONFIG = GRMConfig(
@@ -37,16 +36,19 @@ def make_batch(history=HISTORY, exposed=EXPOSED, config=CONFIG, seed=1):
     bags = torch.randint(0, 4, (old + new,), generator=generator)
     batch = ImpressionBatch(
         step=0,
-        context={name: ids(samples) for name in config.context},
-        history_items=ids(old),
+        features=KeyedJaggedTensor.from_dict(
+            {
+                "history": Lookup(ids(old), torch.tensor([0, *history]).cumsum(0)),
+                "exposed": Lookup(ids(new), torch.tensor([0, *exposed]).cumsum(0)),
+            }
+            | {name: Lookup(ids(samples)) for name in config.context}
+        ),
         history_actions=ids(old),
-        history_timestamps=ids(old),
-        exposed_items=ids(new),
-        exposed_timestamps=ids(new),
-        genres=Lookup(ids(int(bags.sum())), torch.tensor([0, *bags]).cumsum(0)) if config.genres else None,
+        timestamps=ids(old + new),
+        genres=KeyedJaggedTensor(("genre",), ids(int(bags.sum())), torch.tensor([0, *bags]).cumsum(0))
+        if config.genres
+        else None,
         sample_ids=torch.arange(samples) * 1000 - 5,
-        history_offsets=torch.tensor([0, *history]).cumsum(0),
-        exposed_offsets=torch.tensor([0, *exposed]).cumsum(0),
         labels=torch.randint(0, 2, (new, len(config.tasks)), generator=generator),
         tasks=config.tasks,
     ).validate()
@@ -103,7 +105,7 @@ def oracle(model, batch, rows):
         x = torch.cat(tokens)
         x = x * config.dim**0.5 + model.positions.weight[: len(x)]
         ages = [torch.tensor([-(2**63)] * len(config.context), dtype=torch.int64)]
-        times = torch.cat([*ages, batch.history_timestamps[old], batch.exposed_timestamps[new]])
+        times = torch.cat([*ages, batch.timestamps[old], batch.timestamps[shown]])
         for layer in model.layers:
             x = formulas.hstu_layer(x, layer, len(new), times, times)
         z = formulas.mmoe(formulas.layer_norm(x[len(x) - len(new) :], model.norm), model.head)

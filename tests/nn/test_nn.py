@@ -39,7 +39,7 @@ def make_batch(lengths=LENGTHS, seed=1):
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     ids, labels = torch.randint(0, 50, (2, tokens), generator=generator)
-    return JaggedBatch(
+    return JaggedBatch.from_sequences(
         step=0,
         sample_ids=torch.arange(len(lengths)) * 1000 - 5,
         offsets=torch.tensor([0, *lengths]).cumsum(0),

@@ -56,22 +56,13 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def together(first, second):
-    """One batch of the samples of both."""
-    tokens = first.num_tokens
-    joined = {
-        name: torch.cat([getattr(first, name), getattr(second, name)])
-        for name in ("sample_ids", "ids", "timestamps", "labels", "negatives")
-    }
-    return JaggedBatch(first.step, offsets=torch.cat([first.offsets, second.offsets[1:] + tokens]), **joined)
-
-
 @pytest.mark.parametrize("mode", ["sync", *PIPELINED])
 def test_accumulating_two_batches_is_training_on_both_at_once(mode):
     # without dropout, whose mask goes by the batch's step, and with the optimizers' step counted in updates
     config = replace(CONFIG, dropout=0.0)
     four = batches(4)
-    whole = [replace(together(*four[:2]), step=0), replace(together(*four[2:]), step=1)]
+    pairs = [[replace(batch, step=step) for batch in four[2 * step : 2 * step + 2]] for step in (0, 1)]
+    whole = [JaggedBatch.concat(pair) for pair in pairs]
     expected, _, _ = run("sync", whole, parts(config=config))
     split = {} if mode == "sync" else {"micro_batches": 3}
     got, results, _ = run(mode, four, parts(config=config), accumulate=2, **split)

@@ -36,7 +36,7 @@ def batch_of(step, *lengths):
     tokens = sum(lengths)
     offsets = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
     ids = torch.arange(tokens) * 7 - 20
-    return JaggedBatch(
+    return JaggedBatch.from_sequences(
         step, torch.arange(len(lengths)), offsets, ids, ids, ids + 1, torch.stack([ids + 3, -ids], 1)
     )
 
@@ -134,7 +134,8 @@ def test_more_micro_batches_than_samples_are_legal():
 
 
 def test_wrong_offsets_name_the_field():
-    wrong = replace(batch_of(0, 2, 2), offsets=torch.tensor([0, 3, 2]))
+    batch = batch_of(0, 2, 2)
+    wrong = replace(batch, features=replace(batch.features, offsets=torch.tensor([0, 3, 2])))
     for mode, error in (("sync", ValueError), ("nestpipe", StageFailedError)):
         with trainer(mode) as training, pytest.raises(error, match="offsets must not decrease"):
             training.step(wrong)

@@ -1,13 +1,14 @@
 """Promise: served predictions are those of synchronous inference in every bit, whatever the bound."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from thread_ranks import Clock, ThreadRanks
 
-from tritonrec.data.ctr import ClickBatch
+from tritonrec.data import ClickBatch, KeyedJaggedTensor
 from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.nn import DLRM, DLRMConfig, partition_tables
 from tritonrec.serving import TableWiseDLRM, infer, own_samples
@@ -35,10 +36,9 @@ def make_batches(dense=5):
             ClickBatch(
                 step,
                 torch.arange(samples),
+                KeyedJaggedTensor.from_matrix(FEATURES, torch.stack(ids, 1)),
                 torch.randn(samples, dense, generator=generator),
-                torch.stack(ids, 1),
                 torch.zeros(samples, dtype=torch.int64),
-                FEATURES,
             )
         )
     return batches
@@ -46,7 +46,7 @@ def make_batches(dense=5):
 
 def alone(model, tables, batch):
     """One process that holds everything."""
-    rows = {name: tables[name][batch.categories[:, at]] for at, name in enumerate(FEATURES)}
+    rows = {name: tables[name][lookup.ids] for name, lookup in batch.lookups().items()}
     return model.predict(batch, rows)
 
 
@@ -143,3 +143,14 @@ def test_owners_and_tables_are_checked():
         TableWiseDLRM(model, dict.fromkeys(FEATURES, 2), {}, 0, 2)
     with pytest.raises(ValueError, match="rank 0 owns the feature 'device' but was given no table"):
         TableWiseDLRM(model, dict.fromkeys(FEATURES, 0), {"ad": tables["ad"].__getitem__}, 0, 2)
+
+
+def test_a_batch_with_several_ids_of_a_sample_is_refused():
+    model, tables = build()
+    own = {name: table.__getitem__ for name, table in tables.items()}
+    served, batch = TableWiseDLRM(model, dict.fromkeys(FEATURES, 0), own, 0, 1), make_batches()[3]
+    offsets = batch.features.offsets.clone()
+    offsets[1] = 0  # the first sample has no id, the second one two: as many as there are samples
+    ragged = replace(batch, features=replace(batch.features, offsets=offsets))
+    with pytest.raises(ValueError, match="a served batch has one id of each feature for each sample"):
+        served.lookup(ragged)

@@ -50,10 +50,10 @@ def follow(config=CONFIG, mode="nestpipe", window=None, optimizer="rowwise_adagr
 
 def hot_of(config=CONFIG):
     """(feature, id) of the rows that enough of the warm-up's accesses go to, in their order."""
-    inputs = torch.cat([loader().batch(step).categories for step in range(config.warmup)])
+    batches = [loader().batch(step) for step in range(config.warmup)]
     hot = []
     for name in sorted(LOG.features):
-        column = inputs[:, LOG.features.index(name)].tolist()
+        column = torch.cat([batch.features[name].ids for batch in batches]).tolist()
         hot += [(name, i) for i in sorted(set(column)) if column.count(i) >= config.hot_share * len(column)]
     return hot
 
@@ -65,8 +65,8 @@ def expected_changes(weights, config=CONFIG):
         {
             (name, int(i))
             for step in range(first, last)
-            for at, name in enumerate(LOG.features)
-            for i in loader().batch(step).categories[:, at]
+            for name, lookup in loader().batch(step).lookups().items()
+            for i in lookup.ids
         }
         for first, last in pairwise(times)
     ]

@@ -1,13 +1,14 @@
 """Interaction logs, jagged batches, loaders, balancing, sample clustering and ranking metrics."""
 
 from tritonrec.data.balancing import SequenceCost, token_spread
-from tritonrec.data.batch import Batch, JaggedBatch, Lookup
+from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
 from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_of, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
 from tritonrec.data.sources import load, load_clicks, load_interactions
@@ -23,6 +24,7 @@ __all__ = [
     "ImpressionLoader",
     "Interactions",
     "JaggedBatch",
+    "KeyedJaggedTensor",
     "Lookup",
     "NextItemLoader",
     "SequenceCost",
@@ -36,6 +38,8 @@ __all__ = [
     "load_clicks",
     "load_interactions",
     "payload_inflation",
+    "per_sample",
+    "per_token",
     "popularity_scores",
     "split",
     "tapered",

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.batch import Batch, check_offsets
+from tritonrec.data.batch import Batch
+from tritonrec.data.jagged import check_offsets
 from tritonrec.ops import unique
 
 from ..kernels.caches import njit

@@ -2,29 +2,32 @@
 
 Three samples of two dense and two categorical features, so B = 3, F = 2 and C = 2::
 
-    sample_ids   [ 70,          71,          72        ]     (B,)     rows of the log
-    dense        [[0.0, 1.1],  [2.3, 0.0],  [0.7, 0.7]]      (B, F)   float32
-    categories   [[ 10,   4],  [ 11,   4],  [ 10,   5]]      (B, C)   categories[:, 0] is feature features[0]
-    labels       [  1,           0,           0        ]     (B,)     clicked or not
-    features     ("site", "device")
+    sample_ids          [ 70,          71,          72        ]     (B,)     rows of the log
+    dense               [[0.0, 1.1],  [2.3, 0.0],  [0.7, 0.7]]      (B, F)   float32
+    features["site"]    [ 10,          11,          10        ]     (B,)     one id for each sample
+    features["device"]  [  4,           4,           5        ]     (B,)
+    labels              [  1,           0,           0        ]     (B,)     clicked or not
 
-A `ClickLog` holds such columns for a whole log, oldest row first; its last rows are held out for evaluation.
+A `ClickLog` holds dense features, ids and labels of a whole log, oldest row first; its last rows are held out
+for evaluation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
-from tritonrec.data.batch import Lookup, one_step
+from tritonrec.data.batch import Batch, check_binary, per_sample
 from tritonrec.data.epochs import EpochLoader, at_least
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.ranking import auc
 
 CLICK_RATING = 4.0
@@ -82,102 +85,23 @@ def split_in_time(rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class ClickBatch:
-    """One step's samples, on one device; the layout is drawn in the module's docstring."""
+class ClickBatch(Batch):
+    """Samples of click models; the layout is drawn in the module's docstring."""
 
-    step: int
-    sample_ids: Tensor  # (B,) int64
-    dense: Tensor  # (B, F) float32
-    categories: Tensor  # (B, C) int64
-    labels: Tensor  # (B,) int64
-    features: tuple[str, ...]
-
-    @property
-    def num_samples(self) -> int:
-        """B."""
-        return len(self.labels)
-
-    @property
-    def loss_terms(self) -> int:
-        """One term for each sample."""
-        return self.num_samples
+    dense: Tensor = field(metadata=per_sample(torch.float32, dim=2))  # (B, F)
+    labels: Tensor = field(metadata=per_sample())  # (B,)
 
     def lookups(self) -> dict[str, Lookup]:
         """(B,) ids for each feature."""
-        return {name: Lookup(self.categories[:, at]) for at, name in enumerate(self.features)}
+        features = self.features
+        ids = features.values.split_with_sizes(features.length_per_key)
+        return dict(zip(features.keys, map(Lookup, ids), strict=True))
 
-    def sample_keys(self) -> tuple[Tensor, Tensor]:
-        """Offsets (B + 1,) and each sample's keys: equal ids of different features give different keys."""
-        count = len(self.features)
-        offsets = torch.arange(self.num_samples + 1, device=self.labels.device) * count
-        return offsets, (self.categories * count + torch.arange(count, device=self.labels.device)).flatten()
-
-    def select(self, indices: Tensor) -> ClickBatch:
-        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
-        indices = indices.to(self.labels.device)
-        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
-            raise IndexError(
-                f"select: indices must be in [0, {self.num_samples}), "
-                f"got values from {int(indices.min())} to {int(indices.max())}"
-            )
-        return self._map(lambda tensor: tensor[indices])
-
-    @staticmethod
-    def concat(batches: Sequence[ClickBatch]) -> ClickBatch:
-        """One batch of all samples, in the order given; all of one step and with the same features."""
-        step, first = one_step(batches), batches[0]
-        for batch in batches:
-            if batch.features != first.features or batch.dense.shape[1] != first.dense.shape[1]:
-                raise ValueError(
-                    f"concat: the batches have different features: {first.dense.shape[1]} dense and "
-                    f"{first.features}, {batch.dense.shape[1]} dense and {batch.features}"
-                )
-        return ClickBatch(
-            step,
-            torch.cat([batch.sample_ids for batch in batches]),
-            torch.cat([batch.dense for batch in batches]),
-            torch.cat([batch.categories for batch in batches]),
-            torch.cat([batch.labels for batch in batches]),
-            first.features,
-        )
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ClickBatch:
-        """The same batch on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> ClickBatch:
-        """The same batch in page-locked memory, from which copies to an accelerator run asynchronously."""
-        return self._map(Tensor.pin_memory)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> ClickBatch:
-        return replace(
-            self,
-            sample_ids=change(self.sample_ids),
-            dense=change(self.dense),
-            categories=change(self.categories),
-            labels=change(self.labels),
-        )
-
-    def validate(self) -> ClickBatch:
+    def validate(self) -> Self:
         """Return the batch itself, or raise a ValueError that names the field and the offending values."""
-        samples = len(self.labels)
-        for name, dtype, shape in (
-            ("sample_ids", torch.int64, (samples,)),
-            ("labels", torch.int64, (samples,)),
-            ("dense", torch.float32, (samples, *self.dense.shape[1:2])),
-            ("categories", torch.int64, (samples, len(self.features))),
-        ):
-            tensor = getattr(self, name)
-            if tensor.dtype != dtype or tensor.shape != shape or (name == "dense" and tensor.dim() != 2):
-                raise ValueError(
-                    f"{name} must be {dtype} of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if tensor.device != self.labels.device:
-                raise ValueError(f"{name} is on {tensor.device}, but labels is on {self.labels.device}")
-        wrong = (self.labels != 0) & (self.labels != 1)
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            raise ValueError(f"labels must be 0 or 1: labels[{at}] = {int(self.labels[at])}")
+        super().validate()
+        self.features.validate_dense(*self.features.keys)
+        check_binary(self.labels)
         if not bool(torch.isfinite(self.dense).all()):
             row, column = (~torch.isfinite(self.dense)).nonzero()[0].tolist()
             raise ValueError(
@@ -234,9 +158,8 @@ class ClickLoader(EpochLoader[ClickBatch]):
             yield self._rows(0, rows)
 
     def _rows(self, step: int, rows: Tensor) -> ClickBatch:
-        return ClickBatch(
-            step, rows, self._dense[rows], self._categories[rows], self._labels[rows], self.features
-        )
+        features = KeyedJaggedTensor.from_matrix(self.features, self._categories[rows])
+        return ClickBatch(step, rows, features, self._dense[rows], self._labels[rows])
 
 
 def clicks_of(log: Interactions) -> ClickLog:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
-from tritonrec.data.batch import Lookup, token_indices
 from tritonrec.data.epochs import EpochLoader, at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 
 CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
 
@@ -123,28 +123,30 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         lengths = (begins - self._starts[users]).clamp(max=self.max_history)
         past, history_offsets = token_indices(begins - lengths, lengths)
         shown, exposed_offsets = token_indices(begins, ends - begins)
+        events = torch.cat([past, shown])
+        features = {
+            "history": Lookup(self._items[past], history_offsets),
+            "exposed": Lookup(self._items[shown], exposed_offsets),
+        }
         return ImpressionBatch(
             step=step,
             sample_ids=begins,
-            context={name: ids[users] for name, ids in self._context.items()},
-            history_offsets=history_offsets,
-            history_items=self._items[past],
+            features=KeyedJaggedTensor.from_dict(
+                features | {name: Lookup(ids[users]) for name, ids in self._context.items()}
+            ),
             history_actions=self._actions[past],
-            history_timestamps=self._timestamps[past],
-            exposed_offsets=exposed_offsets,
-            exposed_items=self._items[shown],
-            exposed_timestamps=self._timestamps[shown],
-            genres=self._bags(torch.cat([past, shown])),
+            timestamps=self._timestamps[events],
             labels=self._labels[shown],
+            genres=self._bags(events),
             tasks=self.tasks,
         )
 
-    def _bags(self, events: Tensor) -> Lookup | None:
+    def _bags(self, events: Tensor) -> KeyedJaggedTensor | None:
         if self._genres is None:
             return None
         starts, lengths, genres = self._genres
         ids, offsets = token_indices(starts[events], lengths[events])
-        return Lookup(genres[ids], offsets)
+        return KeyedJaggedTensor(("genre",), genres[ids], offsets)
 
 
 def _feedback(interactions: Interactions) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:

@@ -15,15 +15,16 @@ Nothing is remembered between steps (`epochs`): negatives, too, come from counte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
-from tritonrec.data.batch import JaggedBatch, token_indices
+from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, EpochLoader, at_least
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.jagged import token_indices
 from tritonrec.ops import random_indices
 
 
@@ -105,7 +106,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         users, lengths = self._samples[samples], self.sample_tokens[samples]
         tokens, offsets = token_indices(self._starts[users] + self._trained[users] - 1 - lengths, lengths)
         ids = self._items[tokens]
-        batch = JaggedBatch(
+        batch = JaggedBatch.from_sequences(
             step,
             self._user_ids[users],
             offsets,
@@ -123,7 +124,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
             count=self.num_negatives,
             upper=self.num_items,
         )
-        return batch.with_negatives(self.catalogue[drawn])
+        return replace(batch, negatives=self.catalogue[drawn])
 
     def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
         """All users with an item held out, in the order of their ids, `batch_size` at a time."""
@@ -134,7 +135,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
             lengths = trained.clamp(max=self.max_seq_len)
             tokens, offsets = token_indices(starts + trained - lengths, lengths)
             ids = self._items[tokens]
-            history = JaggedBatch(
+            history = JaggedBatch.from_sequences(
                 0,
                 self._user_ids[users],
                 offsets,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..data.ctr import ClickBatch
+from ..data import ClickBatch, KeyedJaggedTensor
 from ..distributed import TIMEOUT, Communicators
 from ..distributed.bounded_lag import BoundedLagAllToAll, register
 from ..nn import DLRM, DLRMConfig, partition_tables, sigmoid
@@ -206,10 +206,11 @@ def _batches(batch_size: int, steps: int, seed: int) -> list[ClickBatch]:
         ClickBatch(
             step,
             torch.arange(batch_size),
-            torch.randn(batch_size, DENSE, dtype=torch.float32, generator=generator),
-            torch.randint(0, TABLE_ROWS, (batch_size, len(FEATURES)), generator=generator),
-            torch.zeros(batch_size, dtype=torch.int64),
-            FEATURES,
+            dense=torch.randn(batch_size, DENSE, dtype=torch.float32, generator=generator),
+            features=KeyedJaggedTensor.from_matrix(
+                FEATURES, torch.randint(0, TABLE_ROWS, (batch_size, len(FEATURES)), generator=generator)
+            ),
+            labels=torch.zeros(batch_size, dtype=torch.int64),
         )
         for step in range(steps)
     ]

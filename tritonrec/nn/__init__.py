@@ -17,7 +17,8 @@ from .modules import (
     RelativeAggregate,
     RelativeBias,
 )
-from .next_item import LayerConfig, NextItemModel, Tokens
+from .next_item import LayerConfig, NextItemModel
+from .tokens import Tokens
 from .transduction import RECOMPUTED
 
 __all__ = [

@@ -24,15 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
-
-if TYPE_CHECKING:
-    from ..data.ctr import ClickBatch
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,16 @@ class DLRMConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
+class ClickInput(Protocol):
+    """The parts of a batch that DLRM reads; `tritonrec.data.ClickBatch` has them."""
+
+    @property
+    def dense(self) -> torch.Tensor: ...  # (B, F) float32
+
+    @property
+    def labels(self) -> torch.Tensor: ...  # (B,) int64, 0 or 1
+
+
 class DLRM(torch.nn.Module):
     """Called as ``model(batch, rows, seed)`` by the trainer; see `tritonrec.pipeline.Model`."""
 
@@ -75,12 +82,12 @@ class DLRM(torch.nn.Module):
         self.bottom = _layers([config.dense, *config.bottom, config.dim]) if config.dense else None
         self.top = _layers([pairs + (config.dim if config.dense else 0), *config.top, 1])
 
-    def forward(self, batch: ClickBatch, rows: Mapping[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
+    def forward(self, batch: ClickInput, rows: Mapping[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
         """Cross entropies (B,) of the clicks. `rows` holds (B, d) for each feature; nothing is drawn."""
         return binary_cross_entropy(self.logits(batch.dense, rows), batch.labels[:, None])
 
     @torch.no_grad()
-    def predict(self, batch: ClickBatch, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def predict(self, batch: ClickInput, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Probabilities (B,) of a click."""
         return sigmoid(self.logits(batch.dense, rows)).squeeze(1)
 

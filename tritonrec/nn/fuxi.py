@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from .modules import GatedMLP, GatedNorm, LayerNorm, Linear, RelativeAggregate
-from .next_item import LayerConfig, NextItemModel, Tokens
+from .next_item import LayerConfig, NextItemModel
+from .tokens import Tokens
 from .transduction import transduce
 
 

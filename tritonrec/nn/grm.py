@@ -21,7 +21,7 @@ Dimensions: B samples, C contextual features, Lh history and Le exposed tokens, 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -31,11 +31,8 @@ from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import LayerNorm, Linear, PositionalEmbedding
-from .next_item import LayerConfig, Tokens
-
-if TYPE_CHECKING:
-    from ..data.impressions import ImpressionBatch
-
+from .next_item import LayerConfig
+from .tokens import Tokens
 
 OLDEST = -(2**63)  # the time of contextual tokens, which have none
 
@@ -60,6 +57,28 @@ class GRMConfig(LayerConfig):
     relative_bias: bool = False
 
 
+class ImpressionInput(Protocol):
+    """The parts of a batch that GRM reads; `tritonrec.data.ImpressionBatch` has them. All int64."""
+
+    @property
+    def sample_ids(self) -> torch.Tensor: ...  # (B,)
+
+    @property
+    def history_offsets(self) -> torch.Tensor: ...  # (B + 1,)
+
+    @property
+    def exposed_offsets(self) -> torch.Tensor: ...  # (B + 1,)
+
+    @property
+    def timestamps(self) -> torch.Tensor: ...  # (Lh + Le,), history first
+
+    @property
+    def labels(self) -> torch.Tensor: ...  # (Le, T), 0 or 1
+
+    @property
+    def tasks(self) -> tuple[str, ...]: ...  # Names of the T tasks
+
+
 class GRM(torch.nn.Module):
     """Called as ``model(batch, rows, seed)`` by the trainer; see `tritonrec.pipeline.Model`."""
 
@@ -77,12 +96,13 @@ class GRM(torch.nn.Module):
         self.norm = LayerNorm(config.dim)
         self.head = MMoE(config.dim, len(config.tasks), config.experts, config.top_k)
 
-    def forward(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    def forward(self, batch: ImpressionInput, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
         """Losses (B,): cross entropies of a sample, summed over its exposed items and tasks.
 
         Args:
-            rows: by feature, as `ImpressionBatch.lookups` names them: ``item`` (Lh + Le, d), ``action``
-                (Lh, d), ``genre`` (Lh + Le, d) where there are genres, contextual ones (B, context_dim).
+            rows: by feature, as `tritonrec.data.ImpressionBatch.lookups` names them: ``item`` (Lh + Le, d),
+                ``action`` (Lh, d), ``genre`` (Lh + Le, d) where there are genres, contextual ones
+                (B, context_dim).
             seed: of dropout.
         """
         if tuple(batch.tasks) != tuple(self.config.tasks):
@@ -91,7 +111,7 @@ class GRM(torch.nn.Module):
         return sum_by_sample(losses, batch.exposed_offsets)
 
     @torch.no_grad()
-    def predict(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    def predict(self, batch: ImpressionInput, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Probabilities (Le, T) of each task, without dropout."""
         training = self.training
         try:
@@ -99,7 +119,7 @@ class GRM(torch.nn.Module):
         finally:
             self.train(training)
 
-    def logits(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    def logits(self, batch: ImpressionInput, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
         """(Le, T)."""
         to, exposed_to, tokens = self.place(batch)
         x = self.embed(batch, rows)
@@ -108,33 +128,31 @@ class GRM(torch.nn.Module):
             x = layer(x, tokens, ops.derive_seed(seed, index, 0))
         return self.head(self.norm(ops.gather_rows(x, exposed_to)), batch.exposed_offsets)
 
-    def embed(self, batch: ImpressionBatch, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    def embed(self, batch: ImpressionInput, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Rows (C*B + Lh + Le, d) of all tokens, feature by feature: context, history, exposed."""
-        one_each = torch.arange(batch.num_samples + 1, device=batch.sample_ids.device)
+        one_each = torch.arange(len(batch.sample_ids) + 1, device=batch.sample_ids.device)
         context = [
             project(rows[name], one_each)
             for name, project in zip(self.config.context, self.context, strict=True)
         ]
         items = rows["item"] + rows["genre"] if self.config.genres else rows["item"]
-        history, exposed = items.split([len(batch.history_items), len(batch.exposed_items)])
+        history, exposed = items.split([len(batch.timestamps) - len(batch.labels), len(batch.labels)])
         return torch.cat([*context, history + rows["action"], exposed])
 
-    def place(self, batch: ImpressionBatch) -> tuple[torch.Tensor, torch.Tensor, Tokens]:
+    def place(self, batch: ImpressionInput) -> tuple[torch.Tensor, torch.Tensor, Tokens]:
         """Where in the sequences each row of `embed` goes, (C*B + Lh + Le,), the exposed ones' part of it
         (Le,), and the sequences.
         """
         history, exposed = batch.history_offsets, batch.exposed_offsets
         context = len(self.config.context)
-        sample = torch.arange(batch.num_samples, device=history.device)
-        seq_offsets = (
-            torch.cat([sample, sample.new_tensor([batch.num_samples])]) * context + history + exposed
-        )
+        one_each = torch.arange(len(history), device=history.device)
+        seq_offsets, sample = one_each * context + history + exposed, one_each[:-1]
         # Before a history token stand all context up to its own sample's, and earlier samples' exposed ones.
         before_history = (sample + 1) * context + exposed[:-1]
         before_exposed = (sample + 1) * context + history[1:]
-        own = torch.arange(len(batch.history_items), device=history.device)
+        own = torch.arange(len(batch.timestamps) - len(batch.labels), device=history.device)
         history_to = own + torch.repeat_interleave(before_history, history.diff())
-        own = torch.arange(len(batch.exposed_items), device=history.device)
+        own = torch.arange(len(batch.labels), device=history.device)
         exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff())
         context_to = [seq_offsets[:-1] + feature for feature in range(context)]
         to = torch.cat([*context_to, history_to, exposed_to])
@@ -143,6 +161,6 @@ class GRM(torch.nn.Module):
         )
         if self.config.relative_bias:
             ages = torch.full_like(sample, OLDEST).repeat(context)
-            times = torch.cat([ages, batch.history_timestamps, batch.exposed_timestamps])
+            times = torch.cat([ages, batch.timestamps])
             tokens = tokens._replace(timestamps=times[torch.argsort(to)])
         return to, exposed_to, tokens

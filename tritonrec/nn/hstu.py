@@ -14,16 +14,13 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
-from .next_item import LayerConfig, NextItemModel, Tokens
+from .next_item import LayerConfig, NextItemInput, NextItemModel
+from .tokens import Tokens
 from .transduction import transduce
-
-if TYPE_CHECKING:
-    from ..data import JaggedBatch
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class HSTU(NextItemModel):
 
     layer = HSTULayer
 
-    def place(self, batch: JaggedBatch) -> Tokens:
+    def place(self, batch: NextItemInput) -> Tokens:
         """Where the batch's tokens stand, and when they ask."""
         tokens = super().place(batch)
         return tokens.asking_at_next() if self.config.relative_bias else tokens

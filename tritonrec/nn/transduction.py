@@ -15,15 +15,13 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
 from .exact import add_or_sum, linear_gradients
-
-if TYPE_CHECKING:
-    from .next_item import Tokens
+from .tokens import Tokens
 
 _kernels = ops.registered
 

@@ -16,15 +16,13 @@ B = 3, the features a, b on rank 0 and c on rank 1::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from ..kernels.arguments import check_rank
 from ..nn import DLRM, sigmoid
-
-if TYPE_CHECKING:
-    from ..data.ctr import ClickBatch
+from ..nn.dlrm import ClickInput
 
 
 def own_samples(samples: int, rank: int, world_size: int) -> slice:
@@ -34,6 +32,15 @@ def own_samples(samples: int, rank: int, world_size: int) -> slice:
     """
     check_rank(rank, world_size)
     return slice(*(at * (samples // world_size) + min(at, samples % world_size) for at in (rank, rank + 1)))
+
+
+class ServedBatch(ClickInput, Protocol):
+    """The parts of a batch that are served; `tritonrec.data.ClickBatch` has them."""
+
+    @property
+    def features(self) -> Any: ...  # a `KeyedJaggedTensor`
+
+    def lookups(self) -> Mapping[str, Any]: ...  # by feature ``ids`` (B,) int64
 
 
 class TableWiseDLRM:
@@ -76,25 +83,26 @@ class TableWiseDLRM:
         block = own_samples(samples, 0, self.world_size)
         return largest * block.stop * self.model.config.dim * torch.float32.itemsize
 
-    def lookup(self, batch: ClickBatch) -> tuple[torch.Tensor, list[int]]:
+    def lookup(self, batch: ServedBatch) -> tuple[torch.Tensor, list[int]]:
         """Rows (B * own features, d) float32, sample by sample, and how many go to each rank."""
         names = self.features[self.rank]
-        samples = batch.num_samples
+        samples, lookups = len(batch.dense), batch.lookups()
+        if not batch.features.is_dense:
+            raise ValueError(
+                "a served batch has one id of each feature for each sample: validate() names others"
+            )
+        values = batch.dense.new_empty(0, self.model.config.dim)
         if names:
-            columns = [batch.categories[:, batch.features.index(name)] for name in names]
-            rows = [self.tables[name](ids) for name, ids in zip(names, columns, strict=True)]
-            values = torch.stack(rows, 1).flatten(0, 1)
-        else:
-            values = batch.dense.new_empty(0, self.model.config.dim)
+            values = torch.stack([self.tables[name](lookups[name].ids) for name in names], 1).flatten(0, 1)
         blocks = (own_samples(samples, rank, self.world_size) for rank in range(self.world_size))
         return values, [(block.stop - block.start) * len(names) for block in blocks]
 
-    def bottom(self, batch: ClickBatch) -> torch.Tensor | None:
+    def bottom(self, batch: ServedBatch) -> torch.Tensor | None:
         """(b, d) for the b samples of this rank."""
         return self.model.bottom_vectors(batch.dense[self._own(batch)])
 
     def top(
-        self, batch: ClickBatch, x: torch.Tensor | None, rows: torch.Tensor, counts: list[int]
+        self, batch: ServedBatch, x: torch.Tensor | None, rows: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
         """Probabilities (b,) of a click for the samples of this rank."""
         own = self._own(batch)
@@ -104,5 +112,5 @@ class TableWiseDLRM:
             by_name.update({name: vectors[:, at] for at, name in enumerate(names)})
         return sigmoid(self.model.top_logits(x, by_name)).squeeze(1)
 
-    def _own(self, batch: ClickBatch) -> slice:
-        return own_samples(batch.num_samples, self.rank, self.world_size)
+    def _own(self, batch: ServedBatch) -> slice:
+        return own_samples(len(batch.dense), self.rank, self.world_size)

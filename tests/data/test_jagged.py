@@ -1,0 +1,172 @@
+"""A keyed jagged tensor keeps ids with their key and sample, and is TorchRec's without a copy."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from batch_kinds import INT64_MAX, INT64_MIN, offsets_of, tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup
+from tritonrec.data.jagged import token_indices
+
+IDS = st.integers(INT64_MIN, INT64_MAX) | st.sampled_from([INT64_MIN, -1, 0, INT64_MAX])
+BAGS = st.lists(IDS, max_size=3)
+
+
+@st.composite
+def bags(draw, features=None, samples=None) -> list[list[list[int]]]:
+    """Ids by feature and sample."""
+    features = draw(st.integers(1, 4)) if features is None else features
+    samples = draw(st.integers(0, 5)) if samples is None else samples
+    ids = st.lists(IDS, min_size=1, max_size=1) if draw(st.booleans()) else BAGS
+    each = st.lists(ids, min_size=samples, max_size=samples)
+    return draw(st.lists(each, min_size=features, max_size=features))
+
+
+def made(features: list[list[list[int]]]) -> KeyedJaggedTensor:
+    flat = [ids for feature in features for ids in feature]
+    keys = tuple(f"f{at}" for at in range(len(features)))
+    values = tensor([value for ids in flat for value in ids])
+    return KeyedJaggedTensor(keys, values, offsets_of([len(ids) for ids in flat])).validate()
+
+
+def plain(features: KeyedJaggedTensor) -> list[list[list[int]]]:
+    offsets, samples = features.offsets.tolist(), (len(features.offsets) - 1) // len(features.keys)
+    ids = [features.values[a:b].tolist() for a, b in pairwise(offsets)]
+    return [ids[at * samples : (at + 1) * samples] for at in range(len(features.keys))]
+
+
+DRAWN = [[[10, 11], [], [20, 21, 22]], [[4], [7, 9], []]]
+
+
+def test_layout_of_the_docstring():
+    features = made(DRAWN)
+    assert features.values.tolist() == [10, 11, 20, 21, 22, 4, 7, 9]
+    assert features.offsets.tolist() == [0, 2, 2, 5, 6, 8, 8]
+    assert (features.num_samples, features.length_per_key) == (3, (5, 3))
+    assert features.lengths.tolist() == [[2, 0, 3], [1, 2, 0]]
+    ids, offsets = features["f1"]
+    assert ids.tolist() == [4, 7, 9] and offsets.tolist() == [0, 1, 3, 3]
+    assert features.values[features.span("f0", "f1")].tolist() == features.values.tolist()
+    with pytest.raises(KeyError, match="there is no key 'f2'; the keys are f0, f1"):
+        features["f2"]
+    with pytest.raises(ValueError, match=r"expected the keys \('f1', 'f0'\), one after another, got"):
+        features.span("f1", "f0")
+
+
+@settings(deadline=None, max_examples=50)
+@given(bags())
+def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
+    features = made(expected)
+    by_key = features.to_dict()
+    assert list(by_key) == list(features.keys)
+    for key, samples in zip(features.keys, expected, strict=True):
+        for ids, offsets in (features[key], by_key[key]):
+            assert ids.tolist() == [value for bag in samples for value in bag]
+            assert torch.equal(offsets, offsets_of([len(bag) for bag in samples]))
+    assert plain(KeyedJaggedTensor.from_dict(by_key)) == expected
+
+
+@settings(deadline=None, max_examples=50)
+@given(bags(), st.data())
+def test_select_moves_whole_samples_of_every_key(expected, data):
+    samples = len(expected[0])
+    indices = data.draw(st.lists(st.integers(0, samples - 1), max_size=8)) if samples else []
+    chosen = made(expected).select(tensor(indices)).validate()
+    assert plain(chosen) == [[feature[index] for index in indices] for feature in expected]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4).flatmap(lambda count: st.lists(bags(features=count), min_size=1, max_size=4)))
+def test_joined_parts_keep_every_sample_in_order(parts):
+    joined = KeyedJaggedTensor.concat([made(part) for part in parts]).validate()
+    assert plain(joined) == [list(chain(*feature)) for feature in zip(*parts, strict=True)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(bags(), st.data())
+def test_by_sample_keeps_the_order_of_keys_and_ids(expected, data):
+    features = made(expected)
+    keys = data.draw(st.lists(st.sampled_from(features.keys), min_size=1, unique=True))
+    offsets, ids = features.by_sample(*keys)
+    at = [features.keys.index(key) for key in keys]
+    samples = [[value for f in at for value in expected[f][b]] for b in range(features.num_samples)]
+    assert ids.tolist() == [value for sample in samples for value in sample]
+    assert torch.equal(offsets, offsets_of([len(sample) for sample in samples])) and offsets.is_contiguous()
+
+
+def test_a_matrix_is_one_id_for_each_key_and_sample():
+    features = KeyedJaggedTensor.from_matrix(["a", "b"], tensor([[1, 2], [3, 4], [5, 6]])).validate()
+    assert plain(features) == [[[1], [3], [5]], [[2], [4], [6]]]
+    assert plain(KeyedJaggedTensor.from_dict({"a": Lookup(tensor([1, 3, 5])), "b": features["b"]})) == plain(
+        features
+    )
+    assert plain(KeyedJaggedTensor.from_matrix(["a"], tensor([]).view(0, 1))) == [[]]
+
+
+def test_ranges_become_indices_and_offsets():
+    indices, offsets = token_indices(tensor([7, 3, 0]), tensor([2, 0, 3]))
+    assert indices.tolist() == [7, 8, 0, 1, 2] and offsets.tolist() == [0, 2, 2, 5]
+
+
+@pytest.fixture(params=["stand-in", "torchrec"])
+def torchrec(request, monkeypatch):
+    """TorchRec where it is installed, and always what its documentation says of it."""
+    if request.param == "torchrec":
+        return pytest.importorskip("torchrec", reason="not installed: bash ci/torchrec.sh installs it")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    import jagged_standin
+
+    monkeypatch.setitem(sys.modules, "torchrec", jagged_standin)
+    return jagged_standin
+
+
+@pytest.mark.parametrize("expected", [DRAWN, [[], []], [[[]]], [[[INT64_MIN], [INT64_MAX, -1]]]])
+def test_there_and_back_keeps_every_id_and_the_memory(torchrec, expected):
+    features = made(expected)
+    theirs = features.to_torchrec()
+    assert isinstance(theirs, torchrec.KeyedJaggedTensor) and theirs.keys() == list(features.keys)
+    assert theirs.offsets().tolist() == features.offsets.tolist()
+    assert theirs.lengths().tolist() == features.lengths.flatten().tolist()
+    for key, part in (
+        theirs.to_dict().items() if features.num_samples else ()
+    ):  # TorchRec has none of no sample
+        assert part.values().tolist() == features[key].ids.tolist()
+        assert part.lengths().tolist() == features[key].offsets.diff().tolist()
+    back = KeyedJaggedTensor.from_torchrec(theirs).validate()
+    assert back.keys == features.keys and plain(back) == expected
+    assert back.values.data_ptr() == theirs.values().data_ptr() == features.values.data_ptr()
+
+
+def test_torchrecs_batch_of_clicks_is_ours(torchrec):
+    theirs = torchrec.KeyedJaggedTensor(
+        keys=["site", "app"], values=tensor([7, 7, 8, 9]).int(), lengths=tensor([1, 1, 1, 1]).int()
+    )
+    features = KeyedJaggedTensor.from_torchrec(theirs)
+    batch = ClickBatch(0, tensor([1, 2]), features, torch.zeros(2, 3), tensor([0, 1])).validate()
+    assert {n: x.ids.tolist() for n, x in batch.lookups().items()} == {"site": [7, 7], "app": [8, 9]}
+
+
+def test_what_no_table_can_look_up_is_refused(torchrec, monkeypatch):
+    kind, lengths = torchrec.KeyedJaggedTensor, tensor([1, 2])
+    weighted = kind(keys=["a"], values=tensor([1, 2, 3]), weights=torch.ones(3), lengths=lengths)
+    with pytest.raises(ValueError, match=r"features \['a'\] have weights"):
+        KeyedJaggedTensor.from_torchrec(weighted)
+    with pytest.raises(ValueError, match=r"values of features \['a'\] must be integers, got torch.float32"):
+        KeyedJaggedTensor.from_torchrec(kind(keys=["a"], values=torch.ones(3), lengths=lengths))
+    variable = kind(keys=["a"], values=tensor([1, 2, 3]), lengths=lengths)
+    monkeypatch.setattr(kind, "variable_stride_per_key", lambda self: True)
+    with pytest.raises(ValueError, match=r"features \['a'\] have different batch sizes, \[2\]"):
+        KeyedJaggedTensor.from_torchrec(variable)
+
+
+def test_without_torchrec_the_import_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    with pytest.raises(ImportError, match="torchrec"):
+        made(DRAWN).to_torchrec()

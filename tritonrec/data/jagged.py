@@ -1,0 +1,299 @@
+"""The one ragged type: for each key and each sample any number of ids, end to end, with no padding.
+
+Two keys and three samples, so F = 2 and B = 3. Sample 1 has no item and sample 2 no genre (both are legal)::
+
+    keys         "item"                        "genre"
+    sample          0        1    2              0    1      2
+    values       [ 10, 11,       20, 21, 22,     4,   7, 9     ]     (n,)
+    offsets      [  0,       2,   2,             5,   6,     8,  8]  (F * B + 1,)
+
+The ids of key f and sample b are ``values[offsets[f * B + b] : offsets[f * B + b + 1]]``. TorchRec's
+``KeyedJaggedTensor`` has the same layout, so nothing is copied on the way from it or to it. Without a
+sample, offsets are ``[0]``.
+
+Dimensions: F keys, B samples, n values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class Lookup(NamedTuple):
+    """The ids (n,) int64 that one feature looks up, and where they are pooled the offsets of their bags.
+
+    With ``offsets`` (m + 1,) int64, bag j is ``ids[offsets[j] : offsets[j + 1]]``; it may be empty.
+    """
+
+    ids: Tensor
+    offsets: Tensor | None = None
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """(m + 1,) int64 from lengths (m,): ``[2, 0, 3]`` gives ``[0, 2, 2, 5]``."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens of given ranges, range after range, and the ranges' new offsets.
+
+    `starts` and `lengths` are (m,) int64. Returns indices (sum of lengths,) and offsets (m + 1,)::
+
+        starts [7, 3, 0]  lengths [2, 0, 3]  ->  indices [7, 8,  0, 1, 2]   offsets [0, 2, 2, 5]
+    """
+    offsets = offsets_of(lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return torch.arange(shift.numel(), device=lengths.device) + shift, offsets
+
+
+def by_key(sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Places of rows that lie batch by batch, `sizes[batch][key]` of them, in the order of their keys."""
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    starts = offsets_of(lengths.flatten())[:-1].view(lengths.shape)
+    return token_indices(starts.t().flatten(), lengths.t().flatten())[0]
+
+
+class Movable:
+    """A frozen dataclass whose tensors move between memories together."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same on `device`."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory, from which copies to an accelerator run asynchronously."""
+        return self.map(Tensor.pin_memory)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed; their shapes and values must stay."""
+        moved = object.__new__(type(self))  # what is known of the values stays, so there is nothing to make
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                value = change(value)
+            elif isinstance(value, Movable):
+                value = value.map(change)
+            vars(moved)[name] = value
+        return moved
+
+
+@dataclass(frozen=True)
+class KeyedJaggedTensor(Movable):
+    """Ids by key and sample; the layout is drawn in the module's docstring.
+
+    ``features["genre"]`` is a `Lookup`: the key's ids, and the offsets (B + 1,) of its samples from 0.
+    """
+
+    keys: tuple[str, ...]  # F different ones, at least one
+    values: Tensor  # (n,) int64
+    offsets: Tensor  # (F * B + 1,) int64
+
+    @staticmethod
+    def from_dict(features: Mapping[str, Lookup]) -> KeyedJaggedTensor:
+        """One key for each entry, in their order; ids without offsets are one for each sample (B,)."""
+        lengths = [
+            torch.ones_like(ids) if offsets is None else offsets.diff() for ids, offsets in features.values()
+        ]
+        values = torch.cat([ids for ids, _ in features.values()])
+        return KeyedJaggedTensor(tuple(features), values, offsets_of(torch.cat(lengths)))
+
+    @staticmethod
+    def from_matrix(keys: Sequence[str], ids: Tensor) -> KeyedJaggedTensor:
+        """One id for each key and sample: `ids` (B, F) int64."""
+        values = ids.t().flatten()
+        return KeyedJaggedTensor(tuple(keys), values, torch.arange(len(values) + 1, device=ids.device))
+
+    @staticmethod
+    def from_torchrec(features: Any) -> KeyedJaggedTensor:
+        """From TorchRec's ``KeyedJaggedTensor``, over the same memory where its tensors are int64.
+
+        Raises ValueError for weights, for a batch size that differs by key, and for values that are no
+        integers.
+        """
+        if features.weights_or_none() is not None:
+            raise ValueError(f"features {features.keys()} have weights, which no table applies: drop them")
+        if features.variable_stride_per_key():
+            raise ValueError(
+                f"features {features.keys()} have different batch sizes, {features.stride_per_key()}: "
+                "give each of them the same samples"
+            )
+        values, offsets = features.values(), features.offsets()
+        if values.is_floating_point():
+            raise ValueError(f"values of features {features.keys()} must be integers, got {values.dtype}")
+        return KeyedJaggedTensor(tuple(features.keys()), values.long(), offsets.long())
+
+    def to_torchrec(self) -> Any:
+        """TorchRec's ``KeyedJaggedTensor`` over the same memory. Raises ImportError without TorchRec."""
+        from torchrec import KeyedJaggedTensor as Theirs
+
+        lengths = self.lengths.flatten()
+        return Theirs(keys=list(self.keys), values=self.values, lengths=lengths, offsets=self.offsets)
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return (self.offsets.numel() - 1) // len(self.keys)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(F, B) int64: ids of each key and sample."""
+        return self.offsets.diff().view(len(self.keys), self.num_samples)
+
+    @cached_property
+    def length_per_key(self) -> tuple[int, ...]:
+        """Ids of each key. Numbers of the host: reading them from an accelerator would wait for it."""
+        if len(self.keys) == 1 or not self.num_samples:
+            return (self.values.numel(),) * len(self.keys)
+        ends = self.offsets[:: self.num_samples].tolist()
+        return tuple(end - start for start, end in pairwise(ends))
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether each key has one id for each sample, so that values are a matrix (F, B)."""
+        return self.values.numel() == self.offsets.numel() - 1 and bool((self.offsets.diff() == 1).all())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with values and offsets changed; their shapes and values must stay."""
+        _ = self.length_per_key  # read before the move
+        return super().map(change)
+
+    def span(self, *keys: str) -> slice:
+        """The part of `values` that belongs to `keys`. Raises ValueError unless they follow one another."""
+        first = self.keys.index(keys[0]) if keys and keys[0] in self.keys else 0
+        if self.keys[first : first + len(keys)] != keys:
+            raise ValueError(f"expected the keys {keys}, one after another, got {self.keys}")
+        ends = [0, *accumulate(self.length_per_key)]
+        return slice(ends[first], ends[first + len(keys)])
+
+    def __getitem__(self, key: str) -> Lookup:
+        if key not in self.keys:
+            raise KeyError(f"there is no key {key!r}; the keys are {', '.join(self.keys)}")
+        return self.to_dict()[key]
+
+    def to_dict(self) -> dict[str, Lookup]:
+        """``self[key]`` of every key."""
+        rows = self.offsets.unfold(0, self.num_samples + 1, self.num_samples or 1).expand(len(self.keys), -1)
+        parts = self.values.split_with_sizes(self.length_per_key), (rows - rows[:, :1]).unbind()
+        return dict(zip(self.keys, map(Lookup, *parts), strict=True))
+
+    def places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the values of the samples at `indices` (b,) are, key by key, and their offsets (F * b + 1,).
+
+        An index outside [0, B) is an IndexError.
+        """
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
+            raise IndexError(
+                f"select: indices must be in [0, {self.num_samples}), "
+                f"got values from {int(indices.min())} to {int(indices.max())}"
+            )
+        return self._places(lambda entries: entries.index_select(1, indices))
+
+    def _places(self, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """As `places`, of those keys and samples that `choose` picks from a matrix (F, B)."""
+        size = len(self.keys), self.num_samples
+        starts = choose(self.offsets[:-1].view(size)).flatten()
+        if self.is_dense:
+            return starts, torch.arange(starts.numel() + 1, device=starts.device)
+        return token_indices(starts, choose(self.offsets[1:].view(size)).flatten() - starts)
+
+    def select(self, indices: Tensor) -> KeyedJaggedTensor:
+        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
+        places, offsets = self.places(indices.to(self.offsets.device))
+        return KeyedJaggedTensor(self.keys, self.values.index_select(0, places), offsets)
+
+    @staticmethod
+    def concat(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """All samples of `parts`, in the order given. Raises ValueError where the keys differ."""
+        keys = same("features", [part.keys for part in parts])
+        values, lengths = torch.cat([part.values for part in parts]), [part.lengths for part in parts]
+        if len(keys) > 1:
+            values = values[by_key([part.length_per_key for part in parts]).to(values.device)]
+        return KeyedJaggedTensor(keys, values, offsets_of(torch.cat(lengths, 1).flatten()))
+
+    def by_sample(self, *keys: str) -> tuple[Tensor, Tensor]:
+        """The ids of `keys` sample by sample: offsets (B + 1,) and ids, key after key within a sample."""
+        at = [self.keys.index(key) for key in keys]
+        places, offsets = self._places(lambda entries: entries[at].t())
+        return offsets[:: len(keys)].contiguous(), self.values.index_select(0, places)
+
+    def validate(self, name: str = "features", device: torch.device | None = None) -> Self:
+        """Return the tensor itself, or raise a ValueError that names the offending values of `name`."""
+        offsets, field = self.offsets, f"{name}.offsets"
+        if not self.keys or len(set(self.keys)) != len(self.keys):
+            raise ValueError(f"{name} must have one or more different keys, got {self.keys}")
+        check_tensor(f"{name}.values", self.values, device=device)
+        check_tensor(field, offsets, device=self.values.device)
+        if (len(offsets) - 1) % len(self.keys):
+            raise ValueError(
+                f"{field} must have F * B + 1 entries for the F = {len(self.keys)} keys {self.keys} "
+                f"and B samples, got {len(offsets)}"
+            )
+        check_offsets(offsets, len(self.values), field, f"{name}.values", self.keys)
+        return self
+
+    def validate_dense(self, *keys: str) -> None:
+        """Raise a ValueError that names the first of `keys` and samples without exactly one id."""
+        if self.is_dense:
+            return
+        lengths = self.lengths[[self.keys.index(key) for key in keys]]
+        wrong = (lengths != 1).nonzero()
+        if len(wrong):
+            at, sample = wrong[0].tolist()
+            raise ValueError(
+                f"feature {keys[at]!r} must have one id for each sample: "
+                f"sample {sample} has {int(lengths[at, sample])}"
+            )
+
+
+def check_offsets(offsets: Tensor, total: int, name: str, tokens: str, keys: Sequence[str] = ()) -> None:
+    """Raise a ValueError unless `offsets` rise from 0 to `total`, the number of entries of `tokens`."""
+    if len(offsets) == 0:
+        raise ValueError(f"{name} must have one entry more than there are samples, got an empty tensor")
+    if int(offsets[0]) != 0:
+        raise ValueError(f"{name} must start at 0: {name}[0] = {int(offsets[0])}")
+    falls = offsets[1:] < offsets[:-1]
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0])
+        key, sample = divmod(at, (len(offsets) - 1) // max(len(keys), 1))
+        raise ValueError(
+            f"{name} must not decrease: {name}[{at + 1}] = {int(offsets[at + 1])} comes after "
+            f"{name}[{at}] = {int(offsets[at])} ({f'key {keys[key]!r}, ' if keys else ''}sample {sample})"
+        )
+    if int(offsets[-1]) != total:
+        raise ValueError(
+            f"{name} must end at the number of {tokens}: {name}[{len(offsets) - 1}] = {int(offsets[-1])}, "
+            f"but there are {total}"
+        )
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    dtype: torch.dtype = torch.int64,
+    dim: int = 1,
+    device: torch.device | None = None,
+) -> None:
+    """Raise a ValueError unless `tensor` is a tensor of that dtype, number of dimensions and device."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor of {dtype}, got {got}")
+    if tensor.dim() != dim:
+        raise ValueError(f"{name} must have {dim} dimension(s), got shape {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but the batch is on {device}")
+
+
+def same(name: str, values: Sequence[Any]) -> Any:
+    """The one value that all batches have; a ValueError of `concat` where they differ."""
+    for value in values:
+        if value != values[0]:
+            raise ValueError(f"concat: the batches have different {name}: {values[0]} and {value}")
+    return values[0]

@@ -1,0 +1,51 @@
+"""Where the tokens of a batch stand: whose they are, in which place, and at which time.
+
+Dimensions: L tokens, B samples.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tokens(NamedTuple):
+    """Where the tokens (L,) of a batch stand. All int64; nothing here depends on a sample's neighbours."""
+
+    seq_offsets: torch.Tensor  # (B + 1,), sample b owns tokens seq_offsets[b] : seq_offsets[b + 1]
+    sample_ids: torch.Tensor  # (L,)
+    positions: torch.Tensor  # (L,), in the sample, from 0
+    timestamps: torch.Tensor | None = None  # (L,)
+    num_targets: torch.Tensor | None = None  # (B,), the last so many tokens do not see each other
+    query_timestamps: torch.Tensor | None = None  # (L,), when a token asks, where not at its own time
+
+    @classmethod
+    def place(
+        cls,
+        seq_offsets: torch.Tensor,
+        sample_ids: torch.Tensor,
+        max_seq_len: int,
+        timestamps: torch.Tensor | None = None,
+        num_targets: torch.Tensor | None = None,
+    ) -> Tokens:
+        """From offsets (B + 1,) and one id for each sample (B,).
+
+        Raises:
+            ValueError: a sample is longer than `max_seq_len`.
+        """
+        lengths = seq_offsets.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        if longest > max_seq_len:
+            raise ValueError(f"a sample has {longest} tokens, the model takes {max_seq_len}")
+        owners = torch.repeat_interleave(sample_ids, lengths)
+        starts = torch.repeat_interleave(seq_offsets[:-1], lengths)
+        positions = torch.arange(len(owners), device=starts.device) - starts
+        return cls(seq_offsets, owners, positions, timestamps, num_targets)
+
+    def asking_at_next(self) -> Tokens:
+        """The same tokens, each asking at the time of its sample's next one, the last at its own."""
+        assert self.timestamps is not None
+        last = self.positions.roll(-1) == 0
+        times = torch.where(last, self.timestamps, self.timestamps.roll(-1))
+        return self._replace(query_timestamps=times)
