@@ -50,7 +50,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "sparse_sgd": updated, "sparse_rowwise_adagrad": updated, "sparse_adam": updated,
     "silu": layer, "silu_backward": layer, "linear": layer, "linear_weight_grad": front,
     "norm_mul_dropout": norm, "norm_mul_dropout_backward": norm, "norm_mul_dropout_backward_into": gated,
-    "norm_linear_silu": front, "norm_linear_silu_backward": front,
+    "norm_linear_silu": front, "norm_linear_silu_backward": front, "norm_linear_silu_backward_into": front,
     "relative_aggregate": aggregated, "relative_aggregate_backward": aggregated,
     "hstu_attention": sequences, "hstu_attention_backward": sequences,
     "hstu_attention_backward_into": sequences,
@@ -65,7 +65,8 @@ DISTINCT = {
 # ops that agree with their reference up to rounding; all others in every bit
 ROUNDED = {
     "silu", "silu_backward", "linear", "linear_weight_grad", "norm_mul_dropout", "norm_mul_dropout_backward",
-    "norm_mul_dropout_backward_into", "norm_linear_silu", "norm_linear_silu_backward", "relative_aggregate",
+    "norm_mul_dropout_backward_into", "norm_linear_silu", "norm_linear_silu_backward",
+    "norm_linear_silu_backward_into", "relative_aggregate",
     "relative_aggregate_backward", "hstu_attention", "hstu_attention_backward",
     "hstu_attention_backward_into", "sampled_softmax", "sampled_softmax_backward",
 }  # fmt: skip

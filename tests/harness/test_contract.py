@@ -38,7 +38,8 @@ def test_a_mode_is_bit_identical_to_its_reference(verifier, case):
 def test_a_planted_bug_is_caught_by_the_bits(verifier, mutation):
     result = verifier.run_mutation(mutation)
     assert result.caught, result.evidence
-    assert "bits" in result.by
+    # The loss of a window rides with its dense gradients: without its last micro-batch there is none to send.
+    assert ("error" if mutation.name == "reduce-before-last-micro-batch" else "bits") in result.by
     if mutation.plant.schedule is not None:
         assert "check" in result.by
 

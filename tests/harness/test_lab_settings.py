@@ -183,7 +183,7 @@ def test_proportions_follow_from_the_probe(job):
         (["--emulate", "sleep=3"], "no such stage"),
         (["--emulate", "compute=3", "--proportions", "paper"], "give one of them"),
         (["--proportions", "90,20"], "takes paper"),
-        (["--rate", "0"], "rate of a link"),
+        (["--rate", "0"], "'--rate'"),
         (["--modes", "sync"], "takes some of"),
         (["--steps", "2"], "at least 4 steps"),
         (["--data", "movies"], "unknown data"),

@@ -15,7 +15,7 @@ LISTS = {
 }  # fmt: skip
 WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
-    ("train", "--evict"), ("train", "--heat"), ("lab", "--switch"), ("lab", "--emulate"),
+    ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"),
 }  # fmt: skip
 FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below

@@ -85,7 +85,15 @@ def scatter_rows(
     _check_scatter(destination, rows, values, count, source)
     differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)
     if differentiated and forward_ad._current_level < 0:  # the op refuses a tangent
-        _ScatterRows.apply(destination, rows, values, impl, source, count)
+        try:
+            _ScatterRows.apply(destination, rows, values, impl, source, count)
+        except RuntimeError as error:
+            if "leaf Variable" not in str(error):
+                raise
+            raise RuntimeError(
+                "destination is a leaf that requires a gradient, or a view of one: give destination.clone(), or "
+                "call under torch.no_grad()"
+            ) from error
         return
     if not in_plain_eager(destination, rows, values, count, source):
         torch.ops.tritonrec.scatter_rows(destination, rows, values, impl, count, source)
