@@ -121,7 +121,7 @@ def test_a_move_into_a_view_of_the_graph():
 
 def test_a_leaf_is_not_written_to():
     leaf = some(7, 3).requires_grad_()
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+    with pytest.raises(RuntimeError, match="destination is a leaf that requires a gradient"):
         ops.scatter_rows(leaf, whole(1), some(1, 3))
     with torch.no_grad():
         ops.scatter_rows(leaf, whole(1), torch.ones(1, 3))

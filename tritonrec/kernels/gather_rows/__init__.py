@@ -91,8 +91,8 @@ def scatter_rows(
             if "leaf Variable" not in str(error):
                 raise
             raise RuntimeError(
-                "destination is a leaf that requires a gradient, or a view of one: give destination.clone(), or "
-                "call under torch.no_grad()"
+                "destination is a leaf that requires a gradient, or a view of one: give destination.clone(), "
+                "or call under torch.no_grad()"
             ) from error
         return
     if not in_plain_eager(destination, rows, values, count, source):
