@@ -21,7 +21,7 @@ from tritonrec.distributed import RankPool
 from tritonrec.files import ScratchFolder
 
 def work(communicators, folder):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, beside those of other ranks
     for number in range(10_000):  # writes on until it ends
         with suppress(OSError):
             open(f"{folder}/{communicators.rank}-{number}", "w").close()
@@ -161,3 +161,14 @@ def test_a_launcher_and_a_signal_ask_ranks_to_stop(tmp_path):
             assert pool.run(until_asked, 1, file) == [(False, True)]
             helper.join()
         assert pool.processes[0].is_alive()
+        pool.request_stop()  # of the task that is over
+        assert pool.run(is_asked, 1) == [False]
+        pool._tasks[0] += 1
+        pool.request_stop()  # of the next one, before the rank has read it
+        pool._tasks[0] -= 1
+        assert pool.run(is_asked, 1) == [True]
+
+
+def is_asked(communicators):
+    time.sleep(0.3)
+    return communicators.stop.is_set()

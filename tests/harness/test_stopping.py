@@ -78,9 +78,9 @@ def test_ranks_of_which_one_is_asked_stop_after_the_same_step(
 
 
 def test_an_update_of_several_batches_is_completed(job, tmp_path):
-    run = Run(job, "nestpipe", WindowConfig(2, accumulate=3), steps=60, checkpoint=str(tmp_path))
+    run = Run(job, "nestpipe", WindowConfig(2, accumulate=3), steps=48, checkpoint=str(tmp_path))
     step = train_until_asked(Communicators.local(), run, 0, 1)["step"]
-    assert step % 3 == 0 and step < 60
+    assert step % 3 == 0 and step < 48  # of 16 updates at most 8 may be in flight or read by then
     whole = train(Communicators.local(), replace(run, checkpoint=None), quiet=True)
     assert train(Communicators.local(), replace(run, resume=True), quiet=True)["digest"] == whole["digest"]
 

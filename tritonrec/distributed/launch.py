@@ -138,6 +138,7 @@ class RankPool:
         # At the interpreter's end this comes before multiprocessing's own waiting for its processes.
         util.Finalize(self, _let_go, (self._lifelines,), exitpriority=10)
         self._ready = False
+        self._tasks = [0] * ranks  # that each rank was given
         self._sending: list[threading.Thread] = []  # by rank; a rank that reads nothing holds its thread up
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
@@ -150,6 +151,8 @@ class RankPool:
         mesh = (world_size, replicas)
         if mesh not in self.meshes:
             raise ValueError(f"this pool was started for (world size, replicas) {self.meshes}, not {mesh}")
+        for rank in range(world_size):
+            self._tasks[rank] += 1
         if not self._ready:
             self._collect(range(len(self.processes)), IMPORTING, self._started)
             self._ready = True
@@ -163,13 +166,13 @@ class RankPool:
         return self._collect(range(world_size), READING, since)
 
     def request_stop(self) -> None:
-        """Set `Communicators.stop` on every rank: the task under way stops after its step, if it looks there.
+        """Set `Communicators.stop` on every rank: the task of `run` stops after its step, if it looks there.
 
         Returns at once; a signal handler and another thread may call it while `run` waits.
         """
-        for own in self._lifelines:
+        for own, task in zip(self._lifelines, self._tasks, strict=True):
             with suppress(OSError):  # of a rank that has ended
-                own.send_bytes(b"stop")
+                own.send_bytes(str(task).encode())
 
     def _collect(self, ranks: range, at: str, since: float) -> list[Any]:
         """Answers of `ranks`, which were all `at` one place at the time `since`."""

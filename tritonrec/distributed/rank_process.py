@@ -57,11 +57,11 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
     """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text).
 
     On the way it sends ("at", place), so that a rank that hangs differs from those that wait for it.
-    `lifeline` closes when the launcher ends; a message there asks to stop after the current step.
+    `lifeline` closes when the launcher ends; a message there is the number of a task that is to stop.
     """
-    stop = threading.Event()
+    stop = _StopRequests()
     _end_with_launcher(task, lifeline, stop)
-    _stop_on_signals(stop)
+    stop.by_signals()
     torch.set_num_threads(1)
     try:
         world = max(task.meshes)[0]
@@ -74,13 +74,13 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
         if store is not None:
             _meet(store, task, world)
         watch = Watch(reports, task.rank, world, task.timeout)
-        groups = {mesh: _groups(mesh, task.timeout, watch, stop) for mesh in task.meshes}
+        groups = {mesh: _groups(mesh, task.timeout, watch, stop.event) for mesh in task.meshes}
         connection.send(("ok", None))
         while True:
             request = connection.recv()
             if request is None:
                 return
-            stop.clear()
+            stop.begin_task()
             watch.begin_task()
             connection.send(("at", WORKING))
             function, mesh, args = request
@@ -132,7 +132,7 @@ def _meet(store: dist.Store, task: RankTask, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=world, timeout=task.timeout)
 
 
-def _end_with_launcher(task: RankTask, lifeline: Connection, stop: threading.Event) -> None:
+def _end_with_launcher(task: RankTask, lifeline: Connection, stop: _StopRequests) -> None:
     """End this process when the launcher ends, by whatever signal.
 
     The pipe to the launcher closes then, on every Unix. On Linux the kernel kills the rank besides, also one
@@ -143,10 +143,10 @@ def _end_with_launcher(task: RankTask, lifeline: Connection, stop: threading.Eve
     def follow() -> None:
         while True:
             try:
-                lifeline.recv_bytes()
+                number = int(lifeline.recv_bytes())
             except (EOFError, OSError):
                 os._exit(1)
-            stop.set()
+            stop.by_launcher(number)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
     if task.from_main_thread:
@@ -161,20 +161,42 @@ def end_with_parent() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
-    """The first signal asks the task to stop after its step, the second ends this process.
+class _StopRequests:
+    """Sets an event when the launcher or a signal asks this task to stop; the next task starts afresh."""
 
-    A terminal and `timeout` signal the launcher and its ranks at once: the launcher decides.
-    """
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._task = 0  # as `RankPool` counts those of this rank
+        self._asked = 0  # the last task that was to stop
+        self._signals = 0  # that came during this task
 
-    came: list[int] = []  # not `stop`, which the launcher may have set because of the same Ctrl-C
+    def begin_task(self) -> None:
+        """The next task begins; the launcher may have asked already."""
+        self._task += 1
+        self._signals = 0
+        self.event.clear()
+        if self._asked == self._task:
+            self.event.set()
 
-    def ask(number: int, _frame: object) -> None:
-        if came:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        came.append(number)
-        stop.set()
+    def by_launcher(self, task: int) -> None:
+        """Stop that task."""
+        self._asked = task
+        if self._task == task:
+            self.event.set()
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, ask)
+    def by_signals(self) -> None:
+        """The first signal of a task asks it to stop after its step, the second ends this process.
+
+        A terminal and `timeout` signal the launcher and its ranks at once: the launcher decides.
+        """
+
+        def ask(number: int, _frame: object) -> None:
+            self._signals += 1
+            if self._signals > 1:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            # The thread that is interrupted may hold the event's lock.
+            threading.Thread(target=self.event.set, daemon=True).start()
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, ask)

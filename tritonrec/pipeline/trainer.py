@@ -217,7 +217,8 @@ class Trainer:
     def stopping(self) -> bool:
         """Whether a rank was asked to stop (`Communicators.stop`); true after the same result on all ranks.
 
-        To stop there, end the batches that `run` reads; those read ahead are trained::
+        To stop there, end the batches that `run` reads; those read ahead are trained. A wish is seen with the
+        keys of the next batch read, so at most twice the batches in flight are trained after it::
 
             until = itertools.takewhile(lambda step: not trainer.stopping, steps)
             for result in trainer.run(loader.batch(step) for step in until):
