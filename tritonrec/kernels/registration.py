@@ -53,7 +53,12 @@ def custom_op(
             at for at, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
         ]
         register_fake = op.register_fake
-        op.register_fake = lambda fake: register_fake(checked(fake))  # type: ignore[method-assign]
+
+        def register_checked_fake(fake: Callable[..., Any]) -> Callable[..., Any]:
+            register_fake(checked(fake))
+            return fake
+
+        op.register_fake = register_checked_fake  # type: ignore[method-assign]
         by_torch = make_autograd_impl(op._opoverload, op)
 
         def autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
