@@ -47,8 +47,8 @@ def check_arguments(
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     check_whole(max_seq_len=call.max_seq_len, scaling_seqlen=call.scaling_seqlen)
     check_max_seq_len(call.max_seq_len)
-    if call.scaling_seqlen < 1:
-        raise ValueError(f"scaling_seqlen must be at least 1, got {call.scaling_seqlen}")
+    if not 1 <= call.scaling_seqlen < 1 << 63:
+        raise ValueError(f"scaling_seqlen must be at least 1 and an int64, got {call.scaling_seqlen}")
     if len(call.mask_numbers) != len(Mask._fields):
         raise ValueError(f"mask_numbers must be {len(Mask._fields)}, {Mask._fields}, got {call.mask_numbers}")
     check_whole(**dict(zip(Mask._fields, call.mask_numbers, strict=True)))
