@@ -157,6 +157,13 @@ def test_access_counts_stop_at_255():
     assert low == [True] * 254 + [False] * 46
 
 
+def test_a_key_that_is_not_admitted_is_in_no_tier():
+    store = table(policy=TablePolicy(admission=100, precision=PrecisionTiers(threshold=255, every=1)))
+    for step in range(12):  # halved twelve times
+        found = store.lookup(tensor([-1, 4]), step)
+        assert found.handles.tolist() == [-1, -1] and found.low_precision.tolist() == [False, False]
+
+
 def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
     store = table(policy=HALF)
     keys = tensor([3])
