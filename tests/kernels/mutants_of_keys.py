@@ -191,7 +191,7 @@ MUTANTS = {
         "key_not_written": [("tl.store(slot_keys_ptr + slot, key, mask=won)", "")],
         "refusal_ignored": [("wanted &= fits", "wanted &= True")],
         "capacity_off_by_one": [("+ new <= slot_rows.numel()", "+ new < slot_rows.numel()")],
-        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+        "count_ignored": [("num_valid(num_keys, count_ptr)", "num_keys")],
         "padding_inserted": [("wanted &= ~padding(keys.numel(), count)", "pass")],
         "claim_without_atomic": [(CLAIM, PLAIN_CLAIM)],
     },
@@ -199,7 +199,7 @@ MUTANTS = {
         "build_without_atomic": [(BUILD, PLAIN_BUILD)],
         "table_is_not_a_ring": [("slot = (slot + 1) & (num_slots - 1)", "slot = tl.minimum(slot + 1, num_slots - 1)")],
         "lookup_stops_early": [("pending = occupied & (holder_key != key)", "pending = occupied & (visit < 0)")],
-        "count_ignored": [("held(num_keys, count_ptr)", "num_keys")],
+        "count_ignored": [("num_valid(num_keys, count_ptr)", "num_keys")],
     },
     "unique.triton_unique": {
         "first_occurrence_not_counted": [("mask=inside, sem=", "mask=inside & (representative != offsets), sem=")],
@@ -224,7 +224,7 @@ MUTANTS = {
         "unstable": [(STABLE, UNSTABLE)],
         "lost_count": [("tl.sum((owner == rank)", "tl.sum(((owner == rank) & (offsets > 0))")],
         "low_half_of_the_hash": [("((mix64(key) >> 32) & 0xFFFFFFFF)", "(mix64(key) & 0xFFFFFFFF)")],
-        "padding_has_owners": [("held(num_keys, count_ptr)", "num_keys")],
+        "padding_has_owners": [("num_valid(num_keys, count_ptr)", "num_keys")],
     },
     "segment_sum.triton_segment_sum": {
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
@@ -286,7 +286,7 @@ MUTANTS = {
         "sum_for_mean": [("tl.full((ROWS, 1), 0.0, tl.float32) + dim)", "tl.full((ROWS, 1), 1.0, tl.float32))")],
         "wrong_sign": [("other=0.0) - lr * gradient", "other=0.0) + lr * gradient")],
         "second_tile_dropped": [("triton.cdiv(num_rows, rows)", "max(1, num_rows // rows)")],
-        "padding_updated": [("held(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
+        "padding_updated": [("num_valid(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
     },
     "philox.triton_philox": {
         "nine_rounds": [("tl.static_range(10)", "tl.static_range(9)")],

@@ -136,4 +136,4 @@ def test_compiles_without_a_graph_break():
 
 
 def test_registration():
-    torch.library.opcheck(torch.ops.tritonrec.unique.default, (case("skewed"), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.unique.default, (case("skewed"), None, "cpu"))

@@ -39,8 +39,8 @@ def check_status(status: torch.Tensor, most: int | None = None) -> None:
         raise ValueError(f"status must be 0 or what an op wrote, got {code}")
 
 
-def held(count: torch.Tensor | None, size: int) -> int:
-    """How many of `size` entries hold; reads the count, so for implementations on the host."""
+def num_valid(count: torch.Tensor | None, size: int) -> int:
+    """How many of `size` entries are valid; reads the count, so for implementations on the host."""
     return size if count is None else min(max(int(count), 0), size)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import on_host
-from tritonrec.kernels.padding import held, padding
+from tritonrec.kernels.padding import num_valid, padding
 
 
 def check_rows(name: str, rows: torch.Tensor, limit: int, count: torch.Tensor | None = None) -> None:
@@ -24,7 +24,7 @@ def check_rows(name: str, rows: torch.Tensor, limit: int, count: torch.Tensor | 
     from tritonrec.kernels.numba_row_layout import first_outside
 
     if count is not None:
-        rows = rows[: held(count, rows.numel())]
+        rows = rows[: num_valid(count, rows.numel())]
     position = first_outside(rows.contiguous().numpy(), np.uint64(limit))
     if position >= 0:
         raise IndexError(f"{name}[{position}] = {int(rows[position])} is outside [0, {limit})")

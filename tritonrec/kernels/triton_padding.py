@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def held(size, count_ptr):
+def num_valid(size, count_ptr):
     """How many of `size` entries hold; all of them where `count_ptr` is None."""
     if count_ptr is not None:
         size = tl.minimum(size, tl.load(count_ptr))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tritonrec.kernels import murmur, tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _build_kernel(
     keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, secret, BLOCK: tl.constexpr
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
     slot = mix64(key ^ secret) & (num_slots - 1)
@@ -57,7 +57,7 @@ def _lookup_kernel(
     BLOCK: tl.constexpr,
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     slot = mix64(key ^ secret) & (num_slots - 1)
     found = tl.full((BLOCK,), -1, tl.int64)

@@ -7,7 +7,7 @@ import torch
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.bucketize import reference
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
-from tritonrec.kernels.padding import check_scalar, held
+from tritonrec.kernels.padding import check_scalar, num_valid
 from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -87,7 +87,7 @@ def launch(keys: torch.Tensor, world_size: int, impl: str, count: torch.Tensor |
 
         return triton_bucketize.bucketize(keys, world_size, count)
     if count is not None:
-        first = held(count, keys.numel())
+        first = num_valid(count, keys.numel())
         permutation, counts = launch(keys[:first], world_size, impl)
         return torch.cat([permutation, torch.arange(first, keys.numel(), device=keys.device)]), counts
     if chosen == "cpu":

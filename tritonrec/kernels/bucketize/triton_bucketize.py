@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _count_kernel(keys_ptr, histogram_ptr, num_keys, count_ptr, world_size, num_
     """``histogram[rank, block]`` = the keys of this block that `rank` owns."""
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     owner = tl.where(inside, _owner(key, world_size), -1)
     for rank in range(world_size):
@@ -47,7 +47,7 @@ def _place_kernel(
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     owner = tl.where(inside, _owner(key, world_size), -1)
     for rank in range(world_size):

@@ -14,7 +14,7 @@ from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.gather_rows import reference
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import check_scalar, held, pad
+from tritonrec.kernels.padding import check_scalar, num_valid, pad
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_rows, flat_rows
 from tritonrec.kernels.workers import over_ranges
@@ -158,7 +158,7 @@ def launch_gather(
         return triton_rows.gather_rows(source, rows, count)
     size = rows.numel()
     if count is not None:
-        rows = rows[: held(count, size)]
+        rows = rows[: num_valid(count, size)]
     gathered = _gather_cpu(source, rows) if chosen == "cpu" else reference.gather_rows(source, rows)
     return pad(gathered, size, 0)
 
@@ -194,7 +194,7 @@ def launch_scatter(
         triton_rows.scatter_rows(destination, rows, values, count, source)
         return
     if count is not None:
-        rows = rows[: held(count, rows.numel())]
+        rows = rows[: num_valid(count, rows.numel())]
         if source is not None:
             source = source[: rows.numel()]
         else:

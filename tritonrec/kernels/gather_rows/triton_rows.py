@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _move_kernel(
     The rows of the source are 0, 1, 2, ... without GATHER, those of the destination without SCATTER.
     Behind the count a gathered row is zero, and nothing is scattered.
     """
-    num_held = held(num_moves, count_ptr)
+    num_held = num_valid(num_moves, count_ptr)
     moves = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     if GATHER:

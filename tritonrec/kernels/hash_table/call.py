@@ -8,7 +8,7 @@ from tritonrec.kernels.dispatch import implementation, on_host
 from tritonrec.kernels.hash_table import reference
 from tritonrec.kernels.hash_table.checks import check_assign, check_insert, check_lookup, check_table
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import held, pad, padding, record
+from tritonrec.kernels.padding import num_valid, pad, padding, record
 from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -252,7 +252,7 @@ def launch_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, impl: str) -> 
 
 
 def _first(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    return values if count is None else values[: held(count, values.numel())]
+    return values if count is None else values[: num_valid(count, values.numel())]
 
 
 def _unsigned(keys: torch.Tensor):

@@ -13,7 +13,7 @@ import triton.language as tl
 from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _find_kernel(
     without gets only tombstones. No search is misled meanwhile, since paths stay as they are.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     hashed = mix64(key)
     group = hashed & (num_groups - 1)

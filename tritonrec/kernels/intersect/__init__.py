@@ -11,7 +11,7 @@ from tritonrec.kernels import murmur
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager
 from tritonrec.kernels.intersect.reference import intersect as _intersect_reference
-from tritonrec.kernels.padding import check_scalar, held, pad
+from tritonrec.kernels.padding import check_scalar, num_valid, pad
 from tritonrec.kernels.registration import custom_op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -108,9 +108,9 @@ def launch(
         return triton_intersect.intersect(left, right, left_count, right_count, padded)
     length = min(left.numel(), right.numel())
     if left_count is not None:
-        left = left[: held(left_count, left.numel())]
+        left = left[: num_valid(left_count, left.numel())]
     if right_count is not None:
-        right = right[: held(right_count, right.numel())]
+        right = right[: num_valid(right_count, right.numel())]
     found = _launch_cpu(left, right) if chosen == "cpu" else _intersect_reference(left, right)
     if not padded:
         return found

@@ -24,7 +24,7 @@ from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
 from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import check_scalar, held, record
+from tritonrec.kernels.padding import check_scalar, num_valid, record
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
@@ -160,7 +160,7 @@ def accumulate(
             return
         bad = int(code) - 1
     elif count is not None:
-        first = held(count, segments.numel())
+        first = num_valid(count, segments.numel())
         values, segments = values[:first], segments[:first]
     if chosen == "reference":
         if exact:

@@ -29,7 +29,7 @@ import torch
 from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.padding import check_scalar, held
+from tritonrec.kernels.padding import check_scalar, num_valid
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.sparse_optimizers import reference
@@ -81,7 +81,7 @@ def _first(
     check_no_overlap({"weight": weight, **states}, {"indices": indices, "grad": grad, "count": count})
     check_rows("indices", indices, weight.shape[0], count)
     if count is not None and chosen != "triton":
-        first = held(count, indices.numel())
+        first = num_valid(count, indices.numel())
         indices, grad = indices[:first], grad[:first]
     return indices.contiguous(), contiguous_rows(grad)
 

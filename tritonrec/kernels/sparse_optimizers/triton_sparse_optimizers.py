@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: 
     """Occurrences, table rows, columns (int64) and mask of this program's tile, false behind the count."""
     occurrence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    inside = occurrence < held(num_rows, count_ptr)
+    inside = occurrence < num_valid(num_rows, count_ptr)
     row = tl.load(indices_ptr + occurrence, mask=inside, other=0)
     return occurrence, row, column, inside & (column < dim)
 
@@ -68,7 +68,7 @@ def rowwise_adagrad_kernel(
     ROWS: tl.constexpr,
 ):
     occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
-    inside = occurrence < held(num_rows, count_ptr)
+    inside = occurrence < num_valid(num_rows, count_ptr)
     lanes = tl.zeros((ROWS, 16), tl.float32)
     for start in range(0, dim, 16):
         mask = inside & (start + lane < dim)

@@ -13,10 +13,13 @@ come in blocks: hash all, ask for all their cache lines, then probe.
 """
 
 import numpy as np
+import torch
 
 from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import equal_mask4, lowest_bit, prefetch
+from tritonrec.kernels.padding import num_valid
+from tritonrec.kernels.unique.reference import pad_unique
 
 from ..caches import njit
 
@@ -121,7 +124,16 @@ def _empty_table(keys: int) -> np.ndarray:
     return np.zeros((4 * keys // (3 * SLOTS) + 1) * LINE, np.uint64)
 
 
-def unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.kernels.unique.unique`."""
+    valid = keys[: num_valid(count, keys.numel())]
+    inverse = torch.empty(valid.numel(), dtype=torch.int64)
+    order, counts = _unique(valid.contiguous().numpy().view(np.uint64), inverse.numpy())
+    results = torch.from_numpy(order.view(np.int64)), inverse, torch.from_numpy(counts)
+    return pad_unique(*results, keys.numel(), padded)
+
+
+def _unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Fill `inverse`; return the distinct keys (uint64) in order of first occurrence and their counts."""
     order, secret = np.empty(len(keys), np.uint64), np.uint64(murmur.SECRET)
     table = _empty_table(min(len(keys), FIRST_KEYS))

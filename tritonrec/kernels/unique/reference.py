@@ -1,21 +1,35 @@
 """Dedup as a loop over a dict."""
 
+from __future__ import annotations
+
 import torch
 
+from tritonrec.kernels.padding import num_valid, pad
 
-def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.unique.unique`."""
     position_of: dict[int, int] = {}
     inverse: list[int] = []
     counts: list[int] = []
-    for key in keys.tolist():
+    for key in keys[: num_valid(count, keys.numel())].tolist():
         position = position_of.setdefault(key, len(position_of))
         if position == len(counts):
             counts.append(0)
         counts[position] += 1
         inverse.append(position)
-    return (
-        torch.tensor(list(position_of), dtype=torch.int64, device=keys.device),
-        torch.tensor(inverse, dtype=torch.int64, device=keys.device),
-        torch.tensor(counts, dtype=torch.int64, device=keys.device),
+    results = (
+        torch.tensor(values, dtype=torch.int64, device=keys.device)
+        for values in (list(position_of), inverse, counts)
     )
+    return pad_unique(*results, keys.numel(), padded)
+
+
+def pad_unique(
+    order: torch.Tensor, inverse: torch.Tensor, counts: torch.Tensor, size: int, padded: bool
+) -> tuple[torch.Tensor, ...]:
+    """Results over the valid keys as results over all `size` keys."""
+    inverse = pad(inverse, size, -1)
+    if not padded:
+        return order, inverse, counts
+    return pad(order, size, 0), inverse, pad(counts, size, 0), order.new_full((), order.numel())

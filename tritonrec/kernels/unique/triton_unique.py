@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch, tuned
-from tritonrec.kernels.triton_padding import held
+from tritonrec.kernels.triton_padding import num_valid
 
 
 @triton.jit
 def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr):
     """``first[s]`` = the smallest position whose key lives in slot s."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
     # the value only falls, so a hot key's later occurrences can skip the atomic on what they read
@@ -30,7 +30,7 @@ def _mark_kernel(
 ):
     """The first position of each key, -1 in the padding, and 1 at those positions."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < held(num_keys, count_ptr)
+    inside = offsets < num_valid(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
     representative = tl.load(first_ptr + slot, mask=inside, other=-1)
     tl.store(representative_ptr + offsets, representative, mask=offsets < num_keys)

@@ -1,0 +1,46 @@
+"""Dedup of embedding keys: `unique`, first-occurrence order, no sort, independent of the schedule."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Padded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
+def unique(
+    keys: torch.Tensor, *, padded: Literal[False] = ..., count: torch.Tensor | None = ..., impl: Impl = ...
+) -> Triple: ...
+@overload
+def unique(
+    keys: torch.Tensor, *, padded: Literal[True], count: torch.Tensor | None = ..., impl: Impl = ...
+) -> Padded: ...
+def unique(
+    keys: torch.Tensor, *, padded: bool = False, count: torch.Tensor | None = None, impl: Impl = "auto"
+) -> Triple | Padded:
+    """Distinct keys in order of first occurrence, where each key went, and how often it occurred.
+
+    Args:
+        keys: (K,) int64, any of the 2**64 values; K < 2**31.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        padded: results as long as the keys, and their number U as a tensor: no host waits for U.
+        count: () int64, the keys that hold; the others are passed over (`kernels.padding`).
+
+    Returns:
+        ``unique`` (U,), ``inverse`` (K,) and ``counts`` (U,), all int64, with ``unique[inverse] == keys``,
+        ``counts.sum() == K``, and the first occurrences of ``unique`` in `keys` ascending. Behind `count`
+        the inverse is -1. With `padded` ``unique`` and ``counts`` are (K,) with zeros from U on, and
+        ``num_unique`` () int64 comes fourth.
+
+    Example: keys ``[7, 3, 7, 7, 3]`` give unique ``[7, 3]``, inverse ``[0, 1, 0, 0, 1]``, counts ``[3, 2]``;
+    padded ``[7, 3, 0, 0, 0]``, ``[0, 1, 0, 0, 1]``, ``[3, 2, 0, 0, 0]`` and ``2``.
+
+    This is the dedup before the key exchange, and again at the owner (MTGRBoost, two-stage ID dedup).
+    """
+    return (UNIQUE_PADDED if padded else UNIQUE)(keys, count, impl=impl)
