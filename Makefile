@@ -16,7 +16,7 @@ BIN := .venv/bin
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
-	$(BIN)/tritonrec verify --data ml-100k --mutations --trace $(TRACES) --json out/verify.json
+	$(BIN)/tritonrec verify --data ml-100k --inject-faults --trace $(TRACES) --json out/verify.json
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile

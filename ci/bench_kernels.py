@@ -141,20 +141,20 @@ def scatter_rows(device):
 
 
 @case
-def to_grid(device):
+def to_fixed_point(device):
     values = randn(1 << 20).to(device)
     calls = {
-        "tritonrec": lambda: ops.to_grid(values),
+        "tritonrec": lambda: ops.to_fixed_point(values),
         "torch": lambda: values.double().mul_(2.0**36).round_().long(),
     }
     return Case("1,048,576 float32", calls, same((values.double() * 2.0**36).round().long()))
 
 
 @case
-def from_grid(device):
+def from_fixed_point(device):
     sums = (randn(1 << 20).double() * 2.0**40).long().to(device)
     calls = {
-        "tritonrec": lambda: ops.from_grid(sums, 3.0),
+        "tritonrec": lambda: ops.from_fixed_point(sums, 3.0),
         "torch": lambda: sums.double().mul_(2.0**-36).div_(3.0).float(),
     }
     return Case("1,048,576 sums", calls, same((sums.double() * 2.0**-36 / 3.0).float()))
@@ -165,7 +165,7 @@ def packed_rows(device):
     """Sums of a batch's gradients, from the rank that made them into those of their owner."""
     distinct, inverse, _ = ops.unique(zipf(50_000, 1_000_000))
     gradients = randn(50_000, 64, scale=0.1, offset=0.01)
-    sums = ops.segment_sum(gradients, inverse, len(distinct), level="batch").to(device)
+    sums = ops.segment_sum(gradients, inverse, len(distinct), consistency="batch").to(device)
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(SEED)).to(device)
     into = {name: torch.zeros_like(sums) for name in ("tritonrec", "int64_rows", "torch_int64")}
 
@@ -174,7 +174,7 @@ def packed_rows(device):
 
     def unpacked(out):
         rows = ops.gather_rows(sums, order)
-        return ops.segment_sum(rows, order, len(out), level="batch", out=out)
+        return ops.segment_sum(rows, order, len(out), consistency="batch", out=out)
 
     def plain(out):  # a sum that leaves int64 wraps around
         return out.index_add_(0, order, sums.index_select(0, order))

@@ -46,7 +46,7 @@ def window(values, segments, count):
 
 
 def batch(values, segments, count):
-    return segment_sum(values, segments, count, level="batch")
+    return segment_sum(values, segments, count, consistency="batch")
 
 
 def torch_index_add(values, segments, count):
@@ -134,12 +134,12 @@ def test_cost_of_exactness(benchmark, one_thread, workload):
     ratios = []
     for _ in range(21):
         times = []
-        for level, out in (("window", sums), ("batch", grid)):
+        for consistency, out in (("window", sums), ("batch", grid)):
             start = time.perf_counter()
-            segment_sum(values, segments, count, level=level, out=out)
+            segment_sum(values, segments, count, consistency=consistency, out=out)
             times.append(time.perf_counter() - start)
         ratios.append(times[1] / times[0])
     benchmark.group = "cost of exactness"
     benchmark.extra_info.update(describe(workload), threads=1, batch_over_window=statistics.median(ratios))
-    benchmark(segment_sum, values, segments, count, level="batch", out=grid)
+    benchmark(segment_sum, values, segments, count, consistency="batch", out=grid)
     print(f"\n{name}: batch over window {statistics.median(ratios):.2f}")

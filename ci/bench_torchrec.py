@@ -71,11 +71,11 @@ def systems(micro_batches: int, switches: dict[str, object]) -> list[System]:
         System("TorchRec, SparseDist, dedup", "pipeline", dedup=True),
         System("synchronous, window", "sequential", WindowConfig(1, "window")),
     ]
-    for level in ("window", "batch"):
-        setting = Setting("nestpipe", micro_batches, {**switches, "consistency": level})
+    for consistency in ("window", "batch"):
+        setting = Setting("nestpipe", micro_batches, {**switches, "consistency": consistency})
         found += [
-            System(f"nestpipe N=1, {level}", "nestpipe", WindowConfig(1, level)),
-            System(f"nestpipe N={micro_batches}, {level}", "nestpipe", setting.window(0)),
+            System(f"nestpipe N=1, {consistency}", "nestpipe", WindowConfig(1, consistency)),
+            System(f"nestpipe N={micro_batches}, {consistency}", "nestpipe", setting.window(0)),
         ]
     return found
 

@@ -335,10 +335,10 @@ def _hash_table_padded():
     run(ops.hash_insert, *table, keys(), count_of(0), count=count_of(size), status=count_of(0))
 
 
-@case("grid")
-def _grid():
-    run(ops.to_grid, ones(size))
-    run(ops.from_grid, torch.ones(size, dtype=torch.int64))
+@case("fixed_point")
+def _fixed_point():
+    run(ops.to_fixed_point, ones(size))
+    run(ops.from_fixed_point, torch.ones(size, dtype=torch.int64))
 
 
 @case("silu")
@@ -357,8 +357,8 @@ def _rows(dim):
 def _segment_sum(dim):
     values, segments = ones(size, dim), keys() // 4
     run(ops.segment_sum, values, segments, size)
-    run(ops.segment_sum, values, segments, size, level="batch")
-    run(ops.segment_sum, values.long(), segments, size, level="batch")
+    run(ops.segment_sum, values, segments, size, consistency="batch")
+    run(ops.segment_sum, values.long(), segments, size, consistency="batch")
 
 
 @case("packed_rows", dim=(50, 128))

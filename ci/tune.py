@@ -38,7 +38,7 @@ from tritonrec.kernels import tuned
 # What may be tried, by kernel: each name's values, all combinations. Nothing here may depend on a batch.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "silu": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
-    "grid": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
+    "fixed_point": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
     "bucketize": {"BLOCK": (512, 1024, 2048), "num_warps": (4, 8)},
     "hash_table": {"BLOCK": (64, 128, 256), "num_warps": (1, 2, 4, 8)},
     "unique": {"BLOCK": (128, 256, 512), "num_warps": (1, 2, 4, 8)},

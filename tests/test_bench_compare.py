@@ -181,5 +181,5 @@ def test_the_committed_baseline_covers_every_kernel():
         "hstu_attention",
         "linear",
     } <= kernels
-    assert {"bucketize", "gather_rows", "to_grid", "silu", "initial_rows", "sparse_adam"} <= kernels
+    assert {"bucketize", "gather_rows", "to_fixed_point", "silu", "initial_rows", "sparse_adam"} <= kernels
     assert all(row["band"] >= bench.LEAST_BAND for row in saved["rows"].values())

@@ -6,9 +6,8 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, Registered, implementation
+from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.gather_rows import gather_rows, scatter_rows
-from .kernels.grid import DEFAULT_BITS as GRID_BITS
-from .kernels.grid import ExactSumError, check_summed, from_grid, to_grid
 from .kernels.hash_table import (
     HashTableFullError,
     check_inserted,
@@ -35,7 +34,7 @@ from .kernels.unique import unique
 registered = Registered()  # for a torch.autograd.Function of one's own
 
 __all__ = [
-    "GRID_BITS",
+    "FRACTION_BITS",
     "ExactSumError",
     "HashTableFullError",
     "Impl",
@@ -44,7 +43,7 @@ __all__ = [
     "check_inserted",
     "check_summed",
     "derive_seed",
-    "from_grid",
+    "from_fixed_point",
     "gather_rows",
     "hash_assign",
     "hash_erase",
@@ -72,6 +71,6 @@ __all__ = [
     "sparse_adam",
     "sparse_rowwise_adagrad",
     "sparse_sgd",
-    "to_grid",
+    "to_fixed_point",
     "unique",
 ]

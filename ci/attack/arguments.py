@@ -122,14 +122,14 @@ def gathered(d: Draw) -> Arguments:
 
 def summed(d: Draw) -> Arguments:
     count, width, segments = d.size(40), d.size(40), d.size(9) + 1
-    level = "window" if d.rng.random() < 0.4 else "batch"
-    terms = level == "batch" and d.rng.random() < 0.4
+    consistency = "window" if d.rng.random() < 0.4 else "batch"
+    terms = consistency == "batch" and d.rng.random() < 0.4
     return {
         "values": d.whole(count, width) if terms else d.floats(count, width),
         "segments": d.rows(count, segments),
         "num_segments": segments,
-        "level": level,
-        "out": torch.zeros(segments, width, dtype=torch.float32 if level == "window" else torch.int64),
+        "consistency": consistency,
+        "out": torch.zeros(segments, width, dtype=torch.float32 if consistency == "window" else torch.int64),
         "bits": int(d.rng.integers(20, 40)),
         "name": "tensor",
         "count": d.maybe(d.scalar(count)),

@@ -44,7 +44,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "hash_assign": hash_table, "hash_erase": hash_table, "hash_grow": hash_table,
     "gather_rows": gathered, "scatter_rows": moved,
     "segment_sum": summed, "segment_sum_into": summed,
-    "to_grid": grid, "to_grid_status": grid, "from_grid": grid,
+    "to_fixed_point": grid, "to_fixed_point_status": grid, "from_fixed_point": grid,
     "pack_rows": packed, "add_packed_rows": packed,
     "initial_rows": drawn, "random_indices": drawn,
     "sparse_sgd": updated, "sparse_rowwise_adagrad": updated, "sparse_adam": updated,
@@ -116,8 +116,10 @@ def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.
 
 
 def sum_into(out: Any, **given: Any) -> torch.Tensor:
-    level = "batch" if getattr(out, "dtype", None) == torch.int64 else "window"
-    return ops.segment_sum(out=out, num_segments=len(out) if out is not None else 1, level=level, **given)
+    consistency = "batch" if getattr(out, "dtype", None) == torch.int64 else "window"
+    return ops.segment_sum(
+        out=out, num_segments=len(out) if out is not None else 1, consistency=consistency, **given
+    )
 
 
 # public function -> the registered op whose arguments it takes, and the call where names differ
@@ -127,7 +129,7 @@ PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
     "hash_insert padded": ("hash_insert_padded", insert),
     "segment_sum into": ("segment_sum_into", sum_into),
-    "to_grid status": ("to_grid_status", ops.to_grid),
+    "to_fixed_point status": ("to_fixed_point_status", ops.to_fixed_point),
     "norm_mul_dropout": ("norm_mul_dropout", lambda p, **given: ops.norm_mul_dropout(dropout=p, **given)),
     "norm_linear_silu": ("norm_linear_silu", front_of_layer),
     "hstu_attention": ("hstu_attention", attention),

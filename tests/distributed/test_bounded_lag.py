@@ -147,7 +147,7 @@ class Backwards(deque):
         (WaitsForTheNewest, RuntimeError, "all ranks have to run the same exchanges"),
     ],
 )
-def test_planted_bugs_are_caught(mutant, error, message):
+def test_injected_faults_are_caught(mutant, error, message):
     with pytest.raises(error, match=message):
         exercise(mutant, 2, 12, patience=[3] * WORLD, gate=Gate(3))
 

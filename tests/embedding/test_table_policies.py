@@ -221,7 +221,7 @@ class TableAgainstRules(RuleBasedStateMachine):
             present = lookup.handles[lookup.handles >= 0].tolist()
             assert len(set(present)) == len(present)
             for i, key in enumerate(mine):
-                if key in before:  # the dual-buffer synchronisation
+                if key in before:  # the dual-buffer synchronization
                     values[i] = torch.from_numpy(before[key])
                 wanted = expected[keys.index(key)]
                 assert values[i].numpy().tobytes() == wanted.tobytes(), (key, values[i], wanted)

@@ -39,16 +39,16 @@ def test_verify_writes_its_report(tmp_path):
 
 
 @pytest.mark.multi_rank
-def test_a_planted_bug_makes_verify_exit_with_1(monkeypatch):
+def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
     from tritonrec.harness import run_case
 
-    clean = run_case.plant
-    monkeypatch.setattr(run_case, "Plant", lambda: clean("gradient-added-twice"))
+    clean = run_case.injection
+    monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
     from tritonrec.harness.contract import Verifier
     from tritonrec.harness.report import CaseResult
 
-    def run(self, case, mutation=None):
+    def run(self, case, fault=None):
         self.record([case])
         report = run_case.run_case(Communicators.local(), self.job, case, self._references.name)
         return CaseResult(case, report.first_difference is None, report.first_difference)
@@ -73,7 +73,7 @@ def test_train_reports_and_saves(tmp_path):
     assert "popularity" in result.stdout
     assert json.loads(summary.read_text())["step"] == 3
     assert invoke("trace", trace).exit_code in (0, 1)
-    resumed = invoke(*arguments, "--steps", 5, "--resume", "--mode", "sync")
+    resumed = invoke(*arguments, "--steps", 5, "--resume", "--mode", "reference")
     assert resumed.exit_code == 0, resumed.output
     assert json.loads(summary.read_text())["step"] == 5
 
@@ -85,7 +85,10 @@ def test_train_reports_and_saves(tmp_path):
         (["train", "--data", "movies"], "unknown data 'movies'"),
         (["train", "--data", SMALL, "--steps", "2", "--resume"], "directory of a checkpoint"),
         (["train", "--data", SMALL, "--lr", "0"], "learning rate must be positive"),
-        (["train", "--data", SMALL, "--mode", "sync", "--consistency", "window"], "reference of 'batch'"),
+        (
+            ["train", "--data", SMALL, "--mode", "reference", "--consistency", "window"],
+            "reference of 'batch'",
+        ),
         (["train", "--data", SMALL, "--mode", "sequential", "--depth", "3"], "depth is for dbp and nestpipe"),
         (["verify", "--world-size", "none"], "whole numbers from 1"),
         (["verify", "--modes", "fast"], "takes some of dbp, fwp, nestpipe"),

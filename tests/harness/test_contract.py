@@ -1,4 +1,4 @@
-"""Promise: modes are bit-identical to their reference, planted bugs are not, and the report says so."""
+"""Promise: modes are bit-identical to their reference, injected faults are not, and the report says so."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tritonrec.harness.cases import Case
 from tritonrec.harness.contract import Verifier
-from tritonrec.harness.mutations import MUTATIONS
+from tritonrec.harness.faults import FAULTS
 from tritonrec.harness.report import CaseResult, Report, print_report
 
 pytestmark = pytest.mark.multi_rank
@@ -34,22 +34,22 @@ def test_a_mode_is_bit_identical_to_its_reference(verifier, case):
     assert result.bytes_compared > 0
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
-def test_a_planted_bug_is_caught_by_the_bits(verifier, mutation):
-    result = verifier.run_mutation(mutation)
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_an_injected_fault_is_caught_by_the_bits(verifier, fault):
+    result = verifier.run_fault(fault)
     assert result.caught, result.evidence
     # The loss of a window rides with its dense gradients: without its last micro-batch there is none to send.
-    assert ("error" if mutation.name == "reduce-before-last-micro-batch" else "bits") in result.by
-    if mutation.plant.schedule is not None:
+    assert ("error" if fault.name == "reduce-before-last-micro-batch" else "bits") in result.by
+    if fault.injection.schedule is not None:
         assert "check" in result.by
 
 
 def test_a_failure_is_shrunk_to_the_smallest_case(verifier):
-    lost = next(mutation for mutation in MUTATIONS if mutation.name == "lost-micro-batch-gradient")
+    lost = next(fault for fault in FAULTS if fault.name == "lost-micro-batch-gradient")
     failed = verifier.run(replace(lost.case, world_size=4, micro_batches=4), lost.name)
     assert not failed.identical
     run = verifier.run
-    verifier.run = lambda case, mutation=None: run(case, lost.name)
+    verifier.run = lambda case, fault=None: run(case, lost.name)
     try:
         smallest = verifier.shrink(failed)
     finally:
@@ -63,26 +63,26 @@ def test_shrinking_keeps_to_the_world_sizes_asked_for(job):
         Case("nestpipe", "batch", 3, 1, False, "sgd", 1), identical=False, error="a rank died"
     )
     with Verifier(job, (3,)) as verifier:
-        verifier.run = lambda case, mutation=None: pytest.fail(f"{case} cannot run here")
+        verifier.run = lambda case, fault=None: pytest.fail(f"{case} cannot run here")
         assert verifier.shrink(failed) is failed
 
 
 def test_the_report_has_the_documented_shape(verifier, job, tmp_path):
     report = Report(job)
     report.cases.append(verifier.run(CASES[1]))
-    report.mutations.append(verifier.run_mutation(MUTATIONS[0]))
+    report.faults.append(verifier.run_fault(FAULTS[0]))
     file = tmp_path / "deep" / "report.json"
     report.save(file)
     document = json.loads(file.read_text())
-    assert set(document) == {"environment", "cases", "mutations"}
+    assert set(document) == {"environment", "cases", "faults"}
     (case,) = document["cases"]
     assert {
         "mode", "consistency", "world_size", "micro_batches", "steps", "data", "identical",
         "tensors_compared", "bytes_compared", "first_difference", "seconds",
     } <= set(case)  # fmt: skip
     assert case["identical"] is True and case["first_difference"] is None
-    (mutation,) = document["mutations"]
-    assert mutation["name"] == "no-buffer-synchronisation" and mutation["caught"] is True
+    (fault,) = document["faults"]
+    assert fault["name"] == "no-copy-of-kept-rows" and fault["caught"] is True
 
 
 def test_a_report_with_nothing_run_has_not_passed(job):

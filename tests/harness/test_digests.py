@@ -20,7 +20,7 @@ from tritonrec.pipeline import WindowConfig
 
 RECORDED = Path(__file__).with_name("digests.json")
 WORLD_SIZES = (1, 2, 4)
-LEVELS = ("batch", "window")
+CONSISTENCIES = ("batch", "window")
 MODELS = ("hstu", "fuxi", "grm", "dlrm")
 STEPS = 4
 
@@ -49,20 +49,20 @@ def job_of(model: str, ratings: str) -> Job:
 
 
 def digests(pool: RankPool, model: str, ratings: str) -> dict[str, str]:
-    """By level and world size, the digest that `tritonrec train` prints."""
+    """By consistency and world size, the digest that `tritonrec train` prints."""
     found = {}
-    for level in LEVELS:
-        run = Run(job_of(model, ratings), "nestpipe", WindowConfig(3, level), steps=STEPS)
+    for consistency in CONSISTENCIES:
+        run = Run(job_of(model, ratings), "nestpipe", WindowConfig(3, consistency), steps=STEPS)
         for size in WORLD_SIZES:
             summary = (
                 train(Communicators.local(), run, True) if size == 1 else pool.run(train, size, run, True)[0]
             )
-            found[f"{level} W={size}"] = summary["digest"]
+            found[f"{consistency} W={size}"] = summary["digest"]
     return found
 
 
 def arithmetic() -> dict[str, str]:
-    """By level, the digest of the torch functions that it rests on; they differ between processors."""
+    """By consistency, the digest of the torch functions that it rests on; they differ between processors."""
     x = torch.linspace(-9, 9, 4099)
     rows = x[:4096].view(64, 64)
     elementwise = [
@@ -108,10 +108,10 @@ def ratings(tmp_path_factory):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_digests_are_those_recorded(pool, ratings, model, one_thread):
     found = digests(pool, model, ratings)
-    # On any processor the level "batch" gives one digest at every world size.
+    # On any processor the consistency "batch" gives one digest at every world size.
     assert len({digest for name, digest in found.items() if name.startswith("batch")}) == 1
     here, there = arithmetic(), recorded()["arithmetic"]
-    known = [level for level in LEVELS if here[level] == there[level]]
+    known = [consistency for consistency in CONSISTENCIES if here[consistency] == there[consistency]]
     for name in found:
         if name.startswith(tuple(known)):
             assert found[name] == recorded()[model][name], name

@@ -47,7 +47,7 @@ def test_copies_that_are_averaged_have_the_exact_ones_beside_them():
 
 def test_switches_are_the_fields_of_the_window():
     assert parse_switches(["clustering", "dedup=none", "grid-bits=30", "replicas=2"]) == {
-        "clustering": True, "dedup": "none", "grid_bits": 30, "replicas": 2
+        "clustering": True, "dedup": "none", "fraction_bits": 30, "replicas": 2
     }  # fmt: skip
     for field in fields(WindowConfig):
         if field.name not in ("micro_batches", "seed"):
@@ -184,7 +184,7 @@ def test_proportions_follow_from_the_probe(job):
         (["--emulate", "compute=3", "--proportions", "paper"], "give one of them"),
         (["--proportions", "90,20"], "takes paper"),
         (["--rate", "0"], "'--rate'"),
-        (["--modes", "sync"], "takes some of"),
+        (["--modes", "reference"], "takes some of"),
         (["--steps", "2"], "at least 4 steps"),
         (["--data", "movies"], "unknown data"),
     ],

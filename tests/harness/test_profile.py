@@ -280,12 +280,12 @@ def test_the_command_goes_on_without_py_spy(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_flame, "_find", lambda: None)
     stale = tmp_path / "flame.svg"
     stale.write_text("of an earlier run")
-    result = CliRunner().invoke(app, [*ARGUMENTS, "--mode", "sync", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--mode", "reference", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert NOT_INSTALLED in text and "sync" in text and "outside operators" in text
+    assert NOT_INSTALLED in text and "reference" in text and "outside operators" in text
     assert [path.name for path in tmp_path.iterdir()] == ["trace.pftrace"]
-    assert read(tmp_path / "trace.pftrace").metadata["mode"] == "sync"
+    assert read(tmp_path / "trace.pftrace").metadata["mode"] == "reference"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_steps_of_one_update_are_left_out_together():
 
 @pytest.mark.parametrize(("steps", "said"), [(4, "too few steps to time"), (7, "ms per step")])
 def test_training_says_the_pace_or_that_there_is_none(job, capsys, steps, said):
-    summary = train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=steps))
+    summary = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=steps))
     out = " ".join(capsys.readouterr().out.split())
     assert said in out and f"training: 1 of {steps}, loss " in out
     assert (summary["seconds_per_step"] is None) == (steps < 6)

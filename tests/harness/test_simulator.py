@@ -254,12 +254,12 @@ def test_a_share_of_the_workers_straggles():
 
 @pytest.mark.parametrize("name", list(TABLES))
 def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(name):
-    plan = Plan(name, 1 if name == "synchronous" else 4)
+    plan = Plan(name, 1 if name == "sequential" else 4)
     schedule = plan.schedule()
     found = measure(simulate(schedule, lambda task: Cost(1.0), plan.micro_batches, 30))
     total = sum(plan.micro_batches if stage.per_micro_batch else 1 for stage in schedule.stages)
     assert found.step <= total
-    assert found.step == pytest.approx(total) if name == "synchronous" else found.step < total
+    assert found.step == pytest.approx(total) if name == "sequential" else found.step < total
     assert found.compute == pytest.approx(plan.micro_batches + 2)
 
 
@@ -285,7 +285,7 @@ def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(
         (lambda: Plan("nestpipe", 0), "micro_batches"),
         (lambda: Plan("nestpipe", 4, taper=1.5), "taper"),
         (lambda: Plan("nestpipe", depth=0), "depth"),
-        (lambda: Plan("synchronous", skip_fetch=True), "two buffers"),
+        (lambda: Plan("sequential", skip_fetch=True), "two buffers"),
         (lambda: Plan("nestpipe", 2, depth=1, skip_fetch=True), "does not read ahead"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def test_every_byte_is_counted_once():
 
 
 PLANS = [
-    Plan("synchronous"),
+    Plan("sequential"),
     Plan("prefetch"),
     Plan("dbp", 2),
     Plan("fwp", 4),

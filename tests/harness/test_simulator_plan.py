@@ -19,17 +19,17 @@ from tritonrec.trace.analysis import summarise
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 SECONDS = {
-    "prefetch": 0.03, "h2d": 0.01, "route": 0.02, "retrieve": 0.06, "synchronise": 0.001, "exchange": 0.04,
+    "prefetch": 0.03, "h2d": 0.01, "route": 0.02, "retrieve": 0.06, "copy_kept_rows": 0.001, "exchange": 0.04,
     "compute": 0.2, "gradient_exchange": 0.08, "dense_reduce": 0.005, "sparse_update": 0.002,
     "dense_update": 0.003, "write_back": 0.01,
 }  # fmt: skip
 SENT = {"exchange": 4e5, "gradient_exchange": 8e5}
-TOTAL = sum(SECONDS.values()) - SECONDS["synchronise"]  # one buffer, no copy
+TOTAL = sum(SECONDS.values()) - SECONDS["copy_kept_rows"]  # one buffer, no copy
 COSTS = StageCosts(4, [Measured(1, SECONDS, SENT)], Link(bytes_per_second=1e7))
 
 
 def test_a_synchronous_step_is_the_sum_of_what_was_measured():
-    assert predict_costs(COSTS, Plan("synchronous")).step == pytest.approx(TOTAL)
+    assert predict_costs(COSTS, Plan("sequential")).step == pytest.approx(TOTAL)
 
 
 def test_a_window_exposes_the_ends():
@@ -60,7 +60,7 @@ def test_seconds_over_several_runs_are_a_straight_line():
     ]
     costs = StageCosts(4, runs, Link(bytes_per_second=1e9))
     assert costs.seconds("compute") == pytest.approx((0.2, 0.01))
-    assert predict_costs(costs, Plan("synchronous", 8)).compute == pytest.approx(
+    assert predict_costs(costs, Plan("sequential", 8)).compute == pytest.approx(
         0.2 + 0.08 + SECONDS["sparse_update"] + SECONDS["dense_update"]
     )
 
@@ -136,7 +136,7 @@ def test_costs_of_a_trace_predict_its_own_step():
     trace = read(TRACES / "sequential.pftrace")
     moved = [span.args["bytes"] for span in trace.spans if span.name == "exchange" and span.batch >= 2]
     assert costs.measured[0].sent["exchange"] == pytest.approx(sum(moved) / 6 / 2)
-    assert costs.measured[0].seconds["synchronise"] == 0
+    assert costs.measured[0].seconds["copy_kept_rows"] == 0
     measured = summarise(trace.spans, 2)[0].step_ns / 1e9
     (row,) = replay_traces([TRACES / "sequential.pftrace"])
     assert row.fitted and row.step == pytest.approx(measured, rel=0.05)

@@ -15,7 +15,7 @@ from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.pipeline.schedule import Task
 
 SECONDS = {
-    "prefetch": 0.03, "h2d": 0.01, "route": 0.02, "retrieve": 0.06, "synchronise": 0.001, "exchange": 0.04,
+    "prefetch": 0.03, "h2d": 0.01, "route": 0.02, "retrieve": 0.06, "copy_kept_rows": 0.001, "exchange": 0.04,
     "compute": 0.2, "gradient_exchange": 0.08, "dense_reduce": 0.005, "sparse_update": 0.002,
     "dense_update": 0.003, "write_back": 0.05,
 }  # fmt: skip
@@ -27,7 +27,9 @@ MANY = replace(COSTS, sent_at={8: {name: 2 * sent for name, sent in SENT.items()
 
 def seconds(costs, **switches):
     cost = costs.costs(Plan("nestpipe", 2, **switches))
-    return {name: cost(Task(name, 5)).seconds for name in ("retrieve", "write_back", "route", "synchronise")}
+    return {
+        name: cost(Task(name, 5)).seconds for name in ("retrieve", "write_back", "route", "copy_kept_rows")
+    }
 
 
 def test_kept_rows_are_neither_fetched_nor_written():
@@ -35,7 +37,7 @@ def test_kept_rows_are_neither_fetched_nor_written():
     assert plain == {name: SECONDS[name] for name in plain}
     assert spared["write_back"] == pytest.approx(0.2 * 0.05)
     assert spared["retrieve"] == pytest.approx(0.06 - 0.8 * 0.05)  # reading lasts as long as writing
-    assert (spared["route"], spared["synchronise"]) == (0.02, 0.001)
+    assert (spared["route"], spared["copy_kept_rows"]) == (0.02, 0.001)
     quick = replace(COSTS, measured=[Measured(1, {**SECONDS, "retrieve": 0.03}, SENT)])
     assert seconds(quick, skip_fetch=True)["retrieve"] == 0  # never less than nothing
 
@@ -162,7 +164,7 @@ def test_reports_are_replayed_with_copies_depth_and_kept_rows(tmp_path):
     assert unknown == ["nestpipe replicas=2 average_every=2, N = 4"]
     costs = load(file)
     plans = [
-        Plan("synchronous"), Plan("nestpipe", 4, taper=0.5, skip_fetch=True), Plan("nestpipe", 4),
+        Plan("sequential"), Plan("nestpipe", 4, taper=0.5, skip_fetch=True), Plan("nestpipe", 4),
         Plan("nestpipe", 4, replicas=2), Plan("nestpipe", 4, depth=2, skip_fetch=True),
     ]  # fmt: skip
     assert [row.predicted_step for row in rows] == [predict_costs(costs, plan).step for plan in plans]

@@ -31,7 +31,9 @@ def pool():
 @pytest.fixture(scope="module")
 def reference(job):
     """The digest of the run that nobody stops."""
-    return train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=STEPS), quiet=True)["digest"]
+    return train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=STEPS), quiet=True)[
+        "digest"
+    ]
 
 
 def train_until_asked(communicators, run, rank, result):
@@ -53,7 +55,7 @@ def train_until_asked(communicators, run, rank, result):
         communicators.stop.clear()
 
 
-@pytest.mark.parametrize(("mode", "micro_batches"), [("sync", 1), ("sequential", 2), ("nestpipe", 2)])
+@pytest.mark.parametrize(("mode", "micro_batches"), [("reference", 1), ("sequential", 2), ("nestpipe", 2)])
 def test_one_rank_stops_saves_and_goes_on_with_the_same_bits(job, reference, tmp_path, mode, micro_batches):
     run = Run(job, mode, WindowConfig(micro_batches), steps=STEPS, checkpoint=str(tmp_path))
     stopped = train_until_asked(Communicators.local(), run, 0, 3)
@@ -87,7 +89,7 @@ def test_an_update_of_several_batches_is_completed(job, tmp_path):
 
 @pytest.mark.parametrize("every", [{"save_every": 4}, {"evaluate_every": 4}], ids=str)
 def test_a_stop_at_a_save_or_an_evaluation_saves_once(job, tmp_path, every):
-    run = Run(job, "sync", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), **every)
+    run = Run(job, "reference", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), **every)
     assert train_until_asked(Communicators.local(), run, 0, 3)["step"] == 4
     assert checkpoint.steps(tmp_path) == [4]
 
@@ -100,13 +102,13 @@ def test_a_stop_during_an_evaluation_saves_the_step_before_it(job, tmp_path, mon
         return evaluate(*args)
 
     monkeypatch.setattr(train_module, "evaluate_model", ask)
-    run = Run(job, "sync", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), evaluate_every=4)
+    run = Run(job, "reference", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), evaluate_every=4)
     step = train(communicators, run, quiet=True)["step"]
     assert 4 <= step < STEPS and checkpoint.steps(tmp_path) == [step]
 
 
 def test_a_stop_in_the_last_step_is_the_end(job, reference):
-    run = Run(job, "sync", WindowConfig(1), steps=STEPS)
+    run = Run(job, "reference", WindowConfig(1), steps=STEPS)
     summary = train_until_asked(Communicators.local(), run, 0, STEPS)
     assert not summary["stopped"] and summary["digest"] == reference and summary["metrics"]
 
@@ -114,7 +116,7 @@ def test_a_stop_in_the_last_step_is_the_end(job, reference):
 def test_it_is_said_where_nothing_was_saved(job, capsys):
     communicators = Communicators.local()
     communicators.stop.set()
-    train(communicators, Run(job, "sync", WindowConfig(1), steps=STEPS))
+    train(communicators, Run(job, "reference", WindowConfig(1), steps=STEPS))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == f"stopped at step 1 of {STEPS}; nothing was saved, which takes --checkpoint DIRECTORY"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from tritonrec.harness.trace_report import trace_report
 from tritonrec.trace import Recorder
 
-EDGES = [("exchange", "compute", 0, "same"), ("compute", "synchronise", 1, "all")]
+EDGES = [("exchange", "compute", 0, "same"), ("compute", "copy_kept_rows", 1, "all")]
 
 
 def record(path, batches=4, early_ns=0, edges=EDGES):
@@ -21,7 +21,7 @@ def record(path, batches=4, early_ns=0, edges=EDGES):
         recorder.metadata["edges"] = edges
     for batch in range(batches):
         at = batch * 40_000
-        recorder.add("sync", "synchronise", at, at + 2_000, batch=batch)
+        recorder.add("copy", "copy_kept_rows", at, at + 2_000, batch=batch)
         for micro_batch in (0, 1):
             start = at + 5_000 + 10_000 * micro_batch
             early = early_ns if (batch, micro_batch) == (2, 1) else 0
@@ -81,7 +81,7 @@ def test_a_violated_edge_fails(tmp_path, console):
 def test_an_edge_never_exercised_fails(tmp_path, console):
     assert trace_report(record(tmp_path / "t", batches=1), console=console) == 1
     assert (
-        "edge never exercised: compute of batch t-1 (all micro-batch) before synchronise of batch t"
+        "edge never exercised: compute of batch t-1 (all micro-batch) before copy_kept_rows of batch t"
         in console.file.getvalue()
     )
     assert "no figures: rank 0 computed 1 batches" in console.file.getvalue()

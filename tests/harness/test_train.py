@@ -23,7 +23,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def reference(job):
-    return train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=7), quiet=True)
+    return train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=7), quiet=True)
 
 
 def same(a, b):
@@ -39,7 +39,7 @@ def test_nestpipe_at_two_ranks_gives_the_digits_of_sync(pool, job, reference):
 def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
     # Its own reference shares its stages: a sum that both forget would show nowhere else.
     job = replace(job, lr=0.05)
-    sync = train(Communicators.local(), Run(job, "sync", WindowConfig(1), "sgd", steps=7), quiet=True)
+    sync = train(Communicators.local(), Run(job, "reference", WindowConfig(1), "sgd", steps=7), quiet=True)
     window = Run(job, "nestpipe", WindowConfig(3, "window"), "sgd", steps=7)
     for summary in pool.run(train, 2, window, True):
         assert summary["loss"] == pytest.approx(sync["loss"], rel=1e-6)
@@ -71,7 +71,7 @@ def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_sync_and_
     resumed = pool.run(train, 2, replace(run, steps=7, resume=True), True, replicas=2)
     assert all(same(summary, reference) for summary in resumed)
     alone = Run(job, "dbp", WindowConfig(2), steps=9, checkpoint=str(tmp_path), resume=True)
-    longer = train(Communicators.local(), Run(job, "sync", WindowConfig(1), steps=9), quiet=True)
+    longer = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=9), quiet=True)
     assert same(train(Communicators.local(), alone, quiet=True), longer)
 
 
@@ -99,7 +99,7 @@ def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):
     """Deltas at three ranks, one update of two batches at a time; another layout and world size go on."""
     job = replace(job, policy=POLICY, batch_size=7, num_negatives=1)
     window = WindowConfig(1, accumulate=2)
-    reference = train(Communicators.local(), Run(job, "sync", window, steps=14), quiet=True)
+    reference = train(Communicators.local(), Run(job, "reference", window, steps=14), quiet=True)
     run = Run(
         job, "nestpipe", replace(window, micro_batches=2), steps=8,
         checkpoint=str(tmp_path), save_every=2, full_every=3,
@@ -129,7 +129,9 @@ def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
     log.write_text("\n".join(["user,item,timestamp,rating", *rows]))
     grm = replace(job, data=f"csv:{log}", model="grm", max_exposed=3)
     expected = train(
-        Communicators.local(), Run(replace(grm, merge=False), "sync", WindowConfig(1), steps=6), quiet=True
+        Communicators.local(),
+        Run(replace(grm, merge=False), "reference", WindowConfig(1), steps=6),
+        quiet=True,
     )
     got = pool.run(train, 3, Run(grm, "nestpipe", WindowConfig(2), steps=6), True)
     assert same(got[0], expected)
@@ -189,7 +191,7 @@ def test_every_setting_that_differs_is_named_with_both_values(job, tmp_path):
 
 def test_a_checkpoint_of_something_else_cannot_resume(job, tmp_path):
     checkpoint.save(tmp_path, 1, {}, {}, {"seed": 5})
-    run = Run(job, "sync", WindowConfig(1), steps=2, checkpoint=str(tmp_path), resume=True)
+    run = Run(job, "reference", WindowConfig(1), steps=2, checkpoint=str(tmp_path), resume=True)
     with pytest.raises(ValueError, match="was not saved by tritonrec train"):
         train(Communicators.local(), run, quiet=True)
 

@@ -1,4 +1,4 @@
-"""Bugs to plant in the Triton kernels of dense layers and attention, as in `mutants_of_keys`."""
+"""Faults to inject in the Triton kernels of dense layers and attention, as in `mutants_of_keys`."""
 
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 

@@ -1,4 +1,4 @@
-"""Bugs to plant in the Triton kernels of keys and rows, and the ordinary checks that must find them.
+"""Faults to inject in the Triton kernels of keys and rows, and the ordinary checks that must find them.
 
 A mutant is one edit, (old text, new text). Edits stay inside the buffers, so that what fails is a check.
 """
@@ -7,8 +7,8 @@ A mutant is one edit, (old text, new text). Edits stay inside the buffers, so th
 
 import pytest
 import test_bucketize
+import test_fixed_point
 import test_gather_rows
-import test_grid
 import test_hash_table
 import test_hash_table_erase
 import test_intersect
@@ -31,7 +31,7 @@ IMPL = "triton"
 def hidden_step():
     """A training step under `no_sync`, and two calls that would have read a value back."""
     test_no_sync.test_the_host_never_waits_in_a_step("extremes")
-    for name in ("to_grid", "from_grid", "unique_count", "insert_free_rows"):
+    for name in ("to_fixed_point", "from_fixed_point", "unique_count", "insert_free_rows"):
         test_no_sync.test_the_host_never_waits_in_one_call(name)
 
 
@@ -95,8 +95,10 @@ BUCKETIZE = [
 ]
 SEGMENT_SUM = [
     *(
-        lambda level=level, name=name: test_segment_sum.test_equals_the_reference(IMPL, level, name)
-        for level in ("window", "batch")
+        lambda consistency=consistency, name=name: test_segment_sum.test_equals_the_reference(
+            IMPL, consistency, name
+        )
+        for consistency in ("window", "batch")
         for name in ("odd_dim", "block_plus_one")
     ),
     lambda: test_segment_sum.test_accumulates_into_a_view_and_nothing_else(IMPL, "batch"),
@@ -133,10 +135,10 @@ PHILOX = [
     lambda: test_philox.test_random_indices_equal_the_reference(IMPL, 100003, 5),
 ]
 GRID = [
-    lambda: test_grid.test_ties_go_to_even(IMPL),
-    *each(test_grid.test_what_has_no_place_is_named, 2.0**26),
-    lambda: test_grid.test_the_first_of_several_is_named(IMPL),
-    *each(test_grid.test_from_grid_equals_the_reference, -7.5),
+    lambda: test_fixed_point.test_ties_go_to_even(IMPL),
+    *each(test_fixed_point.test_what_has_no_place_is_named, 2.0**26),
+    lambda: test_fixed_point.test_the_first_of_several_is_named(IMPL),
+    *each(test_fixed_point.test_from_grid_equals_the_reference, -7.5),
 ]
 PACKED = [
     *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
@@ -156,7 +158,7 @@ CHECKS = {
     "gather_rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
     "philox.triton_philox": PHILOX,
-    "grid.triton_grid": GRID,
+    "grid.triton_fixed_point": GRID,
 }
 CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
 PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
@@ -297,7 +299,7 @@ MUTANTS = {
             ("((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32)", "(word.to(tl.uint64) % upper.to(tl.uint64))")
         ],
     },
-    "grid.triton_grid": {
+    "grid.triton_fixed_point": {
         "truncated": [("((scaled + magic) - magic)", "scaled")],
         "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
         "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
@@ -322,11 +324,11 @@ SPECIAL = {
         hidden_step,
     ),
     "divisor_copied_to_the_device": (
-        "grid.triton_grid",
+        "grid.triton_fixed_point",
         [("torch.full((1,), divisor, dtype=torch.float64, device=sums.device)", "torch.tensor([divisor], dtype=torch.float64, device=sums.device)")],
         hidden_step,
     ),
-    "sum_read_back": ("grid.triton_grid", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
+    "sum_read_back": ("grid.triton_fixed_point", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
     "claimed_by_the_first_to_come": (
         "unique.triton_unique",
         [("_first_kernel[grid](slots, first, size, count, **config)", "first = holders")],

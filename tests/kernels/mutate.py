@@ -1,4 +1,4 @@
-"""A planted bug: one edit of a Triton module's source, loaded in place of the module, and who finds it."""
+"""An injected fault: one edit of a Triton module, loaded in its place, and who finds it."""
 
 from __future__ import annotations
 

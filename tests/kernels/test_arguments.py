@@ -50,8 +50,8 @@ CALLS = {
         {"values": some(2, 3), "segments": whole(1, 0), "out": some(4, 3), "count": COUNT},
         {"num_segments": 4},
     ),
-    ops.to_grid: ({"values": some(3), "status": torch.tensor(0)}, {}),
-    ops.from_grid: ({"sums": GRID}, {}),
+    ops.to_fixed_point: ({"values": some(3), "status": torch.tensor(0)}, {}),
+    ops.from_fixed_point: ({"sums": GRID}, {}),
     ops.pack_rows: ({"values": GRID, "rows": whole(1)}, {}),
     ops.add_packed_rows: (
         {"out": GRID.clone(), "segments": whole(0, 1), "widths": WIDTHS, "packed": PACKED},

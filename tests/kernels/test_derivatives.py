@@ -129,13 +129,13 @@ IN_PLACE = {
     "scatter_rows values": lambda x: ops.scatter_rows(some(4, 3), ROWS[1:], x[1:]),
     "segment_sum_into out": lambda x: ops.segment_sum(some(4, 3), ROWS, 4, out=x),
     "segment_sum_into values": lambda x: ops.segment_sum(x, ROWS, 4, out=some(4, 3)),
-    "segment_sum values": lambda x: ops.segment_sum(x, ROWS, 4, level="batch"),
+    "segment_sum values": lambda x: ops.segment_sum(x, ROWS, 4, consistency="batch"),
     "segment_sum_into values of integers": lambda x: ops.segment_sum(
-        x, ROWS, 4, level="batch", status=torch.tensor(0)
+        x, ROWS, 4, consistency="batch", status=torch.tensor(0)
     ),
     "sparse_sgd weight": lambda x: ops.sparse_sgd(x, ROWS[1:], some(3, 3), 0.1),
     "sparse_sgd grad": lambda x: ops.sparse_sgd(some(4, 3), ROWS[1:], x[1:], 0.1),
-    "to_grid values": ops.to_grid,
+    "to_fixed_point values": ops.to_fixed_point,
 }
 
 

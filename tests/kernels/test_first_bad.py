@@ -75,7 +75,7 @@ def test_exact_sums(kind, impl):
             packed = ops.pack_rows(values, torch.arange(len(rows), device=values.device), impl=impl)
             assert index_of(ops.add_packed_rows, out, segments, *packed, impl=impl) == expected
             continue
-        given, rest = (values, segments, len(sums)), {"level": "batch", "impl": impl}
+        given, rest = (values, segments, len(sums)), {"consistency": "batch", "impl": impl}
         assert index_of(ops.segment_sum, *given, out=out.clone(), **rest) == expected
         ops.segment_sum(*given, out=out.clone(), status=status, **rest)
         assert int(status) == (0 if expected is None else 1 + expected[0] * values.shape[1] + expected[1])
@@ -90,8 +90,8 @@ def test_values_on_the_grid(impl):
         for row, column in places:
             given[row, column] = NAN if column % 2 else -INF
         status = on(impl, torch.tensor(0))
-        assert index_of(ops.to_grid, on(impl, given), impl=impl) == min(places)
-        ops.to_grid(on(impl, given), impl=impl, status=status)
+        assert index_of(ops.to_fixed_point, on(impl, given), impl=impl) == min(places)
+        ops.to_fixed_point(on(impl, given), impl=impl, status=status)
         assert int(status) == 1 + min(places)[0] * 300 + min(places)[1]
 
 

@@ -8,7 +8,7 @@ from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.grid import ExactSumError
+from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.linear import linear, linear_weight_grad, rows_times
 
 GPU = torch.cuda.is_available()

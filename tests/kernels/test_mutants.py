@@ -1,4 +1,4 @@
-"""Bugs planted in the Triton kernels: the ordinary checks of each op find every one of them."""
+"""Faults injected in the Triton kernels: the ordinary checks of each op find every one of them."""
 
 import mutants_of_dense_layers
 import mutants_of_keys

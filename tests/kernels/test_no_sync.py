@@ -46,10 +46,10 @@ def step(state, keys, gradients, impl="triton"):
     ops.scatter_rows(state["weight"], rows, weights, impl, count=live)
     looked_up = ops.gather_rows(weights, place[inverse], impl)
     sums = ops.segment_sum(
-        gradients, place[inverse], len(keys), level="batch", impl=impl, status=state["lost"]
+        gradients, place[inverse], len(keys), consistency="batch", impl=impl, status=state["lost"]
     )
     live = torch.where(state["lost"] == 0, live, 0)
-    means = ops.from_grid(sums, 3.0, impl=impl)
+    means = ops.from_fixed_point(sums, 3.0, impl=impl)
     ops.sparse_rowwise_adagrad(state["weight"], state["momentum"], rows, means, 0.1, impl=impl, count=live)
     shared = ops.intersect(
         state["before"], routed, impl, padded=True, left_count=state["num_before"], right_count=found
@@ -70,8 +70,8 @@ def plain_step(state, keys, gradients):
     weights = state["weight"][rows]
     weights[inserted] = ops.initial_rows(7, 1, routed[inserted], DIM, 0.1)
     state["weight"][rows] = weights
-    sums = ops.segment_sum(gradients, place[inverse], len(distinct), level="batch")
-    means = ops.from_grid(sums, 3.0)
+    sums = ops.segment_sum(gradients, place[inverse], len(distinct), consistency="batch")
+    means = ops.from_fixed_point(sums, 3.0)
     ops.sparse_rowwise_adagrad(state["weight"], state["momentum"], rows, means, 0.1)
     shared = ops.intersect(state["before"], routed)
     state["before"] = routed
@@ -190,13 +190,13 @@ def one_by_one(device, size=40):
             values,
             keys,
             size,
-            level="batch",
+            consistency="batch",
             out=torch.zeros_like(values).long(),
             status=status,
             impl="triton",
         ),
-        "to_grid": lambda: ops.to_grid(values, impl="triton", status=status),
-        "from_grid": lambda: ops.from_grid(values.long(), 3.7, impl="triton"),
+        "to_fixed_point": lambda: ops.to_fixed_point(values, impl="triton", status=status),
+        "from_fixed_point": lambda: ops.from_fixed_point(values.long(), 3.7, impl="triton"),
         "sgd": lambda: ops.sparse_sgd(weight, rows, values, 0.1, "triton", count=count),
         "adam": lambda: ops.sparse_adam(
             weight, weight.clone(), weight.clone(), rows, values, 0.1, step=3, impl="triton", count=count
@@ -261,8 +261,10 @@ def test_nothing_is_copied_to_or_from_another_device(name):
         lambda x: torch.tensor([1, 2], device=x.device),
         lambda x: ops.unique(x, "triton"),
         lambda x: ops.intersect(x, x, "triton"),
-        lambda x: ops.segment_sum(torch.ones(3, 2, device=x.device), x, 3, level="batch", impl="triton"),
-        lambda x: ops.to_grid(torch.ones(3, device=x.device), impl="triton"),
+        lambda x: ops.segment_sum(
+            torch.ones(3, 2, device=x.device), x, 3, consistency="batch", impl="triton"
+        ),
+        lambda x: ops.to_fixed_point(torch.ones(3, device=x.device), impl="triton"),
         lambda x: ops.hash_insert(
             x.new_zeros(8), torch.full((8,), -1, dtype=torch.int32, device=x.device), x, 0, impl="triton"
         ),

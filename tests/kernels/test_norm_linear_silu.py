@@ -234,7 +234,7 @@ def test_exact_weight_gradient_from_the_buffer():
         ops.linear_weight_grad(parts, dz[start:stop], normed[start:stop], torch.tensor([0, stop - start]))
     assert whole.any() and torch.equal(whole, parts)
     exact = gradients(plain, [tensor.double() for tensor in case("odd_dim")])[4]
-    torch.testing.assert_close(ops.from_grid(whole).double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ops.from_fixed_point(whole).double(), exact, rtol=1e-5, atol=1e-4)
 
 
 # The interpreter cuts a float32 to bfloat16 instead of rounding it.

@@ -52,14 +52,14 @@ CALLS = {
         {"values": some(2, 3), "segments": ROWS, "out": zeros(4, 3), "count": SCALAR}
         | {"status": torch.tensor(0)},
         ["out", "status"],
-        lambda **given: ops.segment_sum(num_segments=4, level="batch", **given),
+        lambda **given: ops.segment_sum(num_segments=4, consistency="batch", **given),
     ),
     "add_packed_rows": (
         {"out": zeros(2, 3), "segments": whole(0, 1), "widths": WIDTHS, "packed": PACKED},
         ["out"],
         ops.add_packed_rows,
     ),
-    "to_grid_status": ({"values": some(3), "status": torch.tensor(0)}, ["status"], ops.to_grid),
+    "to_fixed_point_status": ({"values": some(3), "status": torch.tensor(0)}, ["status"], ops.to_fixed_point),
     "sparse_sgd": (UPDATE, ["weight"], lambda **given: ops.sparse_sgd(lr=0.1, **given)),
     "sparse_rowwise_adagrad": (
         UPDATE | {"state": some(4, 1).abs()},

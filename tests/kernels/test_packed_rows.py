@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poisoned_memory
 
+from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.gather_rows import gather_rows
-from tritonrec.kernels.grid import ExactSumError, to_grid
 from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes
 from tritonrec.kernels.segment_sum import segment_sum
 
@@ -137,7 +137,7 @@ def test_equals_the_reference(impl, count, dim):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_of_one_occurrence_take_four_bytes(impl):
     gradients = torch.randn(6, 65, generator=torch.Generator().manual_seed(3)) * 30
-    widths, packed = pack_rows(on(impl, to_grid(gradients)), on(impl, torch.arange(6)), impl=impl)
+    widths, packed = pack_rows(on(impl, to_fixed_point(gradients)), on(impl, torch.arange(6)), impl=impl)
     assert widths.tolist() == [FLOAT] * 6 and len(packed) == 4 * gradients.numel()
 
 
@@ -186,7 +186,7 @@ def test_groups_travel_apart_and_arrive_joined(impl):
         segments = torch.arange(len(sent)) % 3
         out = on(impl, torch.zeros(3, 6, dtype=torch.int64))
         add_packed_rows(out, on(impl, segments), torch.cat(some), torch.cat(parts), impl=impl)
-        assert torch.equal(out.cpu(), segment_sum(sent, segments, 3, level="batch"))
+        assert torch.equal(out.cpu(), segment_sum(sent, segments, 3, consistency="batch"))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -200,7 +200,7 @@ def test_a_sum_that_leaves_int64_is_an_error(impl, sign):
     assert widths.tolist() == [0, *[FLOAT] * 5]
     out = on(impl, torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ExactSumError) as expected:
-        segment_sum(values, segments, 2, level="batch", name="uvqk", bits=20)
+        segment_sum(values, segments, 2, consistency="batch", name="uvqk", bits=20)
     with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
         add_packed_rows(out, on(impl, segments), widths, packed, name="uvqk", bits=20, impl=impl)
     assert str(caught.value) == str(expected.value)
@@ -304,7 +304,9 @@ def test_adding_packed_rows_is_adding_the_rows(data):
     out = torch.full((4, dim), data.draw(st.sampled_from([0, -1, 2**62])))
     expected, error = out.clone(), ""
     try:
-        segment_sum(gather_rows(values, rows), segments, 4, level="batch", out=expected, impl="reference")
+        segment_sum(
+            gather_rows(values, rows), segments, 4, consistency="batch", out=expected, impl="reference"
+        )
     except ExactSumError as refused:
         error = str(refused)
     for impl in ["reference", "cpu"] if GPU else ["reference", "cpu", "triton"]:

@@ -249,14 +249,18 @@ def test_sums_are_of_the_occurrences_that_hold(impl, count):
     segments[length:] = torch.tensor([-1, 2] * 6)[length:]
     ours = on(impl, values.clone()).requires_grad_()
     arguments, number = (on(impl, segments), 6), scalar(impl, count)
-    for level in ("window", "batch"):
-        expected = ops.segment_sum(values[:length], segments[:length], 6, level=level, impl="reference")
-        got = ops.segment_sum(ours, *arguments, level=level, impl=impl, count=number)
+    for consistency in ("window", "batch"):
+        expected = ops.segment_sum(
+            values[:length], segments[:length], 6, consistency=consistency, impl="reference"
+        )
+        got = ops.segment_sum(ours, *arguments, consistency=consistency, impl=impl, count=number)
         assert torch.equal(got.detach().cpu(), expected)
         into = on(impl, torch.ones_like(expected))
-        ops.segment_sum(ours.detach(), *arguments, level=level, impl=impl, count=number, out=into)
+        ops.segment_sum(ours.detach(), *arguments, consistency=consistency, impl=impl, count=number, out=into)
         start = torch.ones_like(expected)
-        ops.segment_sum(values[:length], segments[:length], 6, level=level, impl="reference", out=start)
+        ops.segment_sum(
+            values[:length], segments[:length], 6, consistency=consistency, impl="reference", out=start
+        )
         assert torch.equal(into.cpu(), start)
     ops.segment_sum(ours, *arguments, impl=impl, count=number).sum().backward()
     assert torch.equal(behind(ours.grad, length, 0), torch.ones(length, 3))
@@ -268,22 +272,22 @@ def test_a_value_without_a_place_is_put_into_the_status(impl):
     values[3, 2], values[4, 1] = float("nan"), float("inf")
     status, segments = scalar(impl, 0), on(impl, torch.tensor([0, 1, 0, 1, 1]))
     ops.segment_sum(
-        on(impl, values), segments, 2, level="batch", impl=impl, status=status, count=scalar(impl, 3)
+        on(impl, values), segments, 2, consistency="batch", impl=impl, status=status, count=scalar(impl, 3)
     )
     assert int(status) == 0  # the NaN lies behind the count
     ops.check_summed(status, values.shape)
-    ops.segment_sum(on(impl, values), segments, 2, level="batch", impl=impl, status=status)
+    ops.segment_sum(on(impl, values), segments, 2, consistency="batch", impl=impl, status=status)
     assert int(status) == 1 + 3 * 4 + 2
-    ops.to_grid(on(impl, values), impl=impl, status=status)
+    ops.to_fixed_point(on(impl, values), impl=impl, status=status)
     assert int(status) == 15  # the first code stays
     with pytest.raises(ops.ExactSumError, match=r"rows\[3, 2\] or a sum .* grid of 2\*\*-20") as caught:
         ops.check_summed(status, values.shape, bits=20, name="rows")
     assert caught.value.index == (3, 2) and caught.value.value is None
-    ops.to_grid(on(impl, values), impl=impl, status=status.zero_())
+    ops.to_fixed_point(on(impl, values), impl=impl, status=status.zero_())
     assert int(status) == 15
     full = on(impl, torch.full((2, 4), 2**63 - 1))
     ops.segment_sum(
-        on(impl, values[:2]), segments[:2], 2, level="batch", out=full, impl=impl, status=status.zero_()
+        on(impl, values[:2]), segments[:2], 2, consistency="batch", out=full, impl=impl, status=status.zero_()
     )
     assert int(status) == 1
 
@@ -346,7 +350,7 @@ KEYS = torch.arange(4)
         (lambda: ops.scatter_rows(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), count=KEYS), "count must be"),
         (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, count=KEYS), "count must be"),
         (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, status=KEYS), "status must be"),
-        (lambda: ops.to_grid(torch.zeros(4), status=KEYS), "status must be"),
+        (lambda: ops.to_fixed_point(torch.zeros(4), status=KEYS), "status must be"),
         (
             lambda: ops.sparse_sgd(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), 0.1, count=KEYS),
             "count must be",
@@ -365,9 +369,9 @@ def test_compiles_without_a_graph_break():
     def chain(keys, slot_keys, slot_rows, next_row, status, values):
         distinct, inverse, _, found = ops.unique(keys, padded=True)
         rows, inserted = ops.hash_insert(slot_keys, slot_rows, distinct, next_row, count=found, status=status)
-        sums = ops.segment_sum(values, inverse, 9, level="batch", status=status, count=found)
+        sums = ops.segment_sum(values, inverse, 9, consistency="batch", status=status, count=found)
         here, there, common = ops.intersect(distinct, values[:, 0].long(), padded=True, left_count=found)
-        grid = ops.to_grid(values, status=status)
+        grid = ops.to_fixed_point(values, status=status)
         return rows, inserted, sums, here, there, common, ops.gather_rows(values, rows, count=found), grid
 
     def arguments():
@@ -401,7 +405,7 @@ def test_registration():
             library.segment_sum_into,
             (torch.zeros(5, 2), values.detach(), keys, 36, "rows", "cpu", count, status),
         ),
-        (library.to_grid_status, (values.detach(), 36, "rows", "cpu", status)),
+        (library.to_fixed_point_status, (values.detach(), 36, "rows", "cpu", status)),
         (library.sparse_sgd, (torch.zeros(5, 2), keys, values.detach(), 0.1, "cpu", count)),
     ):
         torch.library.opcheck(op.default, arguments)

@@ -61,7 +61,7 @@ CALLS = {
     "segment_sum_into": (
         lambda: [torch.zeros(6, 3, dtype=torch.int64), number(0)],
         lambda count, out, lost: ops.segment_sum(
-            some(4, 3), SEGMENTS, 6, level="batch", out=out, count=count, status=lost
+            some(4, 3), SEGMENTS, 6, consistency="batch", out=out, count=count, status=lost
         ),
     ),
 }  # fmt: skip
@@ -227,7 +227,7 @@ def test_registered_ops_compile_without_a_graph_break():
     [
         lambda: ops.owner_of(KEYS, 2.5),
         lambda: ops.bucketize(KEYS, 4.0),
-        lambda: ops.segment_sum(some(4, 3), SEGMENTS, 6, level="batch", bits=36.5),
+        lambda: ops.segment_sum(some(4, 3), SEGMENTS, 6, consistency="batch", bits=36.5),
         lambda: ops.segment_sum(some(4, 3), SEGMENTS, 6.0),
         lambda: ops.hash_insert(*table(), LIST, 1.5),
     ],

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.grid import ExactSumError, from_grid, to_grid
+from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 from tritonrec.kernels.segment_sum import segment_sum
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
-LEVELS = ["window", "batch"]
+CONSISTENCIES = ["window", "batch"]
 
 
 def on(impl, tensor):
@@ -58,76 +58,82 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_equals_the_reference(impl, level, name):
+def test_equals_the_reference(impl, consistency, name):
     values, segments, count = case(name)
-    sums = segment_sum(on(impl, values), on(impl, segments), count, level=level, impl=impl).cpu()
-    assert torch.equal(sums, segment_sum(values, segments, count, level=level, impl="reference"))
+    sums = segment_sum(on(impl, values), on(impl, segments), count, consistency=consistency, impl=impl).cpu()
+    assert torch.equal(sums, segment_sum(values, segments, count, consistency=consistency, impl="reference"))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_accumulates_into_a_view_and_nothing_else(impl, level):
+def test_accumulates_into_a_view_and_nothing_else(impl, consistency):
     values, segments, count = case("odd_dim")
-    dtype = torch.float32 if level == "window" else torch.int64
-    poison = float("nan") if level == "window" else -77
+    dtype = torch.float32 if consistency == "window" else torch.int64
+    poison = float("nan") if consistency == "window" else -77
     buffer = torch.full((count + 2, 13 + 6), poison, dtype=dtype)
     start = torch.arange(count * 13).view(count, 13).to(dtype) * 3
     buffer[1:-1, 3:-3] = start
     buffer = on(impl, buffer)
     out = buffer[1:-1, 3:-3]
     spread = on(impl, torch.cat([values, values], 1))[:, :13]
-    assert segment_sum(spread, on(impl, segments), count, level=level, out=out, impl=impl) is out
+    assert segment_sum(spread, on(impl, segments), count, consistency=consistency, out=out, impl=impl) is out
     expected = start.clone()
-    for value, segment in zip(values if level == "window" else to_grid(values), segments, strict=True):
+    for value, segment in zip(
+        values if consistency == "window" else to_fixed_point(values), segments, strict=True
+    ):
         expected[segment] += value
     assert torch.equal(out.cpu(), expected)
     edge = torch.ones_like(buffer, dtype=torch.bool)
     edge[1:-1, 3:-3] = False
     guard = buffer[edge]
-    assert bool(guard.isnan().all() if level == "window" else (guard == poison).all())
+    assert bool(guard.isnan().all() if consistency == "window" else (guard == poison).all())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_any_strides_of_the_values(impl, level):
+def test_any_strides_of_the_values(impl, consistency):
     values, segments, count = case("odd_dim")
     for strided in (values.t().contiguous().t(), values[0, 0].expand(40, 13), values[:, :1].expand(40, 13)):
-        got = segment_sum(on(impl, strided), on(impl, segments), count, level=level, impl=impl)
-        assert torch.equal(got.cpu(), segment_sum(strided.contiguous(), segments, count, level=level))
+        got = segment_sum(on(impl, strided), on(impl, segments), count, consistency=consistency, impl=impl)
+        assert torch.equal(
+            got.cpu(), segment_sum(strided.contiguous(), segments, count, consistency=consistency)
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_batch_does_not_depend_on_order_or_split(impl):
     values, segments, count = case("skewed")
-    whole = segment_sum(on(impl, values), on(impl, segments), count, level="batch", impl=impl)
+    whole = segment_sum(on(impl, values), on(impl, segments), count, consistency="batch", impl=impl)
     order = torch.randperm(len(segments), generator=torch.Generator().manual_seed(5))
     out = torch.zeros_like(whole)
     for part in order.split([1, 40, 0, 49]):
         segment_sum(
-            on(impl, values[part]), on(impl, segments[part]), count, level="batch", out=out, impl=impl
+            on(impl, values[part]), on(impl, segments[part]), count, consistency="batch", out=out, impl=impl
         )
     assert torch.equal(out, whole)
-    terms = to_grid(on(impl, values[order]), impl=impl)
-    assert torch.equal(segment_sum(terms, on(impl, segments[order]), count, level="batch", impl=impl), whole)
+    terms = to_fixed_point(on(impl, values[order]), impl=impl)
+    assert torch.equal(
+        segment_sum(terms, on(impl, segments[order]), count, consistency="batch", impl=impl), whole
+    )
 
 
 def test_window_depends_on_order():
-    """The reason for the other level: the same rows in another order give other bits."""
+    """The reason for the other consistency: the same rows in another order give other bits."""
     values, segments, count = case("one_hot_key")
     assert not torch.equal(segment_sum(values, segments, count), segment_sum(values.flip(0), segments, count))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_error_is_at_most_twice_that_of_index_add(level):
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_error_is_at_most_twice_that_of_index_add(consistency):
     rng = np.random.default_rng(8)
     values = torch.from_numpy(rng.standard_normal((4000, 16)).astype(np.float32))
     segments = torch.from_numpy(rng.zipf(1.2, 4000) % 50)
     exact = torch.zeros(50, 16, dtype=torch.float64).index_add_(0, segments, values.double())
     plain = torch.zeros(50, 16).index_add_(0, segments, values)
-    sums = segment_sum(values, segments, 50, level=level)
-    error = ((sums if level == "window" else from_grid(sums)) - exact).abs()
+    sums = segment_sum(values, segments, 50, consistency=consistency)
+    error = ((sums if consistency == "window" else from_fixed_point(sums)) - exact).abs()
     assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
 
 
@@ -138,10 +144,10 @@ def test_a_sum_that_leaves_int64_is_an_error(impl, dtype, sign):
     values = torch.zeros(6, 3, dtype=dtype)
     values[1:, 2] = sign * (2**25 if dtype == torch.float32 else 2**61)
     segments = torch.tensor([0, 1, 1, 1, 1, 1])
-    four = segment_sum(on(impl, values[:4]), on(impl, segments[:4]), 2, level="batch", impl=impl)
+    four = segment_sum(on(impl, values[:4]), on(impl, segments[:4]), 2, consistency="batch", impl=impl)
     assert four[1, 2] == sign * 3 * 2**61
     with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
-        segment_sum(on(impl, values), on(impl, segments), 2, level="batch", name="uvqk", impl=impl)
+        segment_sum(on(impl, values), on(impl, segments), 2, consistency="batch", name="uvqk", impl=impl)
     # +2**63 is one past the end, -2**63 is the end itself.
     assert caught.value.index == ((4, 2) if sign > 0 else (5, 2))
 
@@ -153,7 +159,7 @@ def test_a_value_without_a_place_is_an_error(impl, value):
     values = values.clamp(-100, 100)
     values[17, 4] = value
     with pytest.raises(ExactSumError, match=r"rows\[17, 4\] = ") as caught:
-        segment_sum(on(impl, values), on(impl, segments), count, level="batch", name="rows", impl=impl)
+        segment_sum(on(impl, values), on(impl, segments), count, consistency="batch", name="rows", impl=impl)
     assert repr(caught.value.value) == repr(value)
 
 
@@ -161,7 +167,7 @@ def test_cpu_leaves_the_row_before_an_overflow_unwrapped():
     out = torch.full((1, 40), 2**62)
     out[0, 33] = 2**63 - 1
     with pytest.raises(ExactSumError):
-        segment_sum(torch.ones(1, 40), torch.tensor([0]), 1, level="batch", out=out)
+        segment_sum(torch.ones(1, 40), torch.tensor([0]), 1, consistency="batch", out=out)
     assert out[0, 33] == 2**63 - 1 and (out[0, :33] == 2**62).all() and (out[0, 34:] == 2**62).all()
 
 
@@ -186,7 +192,7 @@ def test_backward_gathers(impl):
 def test_exact_sums_are_not_differentiable_and_out_refuses_gradients():
     values, segments, count = case("odd_dim")
     values.requires_grad_()
-    assert not segment_sum(values, segments, count, level="batch").requires_grad
+    assert not segment_sum(values, segments, count, consistency="batch").requires_grad
     with pytest.raises(ValueError, match="not differentiable"):
         segment_sum(values, segments, count, out=torch.zeros(count, 13))
 
@@ -203,13 +209,15 @@ def test_batch_equals_unbounded_integers(data):
     values = torch.tensor(rows, dtype=torch.float32).view(len(rows), dim)
     keys = torch.tensor(segments, dtype=torch.int64)
     try:
-        got = segment_sum(values, keys, count, level="batch", bits=bits)
+        got = segment_sum(values, keys, count, consistency="batch", bits=bits)
     except ExactSumError as error:
         with pytest.raises(ExactSumError) as expected:
-            segment_sum(values, keys, count, level="batch", bits=bits, impl="reference")
+            segment_sum(values, keys, count, consistency="batch", bits=bits, impl="reference")
         assert str(error) == str(expected.value)
     else:
-        assert torch.equal(got, segment_sum(values, keys, count, level="batch", bits=bits, impl="reference"))
+        assert torch.equal(
+            got, segment_sum(values, keys, count, consistency="batch", bits=bits, impl="reference")
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +228,7 @@ def test_batch_equals_unbounded_integers(data):
         ({"segments": torch.zeros(2, dtype=torch.int64)}, "segments must be"),
         ({"segments": torch.zeros(3)}, "segments must be"),
         ({"num_segments": -1}, "num_segments"),
-        ({"level": "exact"}, "level"),
+        ({"consistency": "exact"}, "consistency"),
         ({"bits": 63}, "bits"),
         ({"out": torch.zeros(4, 2).t()}, "contiguous rows"),
         ({"out": torch.zeros(3, 4)}, r"out must be \(2, 4\)"),
@@ -242,7 +250,7 @@ def test_compiles_without_a_graph_break():
 
     def both(values, segments, out):
         segment_sum(values, segments, count, out=out)
-        exact = segment_sum(values, segments, count, level="batch")
+        exact = segment_sum(values, segments, count, consistency="batch")
         return out + 1, exact, segment_sum(values, segments, count)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
@@ -251,13 +259,13 @@ def test_compiles_without_a_graph_break():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_registration(level):
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+def test_registration(consistency):
     values, segments, count = case("odd_dim")
     op = torch.ops.tritonrec.segment_sum.default
     torch.library.opcheck(
-        op, (values.requires_grad_(level == "window"), segments, count, level, 36, "rows", "cpu")
+        op, (values.requires_grad_(consistency == "window"), segments, count, consistency, 36, "rows", "cpu")
     )
-    out = torch.zeros(count, 13, dtype=torch.float32 if level == "window" else torch.int64)
+    out = torch.zeros(count, 13, dtype=torch.float32 if consistency == "window" else torch.int64)
     into = torch.ops.tritonrec.segment_sum_into.default
     torch.library.opcheck(into, (out, values.detach(), segments, 36, "rows", "cpu", None, None))

@@ -200,7 +200,7 @@ OF_INTEGERS = {  # which have no derivative
     "segment_sum_into": (
         torch.zeros(4, 3, dtype=torch.int64), some(2, 3), whole(1, 2), 36, "t", "cpu", None, torch.tensor(0)
     ),
-    "to_grid_status": (some(4), 36, "t", "cpu", torch.tensor(0)),
+    "to_fixed_point_status": (some(4), 36, "t", "cpu", torch.tensor(0)),
     "linear_weight_grad": (
         torch.zeros(2, 4, dtype=torch.int64), some(3, 2), some(3, 4), OFFSETS, 36, "t", "cpu"
     ),

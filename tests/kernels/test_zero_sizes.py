@@ -129,17 +129,17 @@ def others():
     cases = {}
     for shape in [(0,), (0, 3), (3, 0), ()]:
         ones, sums = torch.ones(shape), zeros(*shape)
-        cases[f"to_grid {shape}"] = lambda impl, x=ones: [ops.to_grid(x, impl=impl)]
-        cases[f"to_grid {shape} status"] = lambda impl, x=ones: [
-            ops.to_grid(x, impl=impl, status=torch.tensor(0))
+        cases[f"to_fixed_point {shape}"] = lambda impl, x=ones: [ops.to_fixed_point(x, impl=impl)]
+        cases[f"to_fixed_point {shape} status"] = lambda impl, x=ones: [
+            ops.to_fixed_point(x, impl=impl, status=torch.tensor(0))
         ]
-        cases[f"from_grid {shape}"] = lambda impl, x=sums: [ops.from_grid(x, impl=impl)]
+        cases[f"from_fixed_point {shape}"] = lambda impl, x=sums: [ops.from_fixed_point(x, impl=impl)]
     for rows, columns, segments in [(0, 3, 2), (3, 0, 2), (0, 0, 0), (0, 3, 0), (3, 3, 0)]:
-        for level in ("window", "batch"):
+        for consistency in ("window", "batch"):
             for count in (None, torch.tensor(0)):
                 given = some(rows, columns), zeros(rows), segments
-                cases[f"segment_sum {rows, columns, segments} {level} {count}"] = (
-                    lambda impl, given=given, options={"level": level, "count": count}: [
+                cases[f"segment_sum {rows, columns, segments} {consistency} {count}"] = (
+                    lambda impl, given=given, options={"consistency": consistency, "count": count}: [
                         ops.segment_sum(*given, impl=impl, **options)
                     ]
                 )

@@ -97,7 +97,7 @@ def test_forward_and_gradients_are_the_formula(config, grids):
     for name, leaf in leaves.items():
         close(gradients[name], leaf.grad, name)
     for name, parameter in exact.named_parameters():
-        own = ops.from_grid(attached[name]) if grids else model.get_parameter(name).grad
+        own = ops.from_fixed_point(attached[name]) if grids else model.get_parameter(name).grad
         close(own, parameter.grad, name)
 
 

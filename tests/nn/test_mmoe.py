@@ -45,7 +45,7 @@ def test_forward_and_gradients_are_the_formula(top_k, renormalise, grids):
     attached = attach_grids(model) if grids else {}
     x, dy = numbers()
     logits, dx = run(model, x, OFFSETS, dy)
-    got = {name: ops.from_grid(grid) for name, grid in attached.items()} or {
+    got = {name: ops.from_fixed_point(grid) for name, grid in attached.items()} or {
         name: parameter.grad for name, parameter in model.named_parameters()
     }
     exact = make_model(top_k=top_k, renormalise=renormalise).double()

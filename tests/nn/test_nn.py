@@ -123,7 +123,7 @@ def test_exact_gradients_are_those_of_autograd():
     detach_grids(model)
     model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
     for name, parameter in model.named_parameters():
-        exact = ops.from_grid(grids[name])
+        exact = ops.from_fixed_point(grids[name])
         torch.testing.assert_close(
             parameter.grad, exact, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -165,7 +165,7 @@ def test_attaching_again_starts_from_zero_and_detaching_leaves_nothing():
     detach_grids(model)
     detach_grids(model)
     for parameter in model.parameters():
-        assert not has_grid(parameter) and not {"grid_bits", "grid_name"} & vars(parameter).keys()
+        assert not has_grid(parameter) and not {"fraction_bits", "grid_name"} & vars(parameter).keys()
 
 
 def test_fewer_bits_mean_a_coarser_grid():
@@ -175,7 +175,7 @@ def test_fewer_bits_mean_a_coarser_grid():
     for bits in (36, 20):
         grids = attach_grids(layer, bits)
         layer(x, offsets).square().sum().backward()
-        values.append([ops.from_grid(grid, bits=bits) for grid in grids.values()])
+        values.append([ops.from_fixed_point(grid, bits=bits) for grid in grids.values()])
     for fine, coarse in zip(*values, strict=True):
         torch.testing.assert_close(fine, coarse, rtol=0, atol=4 * 2.0**-20)
         assert not torch.equal(fine, coarse)
@@ -270,7 +270,7 @@ def test_repeated_positions_add_up(exact):
     table = PositionalEmbedding(4, 2)
     grids = attach_grids(table) if exact else {}
     (table(torch.tensor([3, 0, 3])) * torch.tensor([[1.0], [2.0], [4.0]])).sum().backward()
-    gradient = ops.from_grid(grids["weight"]) if exact else table.weight.grad
+    gradient = ops.from_fixed_point(grids["weight"]) if exact else table.weight.grad
     assert gradient.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
 
 

@@ -213,7 +213,7 @@ def test_exact_gradients_of_the_tables_are_those_of_autograd():
     x, tokens = make_tokens("biased")
     floats, grids = run(layer, x, tokens), run(layer, x, tokens, grids=True)
     for name in ("bias.pos_weights", "bias.ts_weights"):
-        torch.testing.assert_close(floats[name], ops.from_grid(grids[name]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(floats[name], ops.from_fixed_point(grids[name]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_asks_at_the_time_of_its_next():

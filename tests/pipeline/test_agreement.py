@@ -88,9 +88,9 @@ DIFFERENCES = {
     "a frozen parameter": ({"parts": freeze}, "frozen", "parameter layers.0.output.weight="),
     "evaluation": ({"parts": evaluate}, "training=False", "training=True"),
     "dropout's seed": (config(seed=3), "seed=3", "seed=0"),
-    "grid": (config(grid_bits=30), "grid_bits=30", "grid_bits=36"),
+    "grid": (config(fraction_bits=30), "fraction_bits=30", "fraction_bits=36"),
     "N": (config(micro_batches=3), "micro_batches=3", "micro_batches=2"),
-    "level": (config(consistency="window"), "consistency=window", "consistency=batch"),
+    "consistency": (config(consistency="window"), "consistency=window", "consistency=batch"),
     "first use": (config(first_use=True), "first_use=True", "first_use=False"),
     "taper": (config(taper=0.5), "taper=0.5", "taper=1.0"),
     "skip fetch": (config(skip_fetch=True), "skip_fetch=True", "skip_fetch=False"),
@@ -240,7 +240,7 @@ def test_ranks_that_are_asked_to_stop_do_so_after_the_same_step(pool, mode):
 
 
 def test_the_reference_stops_too():
-    assert train_until_stopped(Communicators.local(), "sync", 3, WindowConfig()) == [0, 1, 2, 3]
+    assert train_until_stopped(Communicators.local(), "reference", 3, WindowConfig()) == [0, 1, 2, 3]
 
 
 def single_steps(communicators):

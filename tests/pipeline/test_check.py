@@ -36,15 +36,15 @@ def test_a_read_between_update_and_write_back_is_named():
         check(missing, 2)
 
 
-def test_without_synchronisation_the_kept_rows_race():
-    missing = NESTPIPE.without_stage("synchronise", instead="retrieve")
+def test_without_the_copy_the_kept_rows_race():
+    missing = NESTPIPE.without_stage("copy_kept_rows", instead="retrieve")
     with pytest.raises(ScheduleError, match="write_back"):
         check(missing, 2)
 
 
 def test_stale_rows_that_nobody_overwrites_are_found():
     # Keeps every wait and every lane, but the synchronisation copies nothing.
-    idle = NESTPIPE._with("synchronise", touches=())
+    idle = NESTPIPE._with("copy_kept_rows", touches=())
     with pytest.raises(ScheduleError, match="stale row"):
         check(idle, 2)
 
@@ -82,14 +82,14 @@ def test_a_schedule_that_starts_no_batch_is_refused():
     ("missing", "instead", "message"),
     [
         ("write_back", "sparse_update", r"the update of batch 4 never reaches the host table"),
-        ("exchange", "synchronise", r"compute\(0, 0\) reads embeddings\[0, 0\], which nobody has written"),
+        ("exchange", "copy_kept_rows", r"compute\(0, 0\) reads embeddings\[0, 0\], which nobody has written"),
     ],
 )
 def test_a_missing_stage_is_found(missing, instead, message):
     schedule = NESTPIPE.without_stage(missing, instead)
     if missing == "exchange":
         edges = tuple(e for e in NESTPIPE["compute"].after if e.stage != "exchange")
-        schedule = schedule._with("compute", after=(*edges, Edge("synchronise")))
+        schedule = schedule._with("compute", after=(*edges, Edge("copy_kept_rows")))
     with pytest.raises(ScheduleError, match=message):
         check(schedule, 2)
 

@@ -33,16 +33,16 @@ def assert_trains_by_itself(model):
         torch.testing.assert_close(change, 0.01 * gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_after_a_trainer_the_model_trains_with_an_optimizer_of_torch(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_after_a_trainer_the_model_trains_with_an_optimizer_of_torch(mode, consistency):
     made = parts()
-    trained(made, mode, level, batches(3))
-    assert not any({"grid", "grid_bits", "grid_name"} & vars(p).keys() for p in made[0].parameters())
+    trained(made, mode, consistency, batches(3))
+    assert not any({"grid", "fraction_bits", "grid_name"} & vars(p).keys() for p in made[0].parameters())
     assert_trains_by_itself(made[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, consistency):
     made = parts()
     for parameter in made[0].parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -57,31 +57,31 @@ def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, level):
 
     made[0].forward = failing
     with pytest.raises((OverflowError, RuntimeError), match="a failure of the model"):  # noqa: SIM117
-        with trainer(made, mode, level) as training:
+        with trainer(made, mode, consistency) as training:
             list(training.run(batches(4)))
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in made[0].parameters())
     del made[0].forward
     assert_trains_by_itself(made[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_between_runs_a_step_of_torch_is_one_of_the_steps(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_between_runs_a_step_of_torch_is_one_of_the_steps(mode, consistency):
     def run(made, kind):
         model = made[0]
-        with trainer(made, kind, level) as training:
+        with trainer(made, kind, consistency) as training:
             list(training.run(batches(2)))
             assert_trains_by_itself(model)
             list(training.run(batches(3)[2:]))
         return state(made)
 
-    assert same(run(parts(), mode), run(parts(), "sync" if level == "batch" else "sequential"))
+    assert same(run(parts(), mode), run(parts(), "reference" if consistency == "batch" else "sequential"))
 
 
 def test_two_trainers_over_one_model_take_turns():
-    expected, _ = trained(parts(), "sync", "batch", batches(6))
+    expected, _ = trained(parts(), "reference", "batch", batches(6))
     made = parts()
     with trainer(made, "nestpipe") as first, trainer(made, "dbp", "window") as other, \
-            trainer(made, "sync") as third:  # fmt: skip
+            trainer(made, "reference") as third:  # fmt: skip
         for training, batch in zip([first, third, first, third, first, third], batches(6), strict=True):
             training.step(batch)
     assert same(state(made), expected)
@@ -97,7 +97,7 @@ def test_a_second_trainer_waits_for_the_windows_of_the_first(shared):
     else:
         mixed = (model, made[1], dense) if shared == "table item" else made
     name = shared if shared == "table item" else "the model"
-    with trainer(made) as first, trainer(mixed, "sync") as second:
+    with trainer(made) as first, trainer(mixed, "reference") as second:
         next(first.run(batches(6)))
         with pytest.raises(RuntimeError, match=rf"another trainer's use of {name} is {STEPS_1_TO_3}"):
             second.step(batches(8)[7])
@@ -144,10 +144,10 @@ READERS_AND_WRITERS = {
 }
 
 
-@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
-def test_whatever_reads_or_writes_state_is_refused_in_flight_and_changes_nothing(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
+def test_whatever_reads_or_writes_state_is_refused_in_flight_and_changes_nothing(mode, consistency):
     made = parts()
-    with trainer(made, mode, level, depth=4) as training:
+    with trainer(made, mode, consistency, depth=4) as training:
         results = training.run(batches(6))
         next(results)
         for use in READERS_AND_WRITERS.values():
@@ -155,36 +155,36 @@ def test_whatever_reads_or_writes_state_is_refused_in_flight_and_changes_nothing
                 use(*made)
         assert training.in_flight() == [1, 2, 3]
         list(results)
-    assert same(state(made), trained(parts(), mode, level, batches(6))[0])
+    assert same(state(made), trained(parts(), mode, consistency, batches(6))[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_after_the_last_window_everything_may_be_read_and_written(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_after_the_last_window_everything_may_be_read_and_written(mode, consistency):
     made = parts()
-    with trainer(made, mode, level) as training:
+    with trainer(made, mode, consistency) as training:
         list(training.run(batches(2)))
         for name, use in READERS_AND_WRITERS.items():
             if name not in ("load_state", "dense load"):  # their arguments here are no legal ones
                 use(*made)
 
 
-@pytest.mark.parametrize(("mode", "level"), [each for each in EVERY if each not in READS_AHEAD])
-def test_modes_with_one_window_in_flight_show_the_state_of_each_step(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), [each for each in EVERY if each not in READS_AHEAD])
+def test_modes_with_one_window_in_flight_show_the_state_of_each_step(mode, consistency):
     made, seen = parts(), []
-    with trainer(made, mode, level) as training:
+    with trainer(made, mode, consistency) as training:
         for result in training.run(batches(3)):
             seen.append([each.clone() for each in state(made)])
             assert result.step == len(seen) - 1
     for count in (1, 3):
-        assert same(seen[count - 1], trained(parts(), mode, level, batches(count))[0])
+        assert same(seen[count - 1], trained(parts(), mode, consistency, batches(count))[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
+@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
 @pytest.mark.parametrize("part", ["model", "layer"])
-def test_eval_in_flight_is_refused(mode, level, part):
+def test_eval_in_flight_is_refused(mode, consistency, part):
     made = parts()
     with pytest.raises(RuntimeError, match=r"eval\(\) of module \w+ is refused while"):  # noqa: SIM117
-        with trainer(made, mode, level) as training:
+        with trainer(made, mode, consistency) as training:
             for _ in training.run(batches(12)):
                 (made[0] if part == "model" else made[0].norm).eval()
 
@@ -198,24 +198,24 @@ class Dropping(Ranker):
         return losses if self.training else losses * 0.25
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_a_batch_is_computed_in_the_mode_that_the_model_had_when_it_was_read(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_batch_is_computed_in_the_mode_that_the_model_had_when_it_was_read(mode, consistency):
     def run(kind):
         made = parts(Dropping)
-        with trainer(made, kind, level) as training:
+        with trainer(made, kind, consistency) as training:
             list(training.run(batches(2)))
             made[0].eval()
             list(training.run(batches(4)[2:]))
         return state(made)
 
-    assert same(run(mode), run("sync" if level == "batch" else "sequential"))
+    assert same(run(mode), run("reference" if consistency == "batch" else "sequential"))
 
 
-@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
-def test_freezing_in_flight_is_refused(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
+def test_freezing_in_flight_is_refused(mode, consistency):
     made = parts()
     with pytest.raises(RuntimeError, match=r"requires_grad_\(\).* is refused"):  # noqa: SIM117
-        with trainer(made, mode, level) as training:
+        with trainer(made, mode, consistency) as training:
             for _ in training.run(batches(12)):
                 made[0].mix.bias.requires_grad_(False)
 
@@ -229,11 +229,11 @@ def load_other(model):
         model.mix.weight.copy_(torch.arange(36.0).view(6, 6) / 36)
 
 
-@pytest.mark.parametrize(("mode", "level"), [each for each in EVERY if each not in READS_AHEAD])
-def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, level, change=zero):
+@pytest.mark.parametrize(("mode", "consistency"), [each for each in EVERY if each not in READS_AHEAD])
+def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, consistency, change=zero):
     def run(kind):
         made = parts()
-        with trainer(made, kind, level) as training:
+        with trainer(made, kind, consistency) as training:
             for result in training.run(batches(3)):
                 if result.step == 1:
                     change(made[0])
@@ -242,33 +242,35 @@ def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, 
                     assert torch.equal(held, changed)
         return state(made)
 
-    unchanged, _ = trained(parts(), mode, level, batches(3))
+    unchanged, _ = trained(parts(), mode, consistency, batches(3))
     got = run(mode)
-    assert same(got, run("sync" if level == "batch" else "sequential")) and not same(got, unchanged)
+    assert same(got, run("reference" if consistency == "batch" else "sequential")) and not same(
+        got, unchanged
+    )
 
 
 @pytest.mark.parametrize("change", [zero, load_other])
-@pytest.mark.parametrize(("mode", "level"), READS_AHEAD)
-def test_a_parameter_changed_in_flight_is_an_error_and_between_runs_it_counts(mode, level, change):
+@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
+def test_a_parameter_changed_in_flight_is_an_error_and_between_runs_it_counts(mode, consistency, change):
     made, after = parts(), parts()
     with pytest.raises(RuntimeError, match=r"parameter mix\.weight was changed while"):  # noqa: SIM117
-        with trainer(made, mode, level) as training:
+        with trainer(made, mode, consistency) as training:
             for result in training.run(batches(12)):
                 if result.step == 1:
                     change(made[0])
-    with trainer(after, mode, level) as training:
+    with trainer(after, mode, consistency) as training:
         list(training.run(batches(2)))
         change(after[0])
         list(training.run(batches(3)[2:]))
     expected = parts()
-    with trainer(expected, "sync" if level == "batch" else "sequential", level) as training:
+    with trainer(expected, "reference" if consistency == "batch" else "sequential", consistency) as training:
         for result in training.run(batches(3)):
             if result.step == 1:
                 change(expected[0])
     assert same(state(after), state(expected))
 
 
-@pytest.mark.parametrize("mode", ["sync", "nestpipe"])
+@pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_parameter_that_its_optimizer_does_not_hold_is_refused(mode):
     model, tables, dense = parts()
     with trainer((model, tables, dense), mode) as training:
@@ -285,13 +287,13 @@ def test_a_parameter_that_its_optimizer_does_not_hold_is_refused(mode):
         type(dense)(model.bfloat16().named_parameters(), dense.rule)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_frozen_parameters_stay_and_those_beside_them_are_trained(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_frozen_parameters_stay_and_those_beside_them_are_trained(mode, consistency):
     made = parts()
     model = made[0]
     model.mix.weight.requires_grad_(False)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    trained(made, mode, level, batches(3))
+    trained(made, mode, consistency, batches(3))
     moved = {
         name: not torch.equal(parameter, was)
         for (name, parameter), was in zip(model.named_parameters(), before, strict=True)

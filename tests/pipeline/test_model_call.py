@@ -13,7 +13,7 @@ from tritonrec.harness.user_model import first_not_invariant
 from tritonrec.pipeline import MODES
 
 FEATURES = [FeatureConfig("item", DIM)]
-REFERENCE = {"batch": "sync", "window": "sequential"}
+REFERENCE = {"batch": "reference", "window": "sequential"}
 
 
 class Returning(Ranker):
@@ -55,7 +55,7 @@ def test_anything_but_a_loss_per_sample_is_refused(mode, of, said):
 def test_verify_reports_anything_but_a_loss_per_sample(of, said):
     report = verify(lambda: Returning(of), batches(2), FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
-    assert [case.mode for case, _ in report.cases] == ["sync"]
+    assert [case.mode for case, _ in report.cases] == ["reference"]
     assert re.match(rf"the model must return one loss per sample.*{said}", report.cases[0][1])
 
 
@@ -71,35 +71,35 @@ class NeedsSamples(Ranker):
         return super().hidden(batch, rows)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_micro_batches_without_samples_never_reach_the_model(mode, level):
-    many = {} if mode == "sync" else {"micro_batches": 16}
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_micro_batches_without_samples_never_reach_the_model(mode, consistency):
+    many = {} if mode == "reference" else {"micro_batches": 16}
     made = parts(NeedsSamples)
-    got, results = trained(made, mode, level, batches(3), accumulate=2, **many)
+    got, results = trained(made, mode, consistency, batches(3), accumulate=2, **many)
     assert all(samples for _step, samples in made[0].seen)
     assert [len(result.losses) for result in results] == [7, 7, 7]
-    few = {} if mode == "sync" else {"micro_batches": 7}
-    assert same(got, trained(parts(), mode, level, batches(3), accumulate=2, **few)[0])
-    if level == "batch":
-        assert same(got, trained(parts(), "sync", level, batches(3), accumulate=2)[0])
+    few = {} if mode == "reference" else {"micro_batches": 7}
+    assert same(got, trained(parts(), mode, consistency, batches(3), accumulate=2, **few)[0])
+    if consistency == "batch":
+        assert same(got, trained(parts(), "reference", consistency, batches(3), accumulate=2)[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_a_batch_without_samples_trains_nothing_and_stops_nothing(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_batch_without_samples_trains_nothing_and_stops_nothing(mode, consistency):
     first, second, third = batches(3)
     empty = second.select(torch.arange(0))
     made = parts(NeedsSamples, "sgd")
-    got, results = trained(made, mode, level, [first, empty, third])
+    got, results = trained(made, mode, consistency, [first, empty, third])
     assert [result.loss for result in results][1] == 0 and len(results[1].losses) == 0
-    assert same(got, trained(parts(optimizer="sgd"), mode, level, [first, third])[0])
+    assert same(got, trained(parts(optimizer="sgd"), mode, consistency, [first, third])[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_a_model_without_dense_parameters_trains_its_rows(mode, level):
-    got, results = trained(parts(NoParameters), mode, level, batches(4))
-    assert same(got, trained(parts(NoParameters), REFERENCE[level], level, batches(4))[0])
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_model_without_dense_parameters_trains_its_rows(mode, consistency):
+    got, results = trained(parts(NoParameters), mode, consistency, batches(4))
+    assert same(got, trained(parts(NoParameters), REFERENCE[consistency], consistency, batches(4))[0])
     assert len(got[1]) and results[0].loss > results[-1].loss - 1
-    weights = trained(parts(NoParameters), mode, level, [])[0]
+    weights = trained(parts(NoParameters), mode, consistency, [])[0]
     assert not same(got, weights)
 
 
@@ -119,21 +119,21 @@ class Cast(Ranker):
         return losses + nn.sum_by_sample(product.float().view(-1), batch.offsets)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_autocast_of_the_caller_holds_in_every_mode(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_autocast_of_the_caller_holds_in_every_mode(mode, consistency):
     def run(kind, on):
         made = parts(Cast)
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            got, _ = trained(made, kind, level, batches(3))
+            got, _ = trained(made, kind, consistency, batches(3))
         assert {each[0] for each in made[0].products} == {torch.bfloat16 if on else torch.float32}
         return got
 
     got = run(mode, True)
-    assert same(got, run(REFERENCE[level], True)) and not same(got, run(REFERENCE[level], False))
+    assert same(got, run(REFERENCE[consistency], True)) and not same(got, run(REFERENCE[consistency], False))
 
 
 class Mixed(Ranker):
-    """One layer of torch, whose float32 gradient only the window level takes."""
+    """One layer of torch, whose float32 gradient only the consistency "window" takes."""
 
     def __init__(self):
         super().__init__()
@@ -179,23 +179,23 @@ def training_left(mode):
     return [2, 3] if mode in ("dbp", "nestpipe") else []
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_the_default_device_is_for_the_model_alone(mode, level):
-    expected, _ = trained(parts(Cast), mode, level, batches(3))
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_the_default_device_is_for_the_model_alone(mode, consistency):
+    expected, _ = trained(parts(Cast), mode, consistency, batches(3))
     made, read = parts(Cast), batches(3)
-    with torch.device("meta"), trainer(made, mode, level) as training:
+    with torch.device("meta"), trainer(made, mode, consistency) as training:
         list(training.run(read))
     assert {each[2] for each in made[0].products} == {"meta"}
     assert same(state(made), expected)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_deterministic_algorithms_change_no_bit(mode, level):
-    expected, _ = trained(parts(), mode, level, batches(3))
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_deterministic_algorithms_change_no_bit(mode, consistency):
+    expected, _ = trained(parts(), mode, consistency, batches(3))
     made = parts()
     torch.use_deterministic_algorithms(True)
     try:
-        got, _ = trained(made, mode, level, batches(3))
+        got, _ = trained(made, mode, consistency, batches(3))
     finally:
         torch.use_deterministic_algorithms(False)
     assert same(got, expected)

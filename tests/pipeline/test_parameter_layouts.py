@@ -82,14 +82,14 @@ class Ordered(Ranker):
         return _Scale.apply(super().hidden(batch, rows), self.scale)
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
 @pytest.mark.parametrize("order", [ORDERS["reversed"], ORDERS["gaps"]], ids=["reversed", "gaps"])
-def test_a_model_trains_alike_in_any_order_of_memory(mode, level, order):
-    expected, _ = trained(parts(lambda: Ordered(ORDERS["contiguous"])), mode, level, batches(2))
+def test_a_model_trains_alike_in_any_order_of_memory(mode, consistency, order):
+    expected, _ = trained(parts(lambda: Ordered(ORDERS["contiguous"])), mode, consistency, batches(2))
     made = parts(lambda: Ordered(order))
     before = made[0].scale.detach().clone()
     assert not made[0].mix.weight.is_contiguous()
-    assert same(trained(made, mode, level, batches(2))[0], expected)
+    assert same(trained(made, mode, consistency, batches(2))[0], expected)
     assert bool((made[0].scale != before).all())
 
 

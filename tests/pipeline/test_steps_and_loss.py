@@ -19,33 +19,33 @@ def test_steps_that_do_not_rise_are_refused_and_what_was_read_is_trained(mode, o
         with pytest.raises(ValueError, match=rf"step {order[-1]} is update {order[-1]}, .*steps must rise"):
             list(training.run(batches(4)[step] for step in order))
         list(training.run([]))
-    assert same(state(made), trained(parts(), "sync", "batch", [batches(4)[s] for s in order[:-1]])[0])
+    assert same(state(made), trained(parts(), "reference", "batch", [batches(4)[s] for s in order[:-1]])[0])
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_steps_rise_over_all_runs_and_trainers_of_the_same_tables_or_optimizer(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_steps_rise_over_all_runs_and_trainers_of_the_same_tables_or_optimizer(mode, consistency):
     made = parts()
-    trained(made, mode, level, batches(3))
+    trained(made, mode, consistency, batches(3))
     fresh = parts()
     for mixed in (made, (made[0], fresh[1], made[2]), (fresh[0], made[1], fresh[2])):
         with pytest.raises(ValueError, match="step 2 is update 2, and update 2 of these tables"):
-            trained(mixed, mode, level, [batches(3)[2]])
-    with trainer(made, mode, level) as training:
+            trained(mixed, mode, consistency, [batches(3)[2]])
+    with trainer(made, mode, consistency) as training:
         list(training.run(batches(5)[3:4]))
         with pytest.raises(ValueError, match="step 3 is update 3"):
             training.step(batches(4)[3])
         assert training.step(batches(6)[5]).step == 5
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
-def test_loaded_state_goes_on_at_any_step(mode, level):
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_loaded_state_goes_on_at_any_step(mode, consistency):
     made, again = parts(), parts()
-    trained(made, mode, level, batches(3))
+    trained(made, mode, consistency, batches(3))
     saved = {name: rows.clone() for name, rows in made[2].rows.items()}
     for model, tables, dense in (again, made):  # fresh objects, and those that have gone further
         tables.load_state(made[1].state())
         dense.load(saved)
-        with trainer((model, tables, dense), mode, level) as training:
+        with trainer((model, tables, dense), mode, consistency) as training:
             assert training.step(batches(2)[1]).step == 1
     assert same(state(made), state(again))
 
@@ -65,10 +65,10 @@ def expected_loss(results, terms):
     return total / 2**24 / terms
 
 
-@pytest.mark.parametrize(("mode", "level"), EVERY)
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_result_has_the_mean_loss_of_its_update(mode, level, accumulate):
-    _, results = trained(parts(), mode, level, batches(3), accumulate=accumulate)
+def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate):
+    _, results = trained(parts(), mode, consistency, batches(3), accumulate=accumulate)
     for first in range(0, 3, accumulate):
         update = results[first : first + accumulate]
         terms = sum(batch.loss_terms for batch in batches(3)[first : first + accumulate])
@@ -80,7 +80,7 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, level, accumulate):
 @pytest.mark.parametrize("micro_batches", [1, 2, 9])
 @pytest.mark.parametrize("mode", list(MODES)[1:])
 def test_the_mean_loss_has_the_bits_of_synchronous_training(mode, micro_batches):
-    expected = [result.loss for result in trained(parts(), "sync", "batch", batches(3))[1]]
+    expected = [result.loss for result in trained(parts(), "reference", "batch", batches(3))[1]]
     got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, clustering=True)[1]
     assert [result.loss for result in got] == expected
     assert torch.tensor(expected, dtype=torch.float32).tolist() == expected  # float32 numbers
@@ -91,7 +91,7 @@ def test_large_losses_are_shown_and_do_not_stop_training():
         def forward(self, batch, rows, seed):
             return super().forward(batch, rows, seed) * 2.0**-20 + 2.0**33
 
-    _, results = trained(parts(Large), "sync", "batch", batches(1))
+    _, results = trained(parts(Large), "reference", "batch", batches(1))
     assert results[0].loss == pytest.approx(7 * 2.0**33 / batches(1)[0].num_tokens)
 
 
@@ -101,15 +101,15 @@ def test_a_loss_that_is_no_number_is_named():
             return super().forward(batch, rows, seed) + math.inf
 
     with pytest.raises(ops.ExactSumError, match="losses of the samples"):
-        trained(parts(Bad), "sync", "batch", batches(1))
+        trained(parts(Bad), "reference", "batch", batches(1))
 
 
-def losses_here(communicators, mode, micro_batches, level, model):
+def losses_here(communicators, mode, micro_batches, consistency, model):
     made = parts(model)
     read = batches(3, rank=communicators.rank, world_size=communicators.world_size)
     if communicators.rank == 1:
         read[1] = read[1].select(torch.arange(0))
-    with trainer(made, mode, level, communicators, micro_batches=micro_batches) as training:
+    with trainer(made, mode, consistency, communicators, micro_batches=micro_batches) as training:
         results = list(training.run(read))
     return [(result.loss, len(result.losses)) for result in results]
 
@@ -129,7 +129,7 @@ def test_every_rank_has_the_mean_loss_of_all_ranks_also_where_one_has_no_samples
         ]
         whole[1][1] = whole[1][1].select(torch.arange(0))
         together = [type(each[0]).concat(each) for each in whole]
-        expected = [result.loss for result in trained(parts(model), "sync", "batch", together)[1]]
+        expected = [result.loss for result in trained(parts(model), "reference", "batch", together)[1]]
         said = pool.run(losses_here, world, mode, micro_batches, "batch", model)
         assert all([loss for loss, _ in each] == expected for each in said)
         assert said[1][1][1] == 0 < said[0][1][1]

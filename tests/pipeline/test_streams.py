@@ -37,7 +37,7 @@ def run_on(accelerator, mode, made, schedule=None, **window):
 @pytest.mark.parametrize("mode", PIPELINED)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_deferred_work_gives_the_bits_of_synchronous_training(mode, seed):
-    expected, _ = run("sync", parts(POLICY))
+    expected, _ = run("reference", parts(POLICY))
     made = parts(POLICY)
     switches = {"first_use": bool(seed), "skip_fetch": bool(seed) and mode != "fwp"}
     losses = run_on(FakeAccelerator(seed), mode, made, **switches)
@@ -62,14 +62,14 @@ def test_each_piece_waits_for_the_events_of_the_lanes_it_depends_on(mode):
 @pytest.mark.parametrize(
     ("stage", "edge", "slow"),
     [
-        ("synchronise", Edge("sparse_update", batch=1), "compute"),
+        ("copy_kept_rows", Edge("sparse_update", batch=1), "compute"),
         ("sparse_update", Edge("gradient_exchange", "all"), "communication"),
         ("dense_update", Edge("dense_reduce"), "reduce"),
-        ("exchange", Edge("synchronise"), "sync"),
+        ("exchange", Edge("copy_kept_rows"), "copy"),
     ],
 )
 def test_a_lost_wait_shows(stage, edge, slow):
-    expected, _ = run("sync", parts())
+    expected, _ = run("reference", parts())
     made = parts()
     broken = schedule_of("nestpipe", WindowConfig(3)).without_edge(stage, edge)
     try:

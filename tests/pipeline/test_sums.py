@@ -77,17 +77,19 @@ def planned(world_size, seed, most=40):
 
 
 @settings(deadline=None)
-@given(world_size=st.integers(1, 4), seed=st.integers(0, 2**32), level=st.sampled_from(["batch", "window"]))
-def test_every_sum_arrives_at_its_owner(world_size, seed, level):
+@given(
+    world_size=st.integers(1, 4), seed=st.integers(0, 2**32), consistency=st.sampled_from(["batch", "window"])
+)
+def test_every_sum_arrives_at_its_owner(world_size, seed, consistency):
     counts, targets, values, rows = planned(world_size, seed)
-    if level == "window":
+    if consistency == "window":
         values = [v.to(torch.float32) / 2**BITS for v in values]
     start = magnitudes(torch.Generator().manual_seed(seed + 1), 7, 5)
-    sums = Sums(WindowConfig(consistency=level), torch.device("cpu"))
+    sums = Sums(WindowConfig(consistency=consistency), torch.device("cpu"))
 
     def run(end):
         me = end.rank
-        out = start.clone() if level == "batch" else start.to(torch.float32)
+        out = start.clone() if consistency == "batch" else start.to(torch.float32)
         sent = Sent()
         sums.exchange(
             sent, end, values[me], rows[me], counts[me].tolist(), out,
@@ -97,7 +99,7 @@ def test_every_sum_arrives_at_its_owner(world_size, seed, level):
         return out
 
     for me, got in enumerate(on_ranks(world_size, run)):
-        expected = start.clone() if level == "batch" else start.to(torch.float32)
+        expected = start.clone() if consistency == "batch" else start.to(torch.float32)
         for peer in range(world_size):
             first = int(counts[peer, :me].sum())
             sent = values[peer][rows[peer][first : first + int(counts[peer, me])]]
@@ -117,7 +119,7 @@ def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed)
         shares = even_shares(count, world_size, end.rank)
         return sums.means(None, end, values[end.rank], shares, 3)
 
-    expected = ops.from_grid(sum(values), 3.0, BITS)
+    expected = ops.from_fixed_point(sum(values), 3.0, BITS)
     for got in on_ranks(world_size, run):
         assert torch.equal(got, expected)
 
@@ -141,7 +143,7 @@ def test_rows_that_few_ranks_hold_meet_in_shares():
     found = on_ranks(
         3, lambda end: sums.means(None, end, values[end.rank], Shares.of(places, 5, end.rank), 7)
     )
-    assert all(torch.equal(got, ops.from_grid(total, 7.0, BITS)) for got in found)
+    assert all(torch.equal(got, ops.from_fixed_point(total, 7.0, BITS)) for got in found)
 
 
 @pytest.mark.parametrize("send", [[[2]], [[0, 2], [2, 0]]])

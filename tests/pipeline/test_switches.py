@@ -74,7 +74,7 @@ def same(a, b):
 @pytest.mark.parametrize("mode", PIPELINED)
 @pytest.mark.parametrize("policy", [None, POLICY], ids=["plain", "policies"])
 def test_no_switch_changes_a_bit(mode, policy):
-    expected, _ = run("sync", parts(policy))
+    expected, _ = run("reference", parts(policy))
     for first_use, taper, skip in product((False, True), (1.0, 0.5), (False, True)):
         if skip and mode not in TWO_BUFFERS:
             continue
@@ -126,7 +126,7 @@ def test_tables_that_keep_rows_are_sound(schedule, micro_batches):
 
 KEEPING = keep_rows(NESTPIPE)
 NEEDED = [
-    (stage, edge) for stage in ("retrieve", "synchronise", "write_back") for edge in KEEPING[stage].after
+    (stage, edge) for stage in ("retrieve", "copy_kept_rows", "write_back") for edge in KEEPING[stage].after
 ]
 
 
@@ -141,7 +141,7 @@ def test_a_row_neither_fetched_nor_kept_and_a_row_lost_are_found():
         return KEEPING._with(stage, touches=tuple(a for a in KEEPING[stage].touches if a.rows != rows))
 
     with pytest.raises(ScheduleError, match=r"exchange\(4, 0\) reads buffer\[0\], which holds no row"):
-        check(without("synchronise", "kept"), 2)
+        check(without("copy_kept_rows", "kept"), 2)
     with pytest.raises(ScheduleError, match="never reaches the host table"):
         check(without("write_back", "dropped"), 2)
 
@@ -162,7 +162,7 @@ def test_gradients_that_leave_before_their_last_use_are_found():
 def test_keeping_rows_needs_two_buffers():
     with pytest.raises(ValueError, match="'fwp' has no second buffer"):
         keep_rows(FWP)
-    for mode in ("sync", "sequential"):
+    for mode in ("reference", "sequential"):
         with pytest.raises(ValueError, match="keeps no rows between batches"):
             Trainer(*parts(), Communicators.local(), mode, WindowConfig(skip_fetch=True))
     assert Edge("write_back", batch=1) in KEEPING["retrieve"].after
@@ -195,7 +195,7 @@ def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
 
 
 def test_an_interrupt_while_waiting_loses_nothing(monkeypatch):
-    expected, _ = run("sync")
+    expected, _ = run("reference")
     made, wait = parts(), Executor.wait
     with Trainer(
         *made, Communicators.local(), "nestpipe", WindowConfig(2, seed=4, skip_fetch=True)

@@ -56,15 +56,15 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["sync", *PIPELINED])
+@pytest.mark.parametrize("mode", ["reference", *PIPELINED])
 def test_accumulating_two_batches_is_training_on_both_at_once(mode):
     # without dropout, whose mask goes by the batch's step, and with the optimizers' step counted in updates
     config = replace(CONFIG, dropout=0.0)
     four = batches(4)
     pairs = [[replace(batch, step=step) for batch in four[2 * step : 2 * step + 2]] for step in (0, 1)]
     whole = [JaggedBatch.concat(pair) for pair in pairs]
-    expected, _, _ = run("sync", whole, parts(config=config))
-    split = {} if mode == "sync" else {"micro_batches": 3}
+    expected, _, _ = run("reference", whole, parts(config=config))
+    split = {} if mode == "reference" else {"micro_batches": 3}
     got, results, _ = run(mode, four, parts(config=config), accumulate=2, **split)
     assert same(got, expected)
     assert [result.step for result in results] == [0, 1, 2, 3]
@@ -74,7 +74,7 @@ def test_accumulating_two_batches_is_training_on_both_at_once(mode):
 @pytest.mark.parametrize("mode", PIPELINED)
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_what_is_left_of_an_update_is_one_too(mode, count):
-    expected, losses, _ = run("sync", batches(count), accumulate=3)
+    expected, losses, _ = run("reference", batches(count), accumulate=3)
     got, results, _ = run(mode, batches(count), accumulate=3, micro_batches=2)
     assert same(got, expected)
     for a, b in zip(losses, results, strict=True):
@@ -82,7 +82,7 @@ def test_what_is_left_of_an_update_is_one_too(mode, count):
 
 
 def test_step_takes_the_batches_of_one_update():
-    expected, _, _ = run("sync", batches(4), accumulate=2)
+    expected, _, _ = run("reference", batches(4), accumulate=2)
     made, four = parts(), batches(4)
     with Trainer(*made, Communicators.local(), "nestpipe", WindowConfig(2, accumulate=2, seed=4)) as training:
         assert training.step(*four[:2]).step == 1
@@ -100,7 +100,7 @@ def test_an_update_of_other_batches_is_refused(steps):
 
 
 def test_dedup_drops_keys_where_it_says_and_no_bit():
-    expected, _, _ = run("sync", batches(4))
+    expected, _, _ = run("reference", batches(4))
     counts = {}
     for dedup in ("none", "exchange", "lookup", "both"):
         got, _, counts[dedup] = run("nestpipe", batches(4), micro_batches=2, dedup=dedup)
@@ -132,7 +132,7 @@ POLICIES = {
 @pytest.mark.parametrize("mode", PIPELINED)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
-    expected, losses, _ = run("sync", batches(9), parts(POLICIES[name]))
+    expected, losses, _ = run("reference", batches(9), parts(POLICIES[name]))
     made = parts(POLICIES[name])
     got, results, _ = run(mode, batches(9), made, micro_batches=3)
     counters = made[1].groups[0].table.counters

@@ -23,7 +23,7 @@ def parts(optimizer="adam"):
 
 
 def trainer(mode="nestpipe", micro_batches=3, consistency="batch", parts_=None, **options):
-    config = WindowConfig(1 if mode == "sync" else micro_batches, consistency, seed=4)
+    config = WindowConfig(1 if mode == "reference" else micro_batches, consistency, seed=4)
     return Trainer(*(parts_ or parts()), Communicators.local(), mode, config, **options)
 
 
@@ -115,7 +115,7 @@ def test_odd_batches_are_legal_and_exact(mode, lengths):
     # The odd batch comes second, so that it also meets buffers in use.
     run = [batch_of(0, 3, 5), batch_of(1, *lengths), batch_of(2, 2, 2, 1)]
     expected, got = parts(), parts()
-    with trainer("sync", parts_=expected) as training:
+    with trainer("reference", parts_=expected) as training:
         reference = [training.step(batch) for batch in run]
     with trainer(mode, micro_batches=2, parts_=got) as training:
         results = list(training.run(run))
@@ -126,7 +126,7 @@ def test_odd_batches_are_legal_and_exact(mode, lengths):
 
 def test_more_micro_batches_than_samples_are_legal():
     expected, got = parts(), parts()
-    with trainer("sync", parts_=expected) as training:
+    with trainer("reference", parts_=expected) as training:
         training.step(batch_of(0, 4, 2))
     with trainer("nestpipe", micro_batches=8, parts_=got) as training:
         training.step(batch_of(0, 4, 2))
@@ -136,7 +136,7 @@ def test_more_micro_batches_than_samples_are_legal():
 def test_wrong_offsets_name_the_field():
     batch = batch_of(0, 2, 2)
     wrong = replace(batch, features=replace(batch.features, offsets=torch.tensor([0, 3, 2])))
-    for mode, error in (("sync", ValueError), ("nestpipe", StageFailedError)):
+    for mode, error in (("reference", ValueError), ("nestpipe", StageFailedError)):
         with trainer(mode) as training, pytest.raises(error, match="offsets must not decrease"):
             training.step(wrong)
 
@@ -183,7 +183,7 @@ def test_an_ordinary_gradient_is_refused_at_batch_level():
     mixed = Mixed()
     together = (mixed, made[1], DenseOptimizer(mixed.named_parameters(), RowOptimizer()))
     named = r"parameter plain\.weight got an ordinary float32 gradient"
-    for mode, error in (("sync", TypeError), ("nestpipe", StageFailedError)):
+    for mode, error in (("reference", TypeError), ("nestpipe", StageFailedError)):
         with trainer(mode, parts_=together) as training, pytest.raises(error, match=named):
             training.step(batch_of(0, 3))
     with trainer("nestpipe", consistency="window", parts_=together) as training:
@@ -193,12 +193,12 @@ def test_an_ordinary_gradient_is_refused_at_batch_level():
 
 def test_sync_is_one_rank_one_micro_batch_batch_level():
     with pytest.raises(ValueError, match="one process with the whole batch"):
-        Trainer(*parts(), Communicators.local(), "sync", WindowConfig(2))
+        Trainer(*parts(), Communicators.local(), "reference", WindowConfig(2))
     with pytest.raises(ValueError, match="reference of 'batch'"):
-        Trainer(*parts(), Communicators.local(), "sync", WindowConfig(1, "window"))
+        Trainer(*parts(), Communicators.local(), "reference", WindowConfig(1, "window"))
     for options in ({"depth": 2}, {"average_every": 2}):
         with pytest.raises(ValueError, match="no depth, no average_every"):
-            Trainer(*parts(), Communicators.local(), "sync", WindowConfig(1, **options))
+            Trainer(*parts(), Communicators.local(), "reference", WindowConfig(1, **options))
     with pytest.raises(ValueError, match="mode must be one of"):
         trainer("fast")
 
@@ -209,7 +209,7 @@ def test_a_bad_window_is_refused(options):
         WindowConfig(**options)
 
 
-@pytest.mark.parametrize("mode", ["sync", "nestpipe"])
+@pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_model_loaded_after_its_optimizer_was_made_is_trained_from_what_was_loaded(mode):
     def trained(load_first):
         model, tables, dense = parts()

@@ -11,9 +11,12 @@ from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollecti
 from tritonrec.pipeline import MODES, Trainer, WindowConfig
 
 DIM = 6
-EVERY = [("sync", "batch"), *((mode, level) for mode in list(MODES)[1:] for level in ("batch", "window"))]
-"""Every mode at every level."""
-READS_AHEAD = [(mode, level) for mode in ("dbp", "nestpipe") for level in ("batch", "window")]
+EVERY = [
+    ("reference", "batch"),
+    *((mode, consistency) for mode in list(MODES)[1:] for consistency in ("batch", "window")),
+]
+"""Every mode at every consistency."""
+READS_AHEAD = [(mode, consistency) for mode in ("dbp", "nestpipe") for consistency in ("batch", "window")]
 
 
 class Ranker(torch.nn.Module):
@@ -53,9 +56,9 @@ def parts(model=Ranker, optimizer="adam", lr=0.05):
     return model, tables, DenseOptimizer(model.named_parameters(), rule)
 
 
-def trainer(made, mode="nestpipe", level="batch", communicators=None, **window):
-    window.setdefault("micro_batches", 1 if mode == "sync" else 3)
-    config = WindowConfig(consistency=level, seed=4, **window)
+def trainer(made, mode="nestpipe", consistency="batch", communicators=None, **window):
+    window.setdefault("micro_batches", 1 if mode == "reference" else 3)
+    config = WindowConfig(consistency=consistency, seed=4, **window)
     return Trainer(*made, communicators or Communicators.local(), mode, config)
 
 
@@ -83,8 +86,8 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def trained(made, mode, level, run_batches, **window):
+def trained(made, mode, consistency, run_batches, **window):
     """State and results after training on `run_batches`."""
-    with trainer(made, mode, level, **window) as training:
+    with trainer(made, mode, consistency, **window) as training:
         results = list(training.run(run_batches))
     return state(made), results

@@ -258,8 +258,8 @@ def test_settings_out_of_range_are_named(changes, message):
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="alpha must be at most 26, the features, got 27"):
         follow(SlipstreamConfig(alpha=27))
-    with pytest.raises(ValueError, match="mode 'sync' has none"):
-        follow(mode="sync", window=WindowConfig(1))
+    with pytest.raises(ValueError, match="mode 'reference' has none"):
+        follow(mode="reference", window=WindowConfig(1))
     with pytest.raises(ValueError, match="after step 10 would fall into an update of 3 batches"):
         follow(window=WindowConfig(2, accumulate=3))
     tables = follow()[0].tables

@@ -206,7 +206,7 @@ def test_edges_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="batch that comes later"):
         check_edges([], [("a", "b", -1, "none")])
     with pytest.raises(ValueError, match="runs once per batch"):
-        check_edges(made(("sync", "b", 0, 1, 0), ("sync", "a", 0, 1, 0)), [("a", "b", 0, "same")])
+        check_edges(made(("copy", "b", 0, 1, 0), ("copy", "a", 0, 1, 0)), [("a", "b", 0, "same")])
 
 
 def test_rules_are_those_of_the_schedules():

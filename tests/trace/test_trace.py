@@ -15,7 +15,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
 from tritonrec.trace import LANES, NullRecorder, Recorder, read, save_joined
 
-EDGES = [["exchange", "compute", 0, "same"], ["sparse_update", "synchronise", 1, "none"]]
+EDGES = [["exchange", "compute", 0, "same"], ["sparse_update", "copy_kept_rows", 1, "none"]]
 
 
 def packets(path):

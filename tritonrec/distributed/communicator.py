@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..ops import GRID_BITS, ExactSumError
+from ..ops import FRACTION_BITS, ExactSumError
 from .watch import Watch
 
 TIMEOUT = timedelta(seconds=60)
@@ -116,7 +116,9 @@ class Communicator:
         for at in (int(values.argmax()), int(values.argmin())):
             value = int(values.view(-1)[at])
             if abs(value) > limit:
-                raise ExactSumError(name, (at,), value, GRID_BITS, f"the others of {self.world_size} ranks")
+                raise ExactSumError(
+                    name, (at,), value, FRACTION_BITS, f"the others of {self.world_size} ranks"
+                )
 
     def all_reduce_bytes(self, values: torch.Tensor) -> int:
         """Bytes that leave a rank in `all_reduce`, as a ring does it: 2 (W - 1) / W of the values."""

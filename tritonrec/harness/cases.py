@@ -27,7 +27,7 @@ CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of `Synchronous` with `accumulate` batches an update, each the batches of `ranks` ranks."""
+    """A run of `ReferenceTrainer` with `accumulate` batches an update, each the batches of `ranks` ranks."""
 
     job: Job
     optimizer: OptimizerName
@@ -44,7 +44,7 @@ class Reference:
 class Case:
     """One run that must equal its reference.
 
-    That is `Synchronous` for ``"batch"``, the same cut run in turn for ``"window"``.
+    That is `ReferenceTrainer` for ``"batch"``, the same cut run in turn for ``"window"``.
 
     `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log
     than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to

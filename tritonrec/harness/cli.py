@@ -71,8 +71,8 @@ def verify(
         int | None,
         typer.Option(min=1, max=MOST, help="Steps of each case; of embedding variants at least six."),
     ] = None,
-    mutations: Annotated[
-        bool, typer.Option("--mutations", help="Also plant known bugs and demand their discovery.")
+    faults: Annotated[
+        bool, typer.Option("--inject-faults", help="Also inject known faults and demand their discovery.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
     trace: Annotated[
@@ -84,7 +84,7 @@ def verify(
 
     Each case trains the same model on the same batches in one mode and in its reference, and compares losses,
     dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
-    identical and every planted bug was caught.
+    identical and every injected fault was caught.
     """
     from .cases import contract_table
     from .contract import verify_contract
@@ -105,7 +105,7 @@ def verify(
         ranks = [1, 2]
     cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     console = Console()
-    report = checked(lambda: verify_contract(job, cases, mutations, console, timedelta(seconds=timeout)))
+    report = checked(lambda: verify_contract(job, cases, faults, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))
         console.print(f"report written to {json_file}")

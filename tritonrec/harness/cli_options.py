@@ -33,7 +33,7 @@ TimeoutOption = Annotated[
 class ModeName(StrEnum):
     """Modes of a `Trainer`."""
 
-    sync = "sync"
+    reference = "reference"
     sequential = "sequential"
     dbp = "dbp"
     fwp = "fwp"

@@ -79,7 +79,7 @@ def profile(
         width = head_width(dim, heads)
         sizes = HSTUConfig(dim=dim, layers=layers, heads=heads, qk_dim=width, v_dim=width)
         job = Job(data, model.value, batch_size, num_negatives=32, sizes=sizes, lr=3e-3)
-        window = WindowConfig(1 if mode is ModeName.sync else micro_batches, consistency.value)
+        window = WindowConfig(1 if mode is ModeName.reference else micro_batches, consistency.value)
         plan = Profile(
             load_job(job), mode.value, window, steps=steps, flame=flame, rate=rate, native=native,
             flame_seconds=flame_seconds,

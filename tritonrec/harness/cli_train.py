@@ -285,7 +285,7 @@ def train(
     job = checked(make_job)
     window = checked(
         lambda: WindowConfig(
-            1 if mode is ModeName.sync else micro_batches,
+            1 if mode is ModeName.reference else micro_batches,
             consistency.value,
             clustering,
             accumulate,

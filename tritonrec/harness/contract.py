@@ -1,4 +1,4 @@
-"""`tritonrec verify`: the contract table, planted bugs, recorded traces, and their report."""
+"""`tritonrec verify`: the contract table, injected faults, recorded traces, and their report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..distributed import TIMEOUT, RankDiedError, RankPool
 from ..files import ScratchFolder
 from ..pipeline import ScheduleError, check, schedule_of
 from .cases import Case, Reference
-from .mutations import MUTATIONS, Mutation
+from .faults import FAULTS, Fault
 from .progress import CommandProgress
-from .report import CaseResult, MutationResult, Report, print_report
+from .report import CaseResult, FaultResult, Report, print_report
 from .run_case import RankReport, Stretch, record_reference, run_case
 from .setup import Job
 from .state import earliest
@@ -51,11 +51,11 @@ class Verifier:
                 record_reference(reference, steps, self._references.name)
                 self._recorded[reference] = steps
 
-    def run(self, case: Case, mutation: str | None = None) -> CaseResult:
+    def run(self, case: Case, fault: str | None = None) -> CaseResult:
         """Run one case on all its ranks."""
         self.record([case])
         try:
-            reports = self._run(case, mutation)
+            reports = self._run(case, fault)
         except RankDiedError as error:
             # Ranks may still wait for each other; fresh ones owe nobody anything.
             self._pool.close()
@@ -75,8 +75,8 @@ class Verifier:
             f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None,
         )
 
-    def _run(self, case: Case, mutation: str | None) -> list[RankReport]:
-        args = (self.job, case, self._references.name, mutation)
+    def _run(self, case: Case, fault: str | None) -> list[RankReport]:
+        args = (self.job, case, self._references.name, fault)
         if not case.restart:
             return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
         half = case.steps // 2
@@ -110,21 +110,21 @@ class Verifier:
                     break
         return smallest
 
-    def run_mutation(self, mutation: Mutation) -> MutationResult:
-        """Plant a bug and see who notices; the same case without it must be identical."""
+    def run_fault(self, fault: Fault) -> FaultResult:
+        """Injection a bug and see who notices; the same case without it must be identical."""
         by, evidence, where = [], [], ""
-        if mutation.plant.schedule is not None:
+        if fault.injection.schedule is not None:
             try:
-                schedule = schedule_of(mutation.case.mode, mutation.case.window(0), mutation.case.replicas)
-                check(mutation.plant.schedule(schedule), mutation.case.micro_batches)
+                schedule = schedule_of(fault.case.mode, fault.case.window(0), fault.case.replicas)
+                check(fault.injection.schedule(schedule), fault.case.micro_batches)
             except ScheduleError as error:
                 by.append("check")
                 evidence.append(str(error))
-        clean = self.run(mutation.case)
+        clean = self.run(fault.case)
         if not clean.identical:
             evidence.append(f"the clean case is not identical: {clean.error or clean.first_difference}")
-            return MutationResult(mutation, False, by, "; ".join(evidence))
-        result = self.run(mutation.case, mutation.name)
+            return FaultResult(fault, False, by, "; ".join(evidence))
+        result = self.run(fault.case, fault.name)
         if result.first_difference:
             by.append("bits")
             evidence.append(str(result.first_difference))
@@ -132,7 +132,7 @@ class Verifier:
         elif result.error:
             by.append("error")
             evidence.append(result.error.splitlines()[0])
-        return MutationResult(mutation, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
+        return FaultResult(fault, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
 
     def close(self) -> None:
         """Stop the ranks and drop the references."""
@@ -149,27 +149,27 @@ class Verifier:
 def verify_contract(
     job: Job,
     cases: list[Case],
-    mutations: bool = False,
+    faults: bool = False,
     console: Console | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Report:
-    """Run the contract table and, if asked, the planted bugs; prints progress and tables on `console`."""
+    """Run the contract table and, if asked, the injected faults; prints progress and tables on `console`."""
     console = console or Console()
-    planted = MUTATIONS if mutations else []
-    every = [*cases, *(mutation.case for mutation in planted)]
+    injected = FAULTS if faults else []
+    every = [*cases, *(fault.case for fault in injected)]
     meshes = {(case.world_size, case.replicas) for case in every}
     meshes |= {(case.restart, 1) for case in every if case.restart}
     report = Report(job)
     with Verifier(job, meshes, timeout) as verifier, _progress(console) as progress:
-        task = progress.add_task("recording references", total=len(cases) + len(planted))
+        task = progress.add_task("recording references", total=len(cases) + len(injected))
         verifier.record(every)
         for case in cases:
             progress.update(task, description=str(case))
             report.cases.append(verifier.run(case))
             progress.advance(task)
-        for mutation in planted:
-            progress.update(task, description=f"planted bug: {mutation.name}")
-            report.mutations.append(verifier.run_mutation(mutation))
+        for fault in injected:
+            progress.update(task, description=f"injected fault: {fault.name}")
+            report.faults.append(verifier.run_fault(fault))
             progress.advance(task)
         failed = [result for result in report.cases if not result.identical]
         if failed:

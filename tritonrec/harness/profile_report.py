@@ -15,7 +15,7 @@ from ..trace import LANES, Operator, Trace, read
 from ..trace.analysis import Interval, RankSummary, intersection, length, summarise, union
 from .profile_flame import Function, Samples, count
 
-IN_TURN = ("sync", "sequential")
+SEQUENTIAL = ("reference", "sequential")
 """Modes that run every lane on the caller's thread."""
 
 OPERATORS_SHOWN, FUNCTIONS_SHOWN, LEAST_SHARE = 8, 12, 0.01
@@ -72,7 +72,7 @@ def _by_lane(trace: Trace, rank: int) -> Iterator[tuple[str, Operator, int]]:
     for operator in trace.operators:
         if operator.rank == rank:
             by_thread.setdefault(operator.thread, []).append(operator)
-    in_turn = trace.metadata["mode"] in IN_TURN
+    in_turn = trace.metadata["mode"] in SEQUENTIAL
     slices = sorted((s.start_ns, s.end_ns, s.lane) for s in trace.spans if s.rank == rank) if in_turn else []
     for thread, ran in by_thread.items():
         for operator, own in zip(ran, own_times(ran), strict=True):

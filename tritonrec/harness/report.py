@@ -14,7 +14,7 @@ from rich.table import Table
 from .. import __version__
 from ..files import save_json
 from .cases import Case
-from .mutations import Mutation
+from .faults import Fault
 from .setup import Job
 from .state import Difference, as_json
 from .variants import VARIANTS
@@ -38,10 +38,10 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
-class MutationResult:
-    """Whether a planted bug was noticed, by what, and the place where bits first parted."""
+class FaultResult:
+    """Whether an injected fault was noticed, by what, and the first mismatch."""
 
-    mutation: Mutation
+    fault: Fault
     caught: bool
     by: list[str]
     evidence: str
@@ -54,13 +54,13 @@ class Report:
 
     job: Job
     cases: list[CaseResult] = field(default_factory=list)
-    mutations: list[MutationResult] = field(default_factory=list)
+    faults: list[FaultResult] = field(default_factory=list)
     smallest: CaseResult | None = None
 
     @property
     def passed(self) -> bool:
-        """Every case identical and every mutation caught, and at least one of them run."""
-        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.mutations]
+        """Every case identical and every fault caught, and at least one of them run."""
+        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.faults]
         return bool(outcomes) and all(outcomes)
 
     def as_json(self) -> dict[str, Any]:
@@ -88,9 +88,9 @@ class Report:
                 }
                 for result in self.cases
             ],
-            "mutations": [
-                {"name": r.mutation.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
-                for r in self.mutations
+            "faults": [
+                {"name": r.fault.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
+                for r in self.faults
             ],
         }
 
@@ -100,7 +100,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The contract table, the planted bugs, and the first difference if there is one."""
+    """The contract table, the injected faults, and the first difference if there is one."""
     plain: list[CaseResult] = []
     varied: list[CaseResult] = []
     replicated: list[CaseResult] = []
@@ -113,8 +113,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_embedding(varied))
     if replicated:
         console.print(_replicas(replicated))
-    if report.mutations:
-        console.print(_planted(report))
+    if report.faults:
+        console.print(_faults_table(report))
     if report.smallest is not None:
         smallest = report.smallest
         console.print(f"[red]Smallest case that fails:[/] {smallest.case}")
@@ -123,9 +123,9 @@ def print_report(report: Report, console: Console) -> None:
     if report.cases:
         identical = sum(result.identical for result in report.cases)
         line.append(f"{identical} of {len(report.cases)} cases identical")
-    if report.mutations:
-        caught = sum(result.caught for result in report.mutations)
-        line.append(f"{caught} of {len(report.mutations)} planted bugs caught")
+    if report.faults:
+        caught = sum(result.caught for result in report.faults)
+        line.append(f"{caught} of {len(report.faults)} injected faults caught")
     console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
 
 
@@ -138,7 +138,7 @@ def _contract(title: str, data: str, results: list[CaseResult]) -> Table:
         "with negative and extreme ids.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("mode", "level", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
+    for name in ("mode", "consistency", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
         number = name in ("W", "N", "steps", "MB", "s")
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for result in results:
@@ -156,7 +156,7 @@ def _embedding(results: list[CaseResult]) -> Table:
     table = Table(
         title="Embedding system: bit-identical to the reference?",
         caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
-        + ". W > W': saved half way by W ranks, continued by W'. Batch level, * window level.",
+        + ". W > W': saved half way by W ranks, continued by W'. Batch consistency, * consistency `window`.",
         padding=(0, 0, 0, 1),
     )
     for name in ("variant", "mode", "W", "N", "counts", "result"):
@@ -205,14 +205,14 @@ def _outcome(result: CaseResult) -> str:
     return "[green]identical[/]" if result.identical else "[red]differs[/]"
 
 
-def _planted(report: Report) -> Table:
-    table = Table(title="Planted bugs: does the harness notice?", padding=(0, 0, 0, 1))
+def _faults_table(report: Report) -> Table:
+    table = Table(title="Injected faults: does the harness notice?", padding=(0, 0, 0, 1))
     table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
-    for name in ("bug", "caught", "by", "bits part first at"):
+    for name in ("fault", "caught", "by", "first mismatch"):
         table.add_column(name, no_wrap=name == "bug", overflow="fold")
-    for result in report.mutations:
+    for result in report.faults:
         caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
-        table.add_row(result.mutation.name, caught, ", ".join(result.by), result.where)
+        table.add_row(result.fault.name, caught, ", ".join(result.by), result.where)
     return table
 
 

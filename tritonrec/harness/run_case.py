@@ -22,7 +22,8 @@ from ..pipeline import Task, Trainer, Window, WindowConfig, schedule_of
 from ..slipstream import RemainingLoader, Slipstream
 from ..trace import SupportsRecording
 from .cases import Case, Reference
-from .mutations import Plant, plant
+from .faults import injection_of
+from .injections import Injection
 from .saved import RunSaver, restore
 from .setup import Job, Loader
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
@@ -53,13 +54,13 @@ class RankReport:
 
 
 def record_reference(reference: Reference, steps: int, directory: str) -> None:
-    """Run `Synchronous` and store its state after every step; the file is replaced whole."""
+    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole."""
     job = reference.job
     model, tables, dense = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
     config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
     states: dict[str, torch.Tensor] = {}
-    with Trainer(model, tables, dense, Communicators.local(), "sync", config) as trainer:
+    with Trainer(model, tables, dense, Communicators.local(), "reference", config) as trainer:
         for result in trainer.run(loader.global_batch(step) for step in range(steps)):
             state = {
                 **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(tables)
@@ -98,24 +99,24 @@ def run_case(
     job: Job,
     case: Case,
     references: str,
-    mutation: str | None = None,
+    fault: str | None = None,
     stretch: Stretch | None = None,
 ) -> RankReport:
     """Run `case` on this rank and compare losses, dense parameters and every row after every step.
 
     Args:
         references: directory of `record_reference`'s files.
-        mutation: name of a bug to plant.
+        fault: name of a fault to inject.
         stretch: the steps to run, and where their state comes from and goes to; all of them by default.
     """
     started = time.perf_counter()
     stretch = stretch or Stretch(0, case.steps)
     if case.consistency == "window":
         states = _in_turn(communicators, job, case)
-        return _compared(communicators, job, case, states.__getitem__, started, mutation, stretch)
+        return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
     with safe_open(Path(references, case.reference(job).file_name), "pt") as file:
         return _compared(
-            communicators, job, case, lambda step: _Recorded(file, step), started, mutation, stretch
+            communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch
         )
 
 
@@ -144,12 +145,12 @@ def _compared(
     case: Case,
     expected: Callable[[int], Mapping[str, torch.Tensor]],
     started: float,
-    mutation: str | None,
+    fault: str | None,
     stretch: Stretch,
 ) -> RankReport:
-    planted = plant(mutation) if mutation else Plant()
+    injected = injection_of(fault) if fault else Injection()
     steps = range(stretch.first, stretch.last)
-    with prepared(communicators, job, case, planted=planted) as (trainer, loader):
+    with prepared(communicators, job, case, injected=injected) as (trainer, loader):
         program = trainer.program
         tables, dense = program.tables, program.dense
         if stretch.load:
@@ -257,25 +258,25 @@ def prepared(
     job: Job,
     case: Case,
     recorder: SupportsRecording | None = None,
-    planted: Plant | None = None,
+    injected: Injection | None = None,
 ) -> Iterator[tuple[Trainer, Loader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
-    planted = planted or Plant()
+    injected = injected or Injection()
     job = case.job(job)
     model, tables, dense = job.build(case.optimizer)
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False)  # the reference keeps nothing
     schedule = None
-    if planted.schedule is not None:
-        schedule = planted.schedule(schedule_of(case.mode, config, communicators.replicas))
-    delay = planted.delay or _delays(case, communicators.rank)
+    if injected.schedule is not None:
+        schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
+    delay = injected.delay or _delays(case, communicators.rank)
     with Trainer(
         model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,
-        checked=planted.schedule is None,
+        checked=injected.schedule is None,
     ) as trainer:  # fmt: skip
-        if planted.program is not None:
-            planted.program(trainer.program)
+        if injected.program is not None:
+            injected.program(trainer.program)
         yield trainer, job.loader(communicators.rank, communicators.world_size)
 
 

@@ -86,9 +86,9 @@ def verify(
     not_invariant = first_not_invariant(build_model(), batches[0], features, seed)
     cases: list[tuple[Case, Difference | str | None]] = []
     expected: list[dict[str, torch.Tensor]] = []
-    case = Case("sync", "batch", 1, 1, False, optimizer, len(batches))
+    case = Case("reference", "batch", 1, 1, False, optimizer, len(batches))
     try:
-        with trainer("sync", 1) as reference:
+        with trainer("reference", 1) as reference:
             assert reference.reference is not None
             tables, dense = reference.reference.tables, reference.reference.dense
             for result in reference.run(batches):

@@ -27,7 +27,7 @@ def prefetch(typingctx, array, index):
         int32 = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        # for reading, into every cache level, as data
+        # for reading, into every cache consistency, as data
         builder.call(function, [byte_pointer, int32(0), int32(3), int32(1)])
         return context.get_dummy_value()
 

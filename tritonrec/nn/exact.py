@@ -18,10 +18,10 @@ import torch
 from .. import ops
 
 _kernels = ops.registered
-_GRID = ("grid", "grid_bits", "grid_name")  # attributes of a parameter with a grid
+_GRID = ("grid", "fraction_bits", "grid_name")  # attributes of a parameter with a grid
 
 
-def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str, torch.Tensor]:
+def attach_grids(module: torch.nn.Module, bits: int = ops.FRACTION_BITS) -> dict[str, torch.Tensor]:
     """Give every parameter of `module` a zero grid of its shape; returns them by parameter name.
 
     Calling it again sets all grids and ``.grad`` s back.
@@ -32,7 +32,7 @@ def attach_grids(module: torch.nn.Module, bits: int = ops.GRID_BITS) -> dict[str
         parameter.grid = torch.zeros(  # type: ignore[attr-defined]
             parameter.shape, dtype=torch.int64, device=parameter.device
         )  # contiguous, whatever the parameter's order in memory
-        parameter.grid_bits, parameter.grid_name = bits, name  # type: ignore[attr-defined]
+        parameter.fraction_bits, parameter.grid_name = bits, name  # type: ignore[attr-defined]
         grids[name] = parameter.grid  # type: ignore[attr-defined]
     return grids
 
@@ -156,7 +156,7 @@ def linear_gradients(
     if not has_grid(weight):
         return dy.t() @ x, dbias
     ops.linear_weight_grad(
-        weight.grid, dy, x, seq_offsets, weight.grid_bits, weight.grid_name,  # type: ignore[attr-defined]
+        weight.grid, dy, x, seq_offsets, weight.fraction_bits, weight.grid_name,  # type: ignore[attr-defined]
     )  # fmt: skip
     return None, dbias
 
@@ -166,8 +166,8 @@ def _add_rows(parameter: torch.Tensor, terms: torch.Tensor, rows: torch.Tensor |
     grid = parameter.grid.view(-1, terms.shape[1])  # type: ignore[attr-defined]
     to = torch.zeros(len(terms), dtype=torch.int64, device=terms.device) if rows is None else rows
     ops.segment_sum(
-        terms, to, len(grid), level="batch", out=grid,
-        bits=parameter.grid_bits, name=f"gradient of {parameter.grid_name}",  # type: ignore[attr-defined]
+        terms, to, len(grid), consistency="batch", out=grid,
+        bits=parameter.fraction_bits, name=f"gradient of {parameter.grid_name}",  # type: ignore[attr-defined]
     )  # fmt: skip
 
 

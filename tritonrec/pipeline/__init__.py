@@ -4,12 +4,13 @@ from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
 from .modes import MODES, PIPELINED, Mode, schedule_of
 from .program import WindowProgram
+from .reference import ReferenceTrainer, run_sequentially
 from .schedule import (
     DBP,
     FWP,
-    IN_TURN,
     NESTPIPE,
     SCHEDULES,
+    SEQUENTIAL,
     Access,
     Edge,
     Schedule,
@@ -18,18 +19,17 @@ from .schedule import (
     keep_rows,
     with_replicas,
 )
-from .synchronous import Synchronous, run_in_turn
 from .trainer import StepResult, Trainer
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [
     "DBP",
     "FWP",
-    "IN_TURN",
     "MODES",
     "NESTPIPE",
     "PIPELINED",
     "SCHEDULES",
+    "SEQUENTIAL",
     "Access",
     "Consistency",
     "Dedup",
@@ -38,12 +38,12 @@ __all__ = [
     "LookupCounts",
     "Mode",
     "Model",
+    "ReferenceTrainer",
     "Schedule",
     "ScheduleError",
     "Stage",
     "StageFailedError",
     "StepResult",
-    "Synchronous",
     "Task",
     "Trainer",
     "Window",
@@ -51,7 +51,7 @@ __all__ = [
     "WindowProgram",
     "check",
     "keep_rows",
-    "run_in_turn",
+    "run_sequentially",
     "schedule_of",
     "with_replicas",
 ]

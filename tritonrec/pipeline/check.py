@@ -122,11 +122,11 @@ def _accesses(
     for access in schedule[task.stage].touches:
         if holds[access.rows]:
             for location in _locations(access, task, micro_batches):
-                yield access, location, access.stale and holds["kept"] and _synchronises(schedule)
+                yield access, location, access.stale and holds["kept"] and _copies_kept_rows(schedule)
 
 
-def _synchronises(schedule: Schedule) -> bool:
-    return any(stage.name == "synchronise" for stage in schedule.stages)
+def _copies_kept_rows(schedule: Schedule) -> bool:
+    return any(stage.name == "copy_kept_rows" for stage in schedule.stages)
 
 
 def _no_race(

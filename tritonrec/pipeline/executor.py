@@ -35,7 +35,7 @@ class Executor:
         span: ``span(lane, task, context)`` returns a context manager around a task's work (a recorder's).
         delay: seconds to sleep before each task, drawn by the caller from a seeded generator.
         streams: where the lanes' work runs; at once, on their threads, by default.
-        checked: leave the check out; only for planted bugs, which must be caught by their effect.
+        checked: leave the check out; only for injected faults, which must be caught by their effect.
         lane: ``lane()`` returns a context manager around a task's work, on whatever thread that is.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Literal
 
 from ..distributed import Communicators
-from .schedule import IN_TURN, SCHEDULES, Schedule, keep_rows, with_replicas
+from .schedule import SCHEDULES, SEQUENTIAL, Schedule, keep_rows, with_replicas
 from .window import WindowConfig
 
-Mode = Literal["sync", "sequential", "dbp", "fwp", "nestpipe"]
+Mode = Literal["reference", "sequential", "dbp", "fwp", "nestpipe"]
 PIPELINED: tuple[Mode, ...] = ("dbp", "fwp", "nestpipe")
 MODES: dict[Mode, str] = {
-    "sync": "reference: one process, whole batch, plain loop",
+    "reference": "reference: one process, whole batch, plain loop",
     "sequential": "micro-batches and ranks as in the pipelined modes, one stage after another",
     "dbp": "dual-buffer pipelining: lookups of later batches overlap with the current one",
     "fwp": "frozen-window pipelining: exchanges of a batch overlap with its computation",
@@ -21,12 +21,12 @@ MODES: dict[Mode, str] = {
 
 
 def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
-    """The table that a mode runs, in turn where it is ``sequential``; ``sync`` has none.
+    """The table that a mode runs, in turn where it is ``sequential``; ``reference`` has none.
 
     Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows, and where
     it cannot have several batches in flight.
     """
-    schedule = IN_TURN if mode == "sequential" else SCHEDULES[mode]
+    schedule = SEQUENTIAL if mode == "sequential" else SCHEDULES[mode]
     if config.skip_fetch:
         if mode not in ("dbp", "nestpipe"):
             raise ValueError(
@@ -46,15 +46,15 @@ def demand_plain(config: WindowConfig, communicators: Communicators) -> None:
     """Raise ValueError for what one process with a plain loop does not do."""
     if communicators.world_size != 1 or config.micro_batches != 1:
         raise ValueError(
-            f"mode 'sync' is one process with the whole batch; got {communicators.world_size} ranks "
+            f"mode 'reference' is one process with the whole batch; got {communicators.world_size} ranks "
             f"and {config.micro_batches} micro-batches; 'sequential' has those without overlap"
         )
     if config.consistency != "batch":
-        raise ValueError("mode 'sync' is the reference of 'batch' consistency")
+        raise ValueError("mode 'reference' is the reference of 'batch' consistency")
     if config.skip_fetch:
-        raise ValueError("mode 'sync' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
+        raise ValueError("mode 'reference' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
     if config.depth or config.average_every:
-        raise ValueError("mode 'sync' has one batch in flight and one copy: no depth, no average_every")
+        raise ValueError("mode 'reference' has one batch in flight and one copy: no depth, no average_every")
 
 
 def demand_fitting(schedule: Schedule, config: WindowConfig, replicas: int) -> None:

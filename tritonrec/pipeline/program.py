@@ -58,7 +58,7 @@ class WindowProgram:
         self.actions = {
             name: getattr(self, name)
             for name in (
-                "prefetch", "h2d", "route", "retrieve", "synchronise", "exchange", "compute",
+                "prefetch", "h2d", "route", "retrieve", "copy_kept_rows", "exchange", "compute",
                 "gradient_exchange", "replica_reduce", "dense_reduce", "sparse_update", "dense_update",
                 "write_back",
             )
@@ -216,7 +216,7 @@ class WindowProgram:
         new = is_new.nonzero().squeeze(1)
         window.counts.read += len(new)
         values = to_device(group.table.gather(handles[new], table.keys[new]), self.device)
-        buffer = values.new_empty(len(handles), values.shape[1])  # `synchronise` fills in the others
+        buffer = values.new_empty(len(handles), values.shape[1])  # `copy_kept_rows` fills in the others
         ops.scatter_rows(buffer, to_device(new, self.device), values)
         return buffer
 
@@ -229,7 +229,7 @@ class WindowProgram:
         """The window before, where its buffer is the active one."""
         return self.buffer_of(window.number - 1) if self.dual_buffer else None
 
-    def synchronise(self, window: Window, _micro_batch: int | None = None) -> None:
+    def copy_kept_rows(self, window: Window, _micro_batch: int | None = None) -> None:
         """Copy the rows of K(t-1) & K(t) from the active into the prefetch buffer (section IV.B)."""
         active = self._before(window)
         if active is None:

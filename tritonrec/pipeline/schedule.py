@@ -4,7 +4,7 @@ Every mode is a table of the same twelve stages (NestPipe, sections IV and V). O
 `tritonrec.pipeline.check` proves a table equivalent to running its stages one after another before a single
 batch moves.
 
-    batch t       prefetch  h2d  route  retrieve  synchronise
+    batch t       prefetch  h2d  route  retrieve  copy_kept_rows
     window of t   exchange[i]  compute[i]  gradient_exchange[i]        i = 0 .. N-1
     end of t      dense_reduce  sparse_update  dense_update  write_back
 """
@@ -137,7 +137,7 @@ class Schedule:
         ]
 
     def without_edge(self, stage: str, edge: Edge) -> Schedule:
-        """The same table with one edge left out; for tests and planted bugs."""
+        """The same table with one edge left out; for tests and injected faults."""
         if edge not in self[stage].after:
             raise ValueError(f"{stage} of {self.name} has no edge {edge}")
         return self._with(stage, after=tuple(e for e in self[stage].after if e != edge))
@@ -192,12 +192,12 @@ def _nested() -> tuple[Stage, ...]:
         ),
         # The buffer was batch t-2's: its rows must be home, and batch t-1 must have taken the ones it kept.
         # Rows of t-2 that t-1 did not touch are then fresh in the host table; those that t-1 holds are not,
-        # and are overwritten by `synchronise`. Rows of neither may be evicted or demoted here, so their last
+        # and are overwritten by `copy_kept_rows`. Rows of neither may be evicted or demoted here: their last
         # update must have come home.
         Stage(
             "retrieve",
             "retrieval",
-            (Edge("route"), Edge("write_back", batch=2), Edge("synchronise", batch=1)),
+            (Edge("route"), Edge("write_back", batch=2), Edge("copy_kept_rows", batch=1)),
             (
                 read("routes", per="batch"),
                 update("retrieval_group"),
@@ -209,8 +209,8 @@ def _nested() -> tuple[Stage, ...]:
             moves=True,
         ),
         Stage(
-            "synchronise",
-            "sync",
+            "copy_kept_rows",
+            "copy",
             (Edge("retrieve"), Edge("sparse_update", batch=1)),
             (
                 read("kept_rows", per="batch"),
@@ -222,7 +222,7 @@ def _nested() -> tuple[Stage, ...]:
         Stage(
             "exchange",
             "communication",
-            (Edge("synchronise"),),
+            (Edge("copy_kept_rows"),),
             (
                 read("routes", per="batch"),
                 read("buffer", rows="batch"),
@@ -302,7 +302,7 @@ DBP = replace(
 """Dual-buffer pipelining alone (section IV): lookups of later batches overlap, the window runs serially."""
 
 FWP = replace(
-    NESTPIPE.without_stage("synchronise", instead="retrieve")
+    NESTPIPE.without_stage("copy_kept_rows", instead="retrieve")
     .with_edges("prefetch", Edge("write_back", batch=1), Edge("dense_update", batch=1))
     .with_edges("retrieve", Edge("write_back", batch=1)),
     name="fwp",
@@ -314,13 +314,13 @@ FWP = replace(
 def keep_rows(schedule: Schedule) -> Schedule:
     """The table with rows that stay in a buffer while consecutive batches use them.
 
-    Rows of K(t-1) & K(t) would be overwritten by `synchronise`: they are not fetched, and not written back
+    Rows of K(t-1) & K(t) would be overwritten by `copy_kept_rows`: they are not fetched, and not written back
     until a batch does without them. `write_back` of batch t thus brings home what batch t-1 had and t has
     not; the last batch's rows go home when the pipeline runs empty.
 
     Raises ValueError for a table without two buffers.
     """
-    if not any(stage.name == "synchronise" for stage in schedule.stages):
+    if not any(stage.name == "copy_kept_rows" for stage in schedule.stages):
         raise ValueError(f"schedule {schedule.name!r} has no second buffer, so no row can stay in one")
     home = Edge("write_back", batch=2)
     after = [Edge("write_back", batch=1) if edge == home else edge for edge in schedule["retrieve"].after]
@@ -346,9 +346,9 @@ def keep_rows(schedule: Schedule) -> Schedule:
     )
 
 
-IN_TURN = replace(
-    NESTPIPE.without_stage("synchronise", instead="retrieve"),
-    name="in turn",
+SEQUENTIAL = replace(
+    NESTPIPE.without_stage("copy_kept_rows", instead="retrieve"),
+    name="sequential",
     batches_in_flight=1,
     early=False,
 )

@@ -23,7 +23,7 @@ LOSS_BITS = 24
 
 @dataclass
 class Sums:
-    """Gradient sums of one run. The grid makes them independent of order; the window level fixes the order.
+    """Gradient sums of one run. Fixed point makes them independent of order; "window" fixes the order.
 
     Args:
         config: consistency and grid of the run. device: of the sums.
@@ -47,9 +47,9 @@ class Sums:
             values,
             rows,
             len(out),
-            level=self.config.consistency,
+            consistency=self.config.consistency,
             out=out,
-            bits=self.config.grid_bits,
+            bits=self.config.fraction_bits,
             name=name,
         )
 
@@ -88,7 +88,7 @@ class Sums:
         their_widths = travel(sent, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
         theirs = travel(sent, over, packed, *lengths)
-        ops.add_packed_rows(out, arriving, their_widths, theirs, name=name, bits=self.config.grid_bits)
+        ops.add_packed_rows(out, arriving, their_widths, theirs, name=name, bits=self.config.fraction_bits)
 
     def means(
         self,
@@ -117,7 +117,9 @@ class Sums:
     def over(self, sums: torch.Tensor, terms: int) -> torch.Tensor:
         """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
         divisor = float(max(terms, 1))
-        return ops.from_grid(sums, divisor, self.config.grid_bits) if self.exact else sums / divisor
+        return (
+            ops.from_fixed_point(sums, divisor, self.config.fraction_bits) if self.exact else sums / divisor
+        )
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
         """(1,) the sum of losses (B,) float32, of the type that sums have: on the grid of `LOSS_BITS`."""
@@ -125,13 +127,13 @@ class Sums:
             return losses.double().sum().float().view(1)
         one = torch.zeros_like(losses, dtype=torch.int64)
         total = ops.segment_sum(
-            losses.unsqueeze(1), one, 1, level="batch", bits=LOSS_BITS, name="losses of the samples"
+            losses.unsqueeze(1), one, 1, consistency="batch", bits=LOSS_BITS, name="losses of the samples"
         )
         return total.view(1)
 
     def mean_loss(self, mean: torch.Tensor) -> float:
         """The mean loss per term, from what `over` makes of a `total` of all ranks."""
-        return float(mean) * (2.0 ** (self.config.grid_bits - LOSS_BITS) if self.exact else 1.0)
+        return float(mean) * (2.0 ** (self.config.fraction_bits - LOSS_BITS) if self.exact else 1.0)
 
     def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
         """`means`, or FloatingPointError; sums on the grid are finite already."""

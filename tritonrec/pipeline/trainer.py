@@ -20,11 +20,11 @@ from .flight import Flight, as_lane, demand_trainable, on_the_callers_thread
 from .model_call import CallerSettings
 from .modes import MODES, Mode, demand_fitting, demand_plain, schedule_of
 from .program import WindowProgram
+from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .schedule import Schedule, Task
 from .streams import Streams, streams_for
 from .sums import Sums
-from .synchronous import Synchronous, run_in_turn
 from .window import LookupCounts, Window, WindowConfig
 
 
@@ -56,14 +56,14 @@ class Trainer:
         tables: this rank's shard of the tables.
         dense: optimizer of the model's parameters.
         communicators: this rank's groups; `Communicators.local()` for one process.
-        mode: see `MODES`. ``"sync"`` needs one rank and one micro-batch.
+        mode: see `MODES`. ``"reference"`` needs one rank and one micro-batch.
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
         device: where samples, buffers and the dense model are; the tables stay in host memory.
         schedule: another table than `schedule_of` the mode; checked like any.
         streams: where the lanes' work runs; those of the device by default.
-        checked: False skips the check, for planted bugs only.
+        checked: False skips the check, for injected faults only.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -111,11 +111,11 @@ class Trainer:
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: WindowProgram | None = None
-        self.reference: Synchronous | None = None
-        self._schedule = None if mode == "sync" else schedule
-        if mode != "sync" and schedule is None:
+        self.reference: ReferenceTrainer | None = None
+        self._schedule = None if mode == "reference" else schedule
+        if mode != "reference" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
-        bits = self.config.grid_bits if self.config.consistency == "batch" else None
+        bits = self.config.fraction_bits if self.config.consistency == "batch" else None
         shared = self._schedule is not None and mode != "sequential" and self._schedule.batches_in_flight > 1
         self._flight = Flight(model, tables, dense, bits, shared, self._steps_in_flight)
         self._sums = Sums(self.config, self._device)
@@ -127,8 +127,8 @@ class Trainer:
         )
         if self._schedule is None:
             demand_plain(self.config, communicators)
-            self.reference = Synchronous(
-                model, tables, dense, self.config.seed, self.config.grid_bits, self.config.accumulate
+            self.reference = ReferenceTrainer(
+                model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate
             )
             return
         demand_fitting(self._schedule, self.config, communicators.replicas)
@@ -143,7 +143,7 @@ class Trainer:
             self.config,
             self._flight,
             self._device,
-            dual_buffer=any(stage.name == "synchronise" for stage in self._schedule.stages),
+            dual_buffer=any(stage.name == "copy_kept_rows" for stage in self._schedule.stages),
         )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
@@ -156,9 +156,9 @@ class Trainer:
 
     @property
     def program(self) -> WindowProgram:
-        """This rank's stages; mode ``"sync"`` has none."""
+        """This rank's stages; mode ``"reference"`` has none."""
         if self._program is None:
-            raise AttributeError("mode 'sync' is one plain loop without stages")
+            raise AttributeError("mode 'reference' is one plain loop without stages")
         return self._program
 
     def step(self, *batches: Batch) -> StepResult:
@@ -343,7 +343,7 @@ class Trainer:
             with on_the_callers_thread():
                 if self.reference is None:
                     assert self._schedule is not None
-                    run_in_turn(self._schedule, self.program, window, self._span)
+                    run_sequentially(self._schedule, self.program, window, self._span)
                 else:
                     self._run_reference(self.reference, window)
         except BaseException:
@@ -352,7 +352,7 @@ class Trainer:
         self._end(window)
         self._finish(window)
 
-    def _run_reference(self, reference: Synchronous, window: Window) -> None:
+    def _run_reference(self, reference: ReferenceTrainer, window: Window) -> None:
         self._stopping |= self._communicators.stop.is_set()
         with self.recorder.span("compute", "compute", batch=window.step):
             losses = reference.step(window.batches, window.settings)

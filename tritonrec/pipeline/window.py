@@ -164,7 +164,7 @@ class WindowConfig:
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
             averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
-        grid_bits: grid of 2**-grid_bits for gradient sums.
+        fraction_bits: grid of 2**-fraction_bits for gradient sums.
         seed: of dropout.
     """
 
@@ -178,7 +178,7 @@ class WindowConfig:
     skip_fetch: bool = False
     depth: int = 0
     average_every: int = 0
-    grid_bits: int = ops.GRID_BITS
+    fraction_bits: int = ops.FRACTION_BITS
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -171,9 +171,9 @@ class Slipstream:
         )
 
     def attach(self, trainer: Trainer) -> None:
-        """Look on at the trainer's updates. Raises ValueError for mode ``"sync"``, which has no stages."""
-        if trainer.mode == "sync":
-            raise ValueError("Slipstream follows the stages of a rank: mode 'sync' has none")
+        """Follow the trainer's updates. Raises ValueError for mode ``"reference"``: it has no stages."""
+        if trainer.mode == "reference":
+            raise ValueError("Slipstream follows the stages of a rank: mode 'reference' has none")
         if self.config.classify_at % trainer.config.accumulate:
             raise ValueError(
                 f"the classification after step {self.config.classify_at} would fall into an update of "

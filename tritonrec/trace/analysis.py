@@ -7,7 +7,7 @@ the same moment count once.
 physical communication  time in which a rank communicates: communication, replica and reduce slices
 exposed communication   the part of it in which the rank does not compute
 hidden lookup           share of the prefetch, h2d, routing and retrieval time during which the rank's main
-                        path (sync, compute, communication, reduce) was at work
+                        path (copy, compute, communication, reduce) was at work
 =====================  ==================================================================================
 
 The exposed ratio, exposed over physical, is what NestPipe's frozen window bounds by 1/N for N micro-batches
@@ -27,7 +27,7 @@ from .recorder import LANES
 
 LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
 COMMUNICATION_LANES = ("communication", "replica", "reduce")
-MAIN_PATH_LANES = ("sync", "compute", *COMMUNICATION_LANES)
+MAIN_PATH_LANES = ("copy", "compute", *COMMUNICATION_LANES)
 MICRO_BATCH_RULES = ("none", "same", "previous", "all")
 
 Edge = tuple[str, str, int, str]

@@ -24,7 +24,7 @@ LANES = (
     "h2d",
     "routing",
     "retrieval",
-    "sync",
+    "copy",
     "compute",
     "communication",
     "replica",

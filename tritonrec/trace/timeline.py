@@ -18,7 +18,7 @@ STAGE_COLOURS = {
     "h2d": "#b5b5b5",
     "route": "#a8dcc6",
     "retrieve": "#009e73",
-    "synchronise": "#f0e442",
+    "copy_kept_rows": "#f0e442",
     "compute": "#e69f00",
     "sparse_update": "#d55e00",
     "dense_update": "#a84300",

@@ -25,7 +25,7 @@ class Figures:
             runs the mean, as they average after some steps only. mean_step: the mean of any.
         lookup, exposed_lookup: time of the lookup lanes, and the part beside which nothing else was at work.
         communication, exposed: physical and exposed communication.
-        compute: time of the compute lane. synchronisation: of the dual buffer.
+        compute: time of the compute lane. row_copy: of the dual buffer.
         transfers, overlapped: exchanges of micro-batches per step, and those beside computation.
         row_bytes, key_bytes: embeddings and gradients; keys.
         rows: rows of embeddings and of gradients that left a rank, mean of the two; none of the meeting.
@@ -40,7 +40,7 @@ class Figures:
     communication: float
     exposed: float
     compute: float
-    synchronisation: float
+    row_copy: float
     transfers: float
     overlapped: float
     row_bytes: float
@@ -97,7 +97,7 @@ def figures(run: Run) -> Figures:
         communication=per_step([rank.communication_ns for rank in ranks]),
         exposed=per_step([rank.exposed_ns for rank in ranks]),
         compute=per_step([rank.busy_ns["compute"] for rank in ranks]),
-        synchronisation=per_step([rank.busy_ns["sync"] for rank in ranks]),
+        row_copy=per_step([rank.busy_ns["copy"] for rank in ranks]),
         transfers=mean(rank.transfers / rank.steps for rank in ranks),
         overlapped=mean(rank.transfers_overlapped / rank.steps for rank in ranks),
         row_bytes=run.counts["row_bytes"] / done,

@@ -47,7 +47,7 @@ LATENCY: Columns = {
     "lookup": lambda row, _: f"{row.figures.exposed_lookup * 1e3:.1f}",
     "comm.": lambda row, _: f"{row.figures.exposed * 1e3:.1f}",
     "compute": lambda row, _: f"{row.figures.compute * 1e3:.1f}",
-    "sync": lambda row, _: f"{row.figures.synchronisation * 1e3:.2f}",
+    "copy": lambda row, _: f"{row.figures.row_copy * 1e3:.2f}",
 }
 HIDING: Columns = {
     "physical": lambda row, _: f"{row.figures.communication * 1e3:.1f}",
@@ -94,7 +94,7 @@ def notes(result: Result) -> list[str]:
         f"{row.setting} {min(row.ratios):.2f} to {max(row.ratios):.2f}" for row in result.rows[1:]
     )
     lines = [
-        "lookup, comm.: exposed time. sync: of the dual buffer. physical: time in which a rank communicates, "
+        "lookup, comm.: exposed time. copy: of kept rows between the buffers. physical: a rank communicates, "
         "waits for others included. exposed: its share in which the rank does not compute. hidden: share of "
         "the lookup beside other work. overlap: exchanges beside computation. payload: rows sent, over those "
         "of the deduplicated batch. MB: sent by a rank per step.",

@@ -118,7 +118,7 @@ def costs(cluster: Cluster, workload: Workload, plan: Plan) -> Callable[[Task], 
     if plan.skip_fetch:
         fixed |= {name: Cost(part * (1 - kept)) for name in ("retrieve", "write_back")}
     fixed |= {
-        "synchronise": Cost(2 * kept * owned / cluster.memory_bandwidth),
+        "copy_kept_rows": Cost(2 * kept * owned / cluster.memory_bandwidth),
         "sparse_update": Cost(3 * owned / cluster.memory_bandwidth),
         "dense_reduce": Cost(),
         "dense_update": Cost(),

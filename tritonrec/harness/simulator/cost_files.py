@@ -113,7 +113,7 @@ def from_trace(path: str | os.PathLike[str], link: Link | None = None) -> StageC
     if not batches:
         raise ValueError(f"{path} has no more than {WARMUP} batches, which are warm-up: record more")
     # A mode with one buffer has no copy between two: it costs nothing.
-    absent = set(STAGES) - {"synchronise"} - {span.name for span in trace.spans}
+    absent = set(STAGES) - {"copy_kept_rows"} - {span.name for span in trace.spans}
     if absent:
         raise ValueError(f"{path} has no slices of {', '.join(sorted(absent))}: no trace of a pipelined mode")
     seconds: dict[str, float] = {}
@@ -162,7 +162,7 @@ def _run(micro_batches: int, stages: Mapping[str, Mapping[str, Any]]) -> Measure
         raise ValueError(f"unknown stages {', '.join(unknown)}; the stages are {', '.join(STAGES)}")
     seconds = {name: float(cost["tasks"]) * float(cost["seconds"]) for name, cost in stages.items()}
     sent = {name: float(cost["tasks"]) * float(cost.get("bytes") or 0) for name, cost in stages.items()}
-    return Measured(int(micro_batches), {"synchronise": 0.0, **seconds}, sent)
+    return Measured(int(micro_batches), {"copy_kept_rows": 0.0, **seconds}, sent)
 
 
 def _link(values: Mapping[str, Any]) -> Link:

@@ -18,7 +18,7 @@ from .engine import Timeline
 KINDS = {
     "compute": ("compute",),
     "communication": COMMUNICATION_LANES,
-    "lookup": (*LOOKUP_LANES, "sync", "write_back"),
+    "lookup": (*LOOKUP_LANES, "copy", "write_back"),
 }
 
 

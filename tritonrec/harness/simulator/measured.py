@@ -22,7 +22,7 @@ from .plan import Pipeline, Plan
 from .stage_costs import StageCosts
 
 PIPELINES: dict[str, Pipeline] = {
-    "sequential": "synchronous",
+    "sequential": "sequential",
     "dbp": "dbp",
     "fwp": "fwp",
     "nestpipe": "nestpipe",

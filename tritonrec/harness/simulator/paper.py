@@ -60,8 +60,8 @@ class PaperCell:
 
 NESTPIPE = Plan("nestpipe", WINDOW, clustered=True)
 ROWS = {
-    "TorchRec": Row(Plan("synchronous")),
-    "2D-SP": Row(Plan("synchronous", replicas=GROUPS)),
+    "TorchRec": Row(Plan("sequential")),
+    "2D-SP": Row(Plan("sequential", replicas=GROUPS)),
     "UniEmb": Row(Plan("prefetch")),
     "NestPipe": Row(NESTPIPE),
     "NestPipe+2D-SP": Row(Plan("nestpipe", WINDOW, replicas=GROUPS, clustered=True)),

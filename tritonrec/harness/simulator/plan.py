@@ -7,14 +7,23 @@ from itertools import pairwise
 from typing import Literal
 
 from tritonrec.data import tapered
-from tritonrec.pipeline.schedule import DBP, FWP, IN_TURN, NESTPIPE, Edge, Schedule, keep_rows, with_replicas
+from tritonrec.pipeline.schedule import (
+    DBP,
+    FWP,
+    NESTPIPE,
+    SEQUENTIAL,
+    Edge,
+    Schedule,
+    keep_rows,
+    with_replicas,
+)
 
-Pipeline = Literal["synchronous", "prefetch", "dbp", "fwp", "nestpipe"]
+Pipeline = Literal["sequential", "prefetch", "dbp", "fwp", "nestpipe"]
 
 TABLES: dict[str, Schedule] = {
-    "synchronous": replace(IN_TURN, name="synchronous"),
+    "sequential": SEQUENTIAL,
     # Lookups of later batches overlap, and nobody makes their rows fresh: stale, so the check rejects it.
-    "prefetch": replace(DBP.without_stage("synchronise", instead="retrieve"), name="prefetch"),
+    "prefetch": replace(DBP.without_stage("copy_kept_rows", instead="retrieve"), name="prefetch"),
     "dbp": DBP,
     "fwp": FWP,
     "nestpipe": NESTPIPE,
@@ -72,7 +81,7 @@ class Plan:
             table = keep_rows(table)
         if self.replicas > 1:
             table = with_replicas(table)
-        if self.pipeline == "synchronous":
+        if self.pipeline == "sequential":
             table = one_after_another(table)
         return table if self.depth is None else replace(table, batches_in_flight=self.depth)
 

@@ -101,7 +101,7 @@ def search(
         best([replace(chosen, depth=depth, skip_fetch=keeps) for depth, keeps in depths])
     if progress:
         progress(total, total)
-    synchronous = predict_costs(costs, Plan("synchronous"), world)
+    synchronous = predict_costs(costs, Plan("sequential"), world)
     expected = {plan: predict_costs(costs, plan, world) for plan in _ranked(known)[: 2 * SHOWN]}
     candidates = [
         Candidate(plan, expected[plan], synchronous.step / expected[plan].step)
@@ -171,7 +171,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
     return {
         "world_size": advice.world_size,
-        "synchronous": outcome(advice.synchronous),
+        "sequential": outcome(advice.synchronous),
         "plans": [
             {**asdict(found.plan), **outcome(found.outcome), "gain": found.gain}
             for found in advice.candidates

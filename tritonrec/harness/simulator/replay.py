@@ -88,7 +88,7 @@ class Replay:
         return self._why_step(cell)
 
     def _why_lookup(self, cell: PaperCell, value: float) -> str:
-        if ROWS[cell.row].plan.pipeline == "synchronous":
+        if ROWS[cell.row].plan.pipeline == "sequential":
             changes = [
                 f"{c.value / base - 1:+.1%} ({c.workers} {c.cluster.upper()}s)"
                 for c in self._paper
@@ -112,7 +112,7 @@ class Replay:
         here, keys = self.outcome(cell.cluster, cell.workers, row), self.model.workload.keys
         plan, parts = row.plan, []
         total = self._paper_value(cell, cell.row, "communication ms")
-        if total is None and plan.pipeline == "synchronous":
+        if total is None and plan.pipeline == "sequential":
             total = self._paper_value(cell, cell.row, "exposed ms")
         of = self._paper_value(cell, "TorchRec", "exposed ms")
         paper = f", the paper's {total / of:.2f}" if total and of else ""

@@ -147,7 +147,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     table.add_column("plan")
     for column in ("N", "taper", "depth", "copies", "step", "exposed", "of all", "lookup", "gain"):
         table.add_column(column, justify="right")
-    rows = [("synchronous", ("1", "-", "1", "1"), advice.synchronous, 1.0)]
+    rows = [("sequential", ("1", "-", "1", "1"), advice.synchronous, 1.0)]
     for place, found in enumerate(advice.candidates, 1):
         plan = found.plan
         depth = plan.schedule().batches_in_flight

@@ -43,7 +43,7 @@ def gather_rows(
         IndexError: a row is outside the source (on an accelerator: an asynchronous device assertion).
 
     Differentiable in `source` where that is float32: the gradient of a row is the sum of the gradients of
-    its occurrences, added in order of occurrence (`segment_sum`, window level).
+    its occurrences, added in order of occurrence (`segment_sum`, consistency "window").
     """
     _check_gather(source, rows, count)
     if not in_plain_eager(source, rows, count):
@@ -80,7 +80,7 @@ def scatter_rows(
 
     Differentiable in destination and values, as `Tensor.index_copy_`: rows that are written get no gradient,
     and values the gradient of the row they went to; with `source` the sum over the rows they went to, for
-    float32 (`segment_sum`, window level).
+    float32 (`segment_sum`, consistency "window").
     """
     _check_scatter(destination, rows, values, count, source)
     differentiated = torch.is_grad_enabled() and (destination.requires_grad or values.requires_grad)

@@ -64,7 +64,7 @@ def intersect(
     Example: left ``[5, 9, 2]``, right ``[2, 5, 4]`` give ``[0, 2]`` and ``[1, 0]``.
 
     Distinctness is not checked: keys come from `unique`. With repeated keys the matches are unspecified.
-    This is K(t) ∩ K(t+1) of dual-buffer synchronisation (NestPipe, dual-buffer pipelining).
+    This is K(t) ∩ K(t+1) of dual-buffer synchronization (NestPipe, dual-buffer pipelining).
     """
     _check(left, right, left_count, right_count)
     if in_plain_eager(left, right, left_count, right_count):

@@ -19,7 +19,7 @@ import torch
 
 from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
+from tritonrec.kernels.fixed_point import FRACTION_BITS, ExactSumError, check_bits
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
 from tritonrec.kernels.overlap import check_no_overlap
@@ -132,7 +132,7 @@ def linear_weight_grad(
     dy: torch.Tensor,
     x: torch.Tensor,
     seq_offsets: torch.Tensor,
-    bits: int = DEFAULT_BITS,
+    bits: int = FRACTION_BITS,
     name: str = "weight",
     impl: Impl = "auto",
 ) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from tritonrec.kernels.grid.numba_grid import add_rounded
+from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded
 from tritonrec.kernels.numba_matmul import add_products
 
 from ..caches import njit

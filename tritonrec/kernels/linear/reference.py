@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.grid.reference import round_to_grid
+from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -26,7 +26,7 @@ def add_weight_gradients(
             product += torch.outer(dy[t], x[t])
         for row, values in enumerate(product.tolist()):
             for column, value in enumerate(values):
-                term = round_to_grid(value, bits)
+                term = round_to_fixed_point(value, bits)
                 if term is None or not -(2**63) <= int(grid[row, column]) + term < 2**63:
                     return sample, row, column, value
                 grid[row, column] += term

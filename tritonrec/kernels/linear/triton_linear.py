@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.grid.triton_grid import NONE, round_to_grid
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 
 MOST_PROGRAMS = 65535
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,7 +103,7 @@ def add_weight_gradients_kernel(
                 other=0.0,
             )
             product = multiply_add(dy, x, product, INTERPRETED)
-        term, fits = round_to_grid(product, scale, limit)
+        term, fits = round_to_fixed_point(product, scale, limit)
         after = total + term
         fits = fits & (((total ^ after) & (term ^ after)) >= 0)
         # only an element's first failure counts: after a wrap its sum means nothing

@@ -1,7 +1,7 @@
 """Exact int64 rows in the bytes they need, to send between ranks, and added where they arrive.
 
-D dim, N rows, K of them sent, B bytes, S segments. A sum on the grid of `kernels.grid` takes 8 bytes, but the
-rows of a batch are mostly gradients of one occurrence: float32 values on the grid, of 24 significant bits.
+D dim, N rows, K of them sent, B bytes, S segments. A sum in fixed point takes 8 bytes, but the
+rows of a batch are mostly gradients of one occurrence: float32 values, of 24 significant bits.
 Each row says in one byte how many bytes its elements take:
 
     width      bytes   an element is
@@ -26,7 +26,7 @@ import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, written
-from tritonrec.kernels.grid import DEFAULT_BITS, check_bits
+from tritonrec.kernels.fixed_point import FRACTION_BITS, check_bits
 from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
@@ -66,7 +66,7 @@ def add_packed_rows(
     packed: torch.Tensor,
     *,
     name: str = "tensor",
-    bits: int = DEFAULT_BITS,
+    bits: int = FRACTION_BITS,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """``out[segments[k]] += row k`` of what `pack_rows` gave, in place: `segment_sum` of exact terms.

@@ -9,7 +9,7 @@ and 21 to 32 % of that of 4,096; inlined by numba, 0 to 6 % and 16 to 22 % (one 
 
 import numpy as np
 
-from tritonrec.kernels.grid.numba_grid import add_terms
+from tritonrec.kernels.fixed_point.numba_fixed_point import add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.segment_sum.numba_segment_sum import AHEAD
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.grid.triton_grid import NONE, first_bad
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad
 from tritonrec.kernels.segment_sum.triton_segment_sum import MOST_PROGRAMS, by_segment
 
 FLOAT = tl.constexpr(0x84)

@@ -6,9 +6,9 @@ D dim, K occurrences, S segments. With values (5, D) and S = 4, of which segment
     out[0] = values[1]                               out[1] = 0
     out[2] = (values[0] + values[2]) + values[4]     out[3] = values[3]
 
-`level="window"` adds float32 in order of occurrence: deterministic, and equal in every bit between
-implementations, but a function of the order. `level="batch"` rounds each value once to the grid of
-`kernels.grid` and adds int64: the same for every order, split and rank. An int64 sum that would leave its
+`consistency="window"` adds float32 in order of occurrence: deterministic, and equal in every bit between
+implementations, but a function of the order. `consistency="batch"` rounds each value once to
+fixed point and adds int64: the same for every order, split and rank. An int64 sum that would leave its
 range is an error, never a wrap-around.
 """
 
@@ -22,14 +22,14 @@ from torch.autograd import forward_ad
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation, in_plain_eager, plain_function, written
-from tritonrec.kernels.grid import DEFAULT_BITS, ExactSumError, check_bits
+from tritonrec.kernels.fixed_point import FRACTION_BITS, ExactSumError, check_bits
 from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, num_valid, record
 from tritonrec.kernels.registration import custom_op
 from tritonrec.kernels.row_layout import check_matrix, check_rows, contiguous_rows, flat_rows
 from tritonrec.kernels.segment_sum import reference
 
-Level = Literal["window", "batch"]
+Consistency = Literal["window", "batch"]
 
 __all__ = ["accumulate", "segment_sum"]
 
@@ -39,9 +39,9 @@ def segment_sum(
     segments: torch.Tensor,
     num_segments: int,
     *,
-    level: Level = "window",
+    consistency: Consistency = "window",
     out: torch.Tensor | None = None,
-    bits: int = DEFAULT_BITS,
+    bits: int = FRACTION_BITS,
     name: str = "tensor",
     impl: Impl = "auto",
     count: torch.Tensor | None = None,
@@ -50,10 +50,10 @@ def segment_sum(
     """Sum rows by segment.
 
     Args:
-        values: (K, D) float32; for level "batch" also int64, on the grid already.
+        values: (K, D) float32; for consistency "batch" also int64, on the grid already.
         segments: (K,) int64 in [0, num_segments), in any order.
-        level: "window" (float32 in order of occurrence) or "batch" (int64 on the grid of 2**-bits).
-        out: (S, D) to add to in place, float32 or int64 as the level asks, contiguous rows; not
+        consistency: "window" (float32 in order of occurrence) or "batch" (int64 on the grid of 2**-bits).
+        out: (S, D) to add to in place, float32 or int64 as the consistency asks, contiguous rows; not
             differentiable. Without it the sums start from zero.
         name: what an error calls `values`.
         count: () int64, the occurrences that hold; the others are not added (`kernels.padding`).
@@ -63,16 +63,16 @@ def segment_sum(
         (S, D) float32 or int64; `out` itself where it was given. "window" without `out` is differentiable
         in `values` (backward gathers rows).
     Raises:
-        ExactSumError: level "batch", and a value is not finite or too large, or a sum leaves int64. `out`
+        ExactSumError: consistency "batch": a value is not finite or too large, or a sum leaves int64. `out`
             then holds a part of the sum and has to be discarded.
         IndexError: a segment outside [0, num_segments); nothing was added.
         ValueError: an argument of another shape, dtype or range; `out` or `status` shares memory with
             another argument.
     """
-    _check(values, segments, num_segments, level, bits, count)
+    _check(values, segments, num_segments, consistency, bits, count)
     check_scalar("status", status, values)
-    if out is None and (status is None or level == "window"):
-        arguments = values, segments, num_segments, level, bits, name, impl, count
+    if out is None and (status is None or consistency == "window"):
+        arguments = values, segments, num_segments, consistency, bits, name, impl, count
         if not in_plain_eager(*arguments):
             return _segment_sum(*arguments)
         if values.requires_grad and torch.is_grad_enabled():
@@ -82,7 +82,7 @@ def segment_sum(
         if forward_ad._current_level < 0:  # the op refuses a tangent, which this would drop
             values = values.detach()
         out = torch.zeros(num_segments, values.shape[1], dtype=torch.int64, device=values.device)
-    _check_out(out, values, num_segments, level)
+    _check_out(out, values, num_segments, consistency)
     if torch.is_grad_enabled() and (values.requires_grad or out.requires_grad):
         raise ValueError("segment_sum with out= is not differentiable: detach values and out, or use no_grad")
     if in_plain_eager(out, values, segments, bits, name, impl, count, status):
@@ -97,15 +97,15 @@ def _check(
     values: torch.Tensor,
     segments: torch.Tensor,
     num_segments: int,
-    level: str,
+    consistency: str,
     bits: int,
     count: torch.Tensor | None,
 ) -> None:
-    if level not in ("window", "batch"):
-        raise ValueError(f"level must be 'window' or 'batch', got {level!r}")
+    if consistency not in ("window", "batch"):
+        raise ValueError(f"consistency must be 'window' or 'batch', got {consistency!r}")
     if not isinstance(values, torch.Tensor):
         raise not_a_tensor("values", values)
-    exact_terms = level == "batch" and values.dtype == torch.int64
+    exact_terms = consistency == "batch" and values.dtype == torch.int64
     check_matrix("values", values, torch.int64 if exact_terms else torch.float32)
     if not isinstance(segments, torch.Tensor):
         raise not_a_tensor("segments", segments)
@@ -122,8 +122,8 @@ def _check(
     check_scalar("count", count, values)
 
 
-def _check_out(out: torch.Tensor, values: torch.Tensor, num_segments: int, level: str) -> None:
-    check_matrix("out", out, torch.float32 if level == "window" else torch.int64, in_place=True)
+def _check_out(out: torch.Tensor, values: torch.Tensor, num_segments: int, consistency: str) -> None:
+    check_matrix("out", out, torch.float32 if consistency == "window" else torch.int64, in_place=True)
     if out.device != values.device:
         raise ValueError(f"values is on {values.device}, out on {out.device}")
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
@@ -211,9 +211,9 @@ def _segment_sum_into(
     status: torch.Tensor | None,
 ) -> None:
     check_matrix("out", out, torch.int64 if out.dtype == torch.int64 else torch.float32, in_place=True)
-    level = "batch" if out.dtype == torch.int64 else "window"
-    _check(values, segments, out.shape[0], level, bits, count)
-    _check_out(out, values, out.shape[0], level)
+    consistency = "batch" if out.dtype == torch.int64 else "window"
+    _check(values, segments, out.shape[0], consistency, bits, count)
+    _check_out(out, values, out.shape[0], consistency)
     check_scalar("status", status, values)
     accumulate(out, values, segments, bits, name, impl, count, status)
 
@@ -227,13 +227,13 @@ def _sum(
     values: torch.Tensor,
     segments: torch.Tensor,
     num_segments: int,
-    level: str,
+    consistency: str,
     bits: int,
     name: str,
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    dtype = torch.float32 if level == "window" else torch.int64
+    dtype = torch.float32 if consistency == "window" else torch.int64
     if num_segments * values.shape[1] >= 1 << 60:
         raise ValueError(f"num_segments = {num_segments} rows of {values.shape[1]} columns fit no memory")
     out = torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
@@ -246,19 +246,19 @@ def _segment_sum(
     values: torch.Tensor,
     segments: torch.Tensor,
     num_segments: int,
-    level: str,
+    consistency: str,
     bits: int,
     name: str,
     impl: str,
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check(values, segments, num_segments, level, bits, count)
-    return _sum(values, segments, num_segments, level, bits, name, impl, count)
+    _check(values, segments, num_segments, consistency, bits, count)
+    return _sum(values, segments, num_segments, consistency, bits, name, impl, count)
 
 
 @_segment_sum.register_fake
-def _(values, segments, num_segments, level, bits, name, impl, count=None):
-    dtype = torch.float32 if level == "window" else torch.int64
+def _(values, segments, num_segments, consistency, bits, name, impl, count=None):
+    dtype = torch.float32 if consistency == "window" else torch.int64
     return torch.empty(num_segments, values.shape[1], dtype=dtype, device=values.device)
 
 

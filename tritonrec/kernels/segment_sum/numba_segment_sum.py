@@ -7,7 +7,7 @@ the loop over occurrences never changes its order, so a vector width cannot chan
 
 import numpy as np
 
-from tritonrec.kernels.grid.numba_grid import add_rounded, add_terms
+from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
 
 from ..caches import njit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.grid.reference import round_to_grid
+from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
 
 
 def add_window(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor) -> None:
@@ -16,7 +16,7 @@ def add_batch(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, b
     """Position (row * D + column) of the first value that cannot be added, or -1."""
     for row, segment in enumerate(segments.tolist()):
         for column, value in enumerate(values[row].tolist()):
-            term = value if isinstance(value, int) else round_to_grid(value, bits)
+            term = value if isinstance(value, int) else round_to_fixed_point(value, bits)
             if term is None or not -(2**63) <= out[segment, column].item() + term < 2**63:
                 return row * values.shape[1] + column
             out[segment, column] += term

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import tuned
-from tritonrec.kernels.grid.triton_grid import NONE, first_bad, round_to_grid
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
 from tritonrec.kernels.padding import padding
 
 MOST_PROGRAMS = 65535
@@ -51,7 +51,7 @@ def segment_sum_kernel(
                 term = value
                 fits = inside | True
                 if LEVEL == "round":
-                    term, fits = round_to_grid(value, scale, limit)
+                    term, fits = round_to_fixed_point(value, scale, limit)
                 after = total + term
                 fits = fits & (((total ^ after) & (term ^ after)) >= 0)
                 bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
@@ -66,7 +66,7 @@ def segment_sum(
 ) -> torch.Tensor | None:
     """Add into `out`; () int64, 1 + row * D + column of the first value that cannot be added, or 0.
 
-    None at level "window", where every value can be.
+    None at consistency "window", where every value can be.
     """
     num_segments, dim = out.shape
     if count is not None:

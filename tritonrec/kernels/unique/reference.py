@@ -18,11 +18,11 @@ def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tupl
             counts.append(0)
         counts[position] += 1
         inverse.append(position)
-    results = (
+    order, inverse_, counts_ = (
         torch.tensor(values, dtype=torch.int64, device=keys.device)
         for values in (list(position_of), inverse, counts)
     )
-    return pad_unique(*results, keys.numel(), padded)
+    return pad_unique(order, inverse_, counts_, keys.numel(), padded)
 
 
 def pad_unique(

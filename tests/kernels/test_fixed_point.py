@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.grid import ExactSumError, from_grid, to_grid
+from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -29,7 +29,7 @@ def floats_of_all_sizes(count):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ties_go_to_even(impl):
     ties = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.75, -0.75]) * 2.0**-36
-    assert to_grid(on(impl, ties), impl=impl).tolist() == [0, 2, 2, 0, -2, -2, 1, -1]
+    assert to_fixed_point(on(impl, ties), impl=impl).tolist() == [0, 2, 2, 0, -2, -2, 1, -1]
 
 
 @pytest.mark.parametrize("bits", [0, 10, 36])
@@ -37,7 +37,8 @@ def test_ties_go_to_even(impl):
 def test_to_grid_equals_the_reference(impl, bits):
     values = floats_of_all_sizes(400)
     assert torch.equal(
-        to_grid(on(impl, values), bits, impl=impl).cpu(), to_grid(values, bits, impl="reference")
+        to_fixed_point(on(impl, values), bits, impl=impl).cpu(),
+        to_fixed_point(values, bits, impl="reference"),
     )
 
 
@@ -45,17 +46,17 @@ def test_to_grid_equals_the_reference(impl, bits):
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_shapes_survive_both_ways(impl, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100
-    grid = to_grid(on(impl, values), impl=impl)
-    assert grid.shape == values.shape and torch.equal(grid.cpu(), to_grid(values, impl="reference"))
-    back = from_grid(grid, impl=impl).cpu()
+    grid = to_fixed_point(on(impl, values), impl=impl)
+    assert grid.shape == values.shape and torch.equal(grid.cpu(), to_fixed_point(values, impl="reference"))
+    back = from_fixed_point(grid, impl=impl).cpu()
     assert back.shape == values.shape and torch.equal(back, values.where(values.abs() >= 2.0**-13, back))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_non_contiguous_values(impl):
     values = torch.arange(12.0).view(3, 4).t()
-    assert to_grid(on(impl, values), 0, impl=impl).tolist() == values.long().tolist()
-    assert from_grid(on(impl, values.long()), 1.0, 0, impl=impl).tolist() == values.tolist()
+    assert to_fixed_point(on(impl, values), 0, impl=impl).tolist() == values.long().tolist()
+    assert from_fixed_point(on(impl, values.long()), 1.0, 0, impl=impl).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 2.0**26, -(2.0**26), 3e38])
@@ -65,7 +66,7 @@ def test_what_has_no_place_is_named(impl, value):
     values[5, 17] = value
     values[6, 1] = float("nan")
     with pytest.raises(ExactSumError, match=r"item_embedding\[5, 17\] = ") as caught:
-        to_grid(on(impl, values), name="item_embedding", impl=impl)
+        to_fixed_point(on(impl, values), name="item_embedding", impl=impl)
     assert caught.value.name == "item_embedding" and caught.value.index == (5, 17)
     assert repr(caught.value.value) == repr(values[5, 17].item())
 
@@ -76,7 +77,7 @@ def test_the_first_of_several_is_named(impl):
     values = torch.ones(3, 1500)
     values[0, 1200] = values[1, 1400] = values[2, 1499] = float("inf")
     with pytest.raises(ExactSumError, match=r"\[0, 1200\]"):
-        to_grid(on(impl, values), impl=impl)
+        to_fixed_point(on(impl, values), impl=impl)
 
 
 @pytest.mark.parametrize("divisor", [1.0, 3.0, -7.5, 1e-3])
@@ -85,8 +86,8 @@ def test_from_grid_equals_the_reference(impl, divisor):
     generator = torch.Generator().manual_seed(2)
     sums = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator) >> torch.arange(300) % 63
     sums = torch.cat([sums, torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1, 0])])
-    values = from_grid(on(impl, sums), divisor, impl=impl).cpu()
-    assert torch.equal(values, from_grid(sums, divisor, impl="reference"))
+    values = from_fixed_point(on(impl, sums), divisor, impl=impl).cpu()
+    assert torch.equal(values, from_fixed_point(sums, divisor, impl="reference"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -97,20 +98,20 @@ def test_from_grid_equals_the_reference(impl, divisor):
 )
 def test_sums_do_not_depend_on_order_and_are_exact(values, bits, random):
     shuffled = random.sample(values, len(values))
-    grid = to_grid(torch.tensor(values), bits)
-    assert grid.sum() == to_grid(torch.tensor(shuffled), bits).sum()
+    grid = to_fixed_point(torch.tensor(values), bits)
+    assert grid.sum() == to_fixed_point(torch.tensor(shuffled), bits).sum()
     assert int(grid.sum()) == sum(round(Fraction(value) * 2**bits) for value in values)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: to_grid(torch.zeros(2, dtype=torch.float64)), "values must be float32"),
-        (lambda: to_grid(torch.zeros(2), 63), "bits"),
-        (lambda: from_grid(torch.zeros(2)), "sums must be int64"),
-        (lambda: from_grid(torch.zeros(2, dtype=torch.int64), 0.0), "divisor"),
-        (lambda: from_grid(torch.zeros(2, dtype=torch.int64), float("inf")), "divisor"),
-        (lambda: from_grid(torch.zeros(2, dtype=torch.int64), bits=-1), "bits"),
+        (lambda: to_fixed_point(torch.zeros(2, dtype=torch.float64)), "values must be float32"),
+        (lambda: to_fixed_point(torch.zeros(2), 63), "bits"),
+        (lambda: from_fixed_point(torch.zeros(2)), "sums must be int64"),
+        (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), 0.0), "divisor"),
+        (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), float("inf")), "divisor"),
+        (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), bits=-1), "bits"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -120,7 +121,11 @@ def test_bad_arguments_are_named(call, message):
 
 def test_compiles_without_a_graph_break():
     values = torch.randn(4, 3)
-    compiled = torch.compile(lambda x: from_grid(to_grid(x) * 3, 2.0), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(values), from_grid(to_grid(values) * 3, 2.0))
-    torch.library.opcheck(torch.ops.tritonrec.to_grid.default, (values, 36, "tensor", "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.from_grid.default, (to_grid(values), 2.0, 36, "cpu"))
+    compiled = torch.compile(
+        lambda x: from_fixed_point(to_fixed_point(x) * 3, 2.0), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(values), from_fixed_point(to_fixed_point(values) * 3, 2.0))
+    torch.library.opcheck(torch.ops.tritonrec.to_fixed_point.default, (values, 36, "tensor", "cpu"))
+    torch.library.opcheck(
+        torch.ops.tritonrec.from_fixed_point.default, (to_fixed_point(values), 2.0, 36, "cpu")
+    )

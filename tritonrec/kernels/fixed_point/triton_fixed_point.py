@@ -18,7 +18,7 @@ NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
-def round_to_grid(values, scale, limit):
+def round_to_fixed_point(values, scale, limit):
     """float32 to (int64 on the grid, whether it fits); `scale` and `limit` are powers of two."""
     fits = tl.abs(values) < limit
     scaled = tl.where(fits, values, 0.0).to(tl.float64) * scale
@@ -27,16 +27,16 @@ def round_to_grid(values, scale, limit):
 
 
 @triton.jit
-def to_grid_kernel(values_ptr, grid_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
+def to_fixed_point_kernel(values_ptr, grid_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(values_ptr + position, mask=position < length, other=0.0)
-    rounded, fits = round_to_grid(values, scale, limit)
+    rounded, fits = round_to_fixed_point(values, scale, limit)
     tl.store(grid_ptr + position, rounded, mask=position < length)
     tl.store(bad_ptr + tl.program_id(0), tl.min(tl.where(fits, NONE, position), axis=0))
 
 
 @triton.jit
-def from_grid_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLOCK: tl.constexpr):
+def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + position, mask=position < length, other=0)
     # Loaded, not passed: a Python float reaches a kernel as float32, which holds a power of two but no more.
@@ -51,21 +51,21 @@ def first_bad(bad: torch.Tensor) -> torch.Tensor:
     return torch.where(first == NONE.value, 0, first + 1)
 
 
-def to_grid(values: torch.Tensor, bits: int, grid: torch.Tensor) -> torch.Tensor:
+def to_fixed_point(values: torch.Tensor, bits: int, grid: torch.Tensor) -> torch.Tensor:
     """Fill `grid`; () int64, 1 + the flat position of the first value that has no place on it, or 0."""
-    config = tuned.config("grid", "any", values.device)
+    config = tuned.config("fixed_point", "any", values.device)
     programs = triton.cdiv(values.numel(), config["BLOCK"])
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
-    to_grid_kernel[(programs,)](
+    to_fixed_point_kernel[(programs,)](
         values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), **config, enable_fp_fusion=False
     )
     return first_bad(bad)
 
 
-def from_grid(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
-    config = tuned.config("grid", "any", sums.device)
+def from_fixed_point(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
+    config = tuned.config("fixed_point", "any", sums.device)
     # filled on the device: a copy from the host would be waited for
     on_device = torch.full((1,), divisor, dtype=torch.float64, device=sums.device)
-    from_grid_kernel[(triton.cdiv(sums.numel(), config["BLOCK"]),)](
+    from_fixed_point_kernel[(triton.cdiv(sums.numel(), config["BLOCK"]),)](
         sums, values, on_device, 2.0**-bits, sums.numel(), **config, enable_fp_fusion=False
     )

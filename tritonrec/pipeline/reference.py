@@ -17,7 +17,7 @@ from .sums import take_grid
 from .window import Window
 
 
-class Synchronous:
+class ReferenceTrainer:
     """The reference of ``"batch"`` consistency: one process, the whole global batch at once, no overlap.
 
     It shares the kernels, the tables and the call of the model with the pipelined modes, and nothing else: no
@@ -25,7 +25,7 @@ class Synchronous:
 
     Args:
         model, tables, dense: what is trained.
-        seed: of dropout. grid_bits: grid of gradient sums.
+        seed: of dropout. fraction_bits: grid of gradient sums.
         accumulate: batches of one update.
     """
 
@@ -35,18 +35,18 @@ class Synchronous:
         tables: HashTableCollection,
         dense: DenseOptimizer,
         seed: int = 0,
-        grid_bits: int = ops.GRID_BITS,
+        fraction_bits: int = ops.FRACTION_BITS,
         accumulate: int = 1,
     ):
         self.model, self.tables, self.dense = model, tables, dense
-        self.seed, self.grid_bits, self.accumulate = seed, grid_bits, accumulate
+        self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
 
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
         """One update from `batches`, the whole global batch of each; returns their losses (B,).
 
         The model's gradients go to grids meanwhile (`own_gradients`); `settings` hold while it computes.
         """
-        with own_gradients(self.model, self.grid_bits):
+        with own_gradients(self.model, self.fraction_bits):
             return self._step(batches, settings or CallerSettings())
 
     def _step(self, batches: list[Batch], settings: CallerSettings) -> list[torch.Tensor]:
@@ -76,12 +76,12 @@ class Synchronous:
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
-                        leaf.grad, places[number], len(keys), level="batch", bits=self.grid_bits,
+                        leaf.grad, places[number], len(keys), consistency="batch", bits=self.fraction_bits,
                         name="embedding gradient",
                     )  # fmt: skip
 
         for group, _keys, found, values, sums, _places in shards:
-            mean = ops.from_grid(sums, terms, self.grid_bits)
+            mean = ops.from_fixed_point(sums, terms, self.fraction_bits)
             admitted = (found.handles >= 0).nonzero().squeeze(1)
             group.optimizer.update(values, admitted, mean[admitted], update + 1)
             if found.low_precision is not None:
@@ -92,12 +92,12 @@ class Synchronous:
         for name, parameter in self.model.named_parameters():
             sum_of_terms = take_grid(name, parameter)
             if parameter.requires_grad:
-                dense[name] = ops.from_grid(sum_of_terms, terms, self.grid_bits)
+                dense[name] = ops.from_fixed_point(sum_of_terms, terms, self.fraction_bits)
         self.dense.step(dense, update + 1)
         return losses
 
 
-def run_in_turn(
+def run_sequentially(
     schedule: Schedule, program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
 ) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.

@@ -10,7 +10,7 @@ from ..caches import njit
 
 
 @njit(cache=True, nogil=True)
-def to_grid(values, scale, limit, grid):
+def to_fixed_point(values, scale, limit, grid):
     """Position of the first value that is not below `limit` in magnitude, or -1."""
     outside = 0
     for i in range(values.shape[0]):
@@ -25,7 +25,7 @@ def to_grid(values, scale, limit, grid):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def from_grid(sums, unit, divisor, values):
+def from_fixed_point(sums, unit, divisor, values):
     for i in range(sums.shape[0]):
         values[i] = np.float32(np.float64(sums[i]) * unit / divisor)
 

@@ -16,14 +16,21 @@ import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.grid import reference
+from tritonrec.kernels.fixed_point import reference
 from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, check_status, record
 from tritonrec.kernels.registration import custom_op
 
-DEFAULT_BITS = 36
+FRACTION_BITS = 36
 
-__all__ = ["DEFAULT_BITS", "ExactSumError", "check_bits", "check_summed", "from_grid", "to_grid"]
+__all__ = [
+    "FRACTION_BITS",
+    "ExactSumError",
+    "check_bits",
+    "check_summed",
+    "from_fixed_point",
+    "to_fixed_point",
+]
 
 
 class ExactSumError(ArithmeticError):
@@ -58,9 +65,9 @@ def check_bits(bits: int) -> None:
 
 
 def check_summed(
-    status: torch.Tensor, shape: tuple[int, ...], bits: int = DEFAULT_BITS, name: str = "tensor"
+    status: torch.Tensor, shape: tuple[int, ...], bits: int = FRACTION_BITS, name: str = "tensor"
 ) -> None:
-    """Raise the ExactSumError that `to_grid` or `segment_sum` wrote into `status`; waits for the device.
+    """Raise the ExactSumError that an op wrote into `status`; waits for the device.
 
     Args:
         status: () int64, as those ops left it. shape: of their `values`. bits, name: as given to them.
@@ -75,9 +82,9 @@ def check_summed(
         raise ExactSumError(name, index, None, bits)
 
 
-def to_grid(
+def to_fixed_point(
     values: torch.Tensor,
-    bits: int = DEFAULT_BITS,
+    bits: int = FRACTION_BITS,
     name: str = "tensor",
     impl: Impl = "auto",
     *,
@@ -97,8 +104,8 @@ def to_grid(
     """
     _check_values(values, bits, status)
     if status is not None:
-        return _to_grid_status(values, bits, name, impl, status)
-    return _to_grid(values, bits, name, impl)
+        return _to_fixed_point_status(values, bits, name, impl, status)
+    return _to_fixed_point(values, bits, name, impl)
 
 
 def _check_values(values: torch.Tensor, bits: int, status: torch.Tensor | None = None) -> None:
@@ -110,7 +117,7 @@ def _check_values(values: torch.Tensor, bits: int, status: torch.Tensor | None =
     check_scalar("status", status, values)
 
 
-def _launch_to_grid(
+def _launch_to_fixed_point(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor | None = None
 ) -> torch.Tensor:
     chosen = implementation(impl, values)  # type: ignore[arg-type]
@@ -121,18 +128,18 @@ def _launch_to_grid(
     if values.numel() == 0:
         return grid
     if chosen == "reference":
-        filled, bad = reference.to_grid(values, bits)
+        filled, bad = reference.to_fixed_point(values, bits)
         grid = filled.to(values.device)
     elif chosen == "cpu":
-        from tritonrec.kernels.grid import numba_grid
+        from tritonrec.kernels.fixed_point import numba_fixed_point
 
-        bad = numba_grid.to_grid(
+        bad = numba_fixed_point.to_fixed_point(
             values.view(-1).numpy(), 2.0**bits, np.float32(2.0 ** (62 - bits)), grid.view(-1).numpy()
         )
     else:
-        from tritonrec.kernels.grid import triton_grid
+        from tritonrec.kernels.fixed_point import triton_fixed_point
 
-        code = triton_grid.to_grid(values, bits, grid)
+        code = triton_fixed_point.to_fixed_point(values, bits, grid)
         if status is not None:
             record(status, code)
             return grid
@@ -145,41 +152,41 @@ def _launch_to_grid(
     return grid
 
 
-@custom_op("tritonrec::to_grid", mutates_args=())
-def _to_grid(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
+@custom_op("tritonrec::to_fixed_point", mutates_args=())
+def _to_fixed_point(values: torch.Tensor, bits: int, name: str, impl: str) -> torch.Tensor:
     _check_values(values, bits)
-    return _launch_to_grid(values, bits, name, impl)
+    return _launch_to_fixed_point(values, bits, name, impl)
 
 
 # An op of its own: one that mutates an argument, if only at times, costs half as much again on small tensors.
-@custom_op("tritonrec::to_grid_status", mutates_args=("status",))
-def _to_grid_status(
+@custom_op("tritonrec::to_fixed_point_status", mutates_args=("status",))
+def _to_fixed_point_status(
     values: torch.Tensor, bits: int, name: str, impl: str, status: torch.Tensor
 ) -> torch.Tensor:
     _check_values(values, bits, status)
-    return _launch_to_grid(values, bits, name, impl, status)
+    return _launch_to_fixed_point(values, bits, name, impl, status)
 
 
-@_to_grid.register_fake
-@_to_grid_status.register_fake
+@_to_fixed_point.register_fake
+@_to_fixed_point_status.register_fake
 def _(values, bits, name, impl, status=None):
     return torch.empty(values.shape, dtype=torch.int64, device=values.device)
 
 
-def from_grid(
-    sums: torch.Tensor, divisor: float = 1.0, bits: int = DEFAULT_BITS, impl: Impl = "auto"
+def from_fixed_point(
+    sums: torch.Tensor, divisor: float = 1.0, bits: int = FRACTION_BITS, impl: Impl = "auto"
 ) -> torch.Tensor:
     """float64(sums) * 2**-bits / divisor, computed in float64 and rounded to float32 at the end.
 
     Args:
-        sums: int64, any shape. divisor: finite, not zero. bits: those of `to_grid`.
+        sums: int64, any shape. divisor: finite, not zero. bits: those of `to_fixed_point`.
     Returns:
         float32 of the same shape.
     Raises:
         ValueError: another dtype, a divisor that is zero or not finite, or bits out of range.
     """
     _check_sums(sums, divisor, bits)
-    return _from_grid(sums, divisor, bits, impl)
+    return _from_fixed_point(sums, divisor, bits, impl)
 
 
 def _check_sums(sums: torch.Tensor, divisor: float, bits: int) -> None:
@@ -192,27 +199,29 @@ def _check_sums(sums: torch.Tensor, divisor: float, bits: int) -> None:
     check_bits(bits)
 
 
-@custom_op("tritonrec::from_grid", mutates_args=())
-def _from_grid(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torch.Tensor:
+@custom_op("tritonrec::from_fixed_point", mutates_args=())
+def _from_fixed_point(sums: torch.Tensor, divisor: float, bits: int, impl: str) -> torch.Tensor:
     _check_sums(sums, divisor, bits)
     chosen = implementation(impl, sums)  # type: ignore[arg-type]
     if chosen == "reference":
-        return reference.from_grid(sums, divisor, bits).to(sums.device)
+        return reference.from_fixed_point(sums, divisor, bits).to(sums.device)
     sums = sums.contiguous()
     values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:
         return values
     if chosen == "cpu":
-        from tritonrec.kernels.grid import numba_grid
+        from tritonrec.kernels.fixed_point import numba_fixed_point
 
-        numba_grid.from_grid(sums.view(-1).numpy(), 2.0**-bits, float(divisor), values.view(-1).numpy())
+        numba_fixed_point.from_fixed_point(
+            sums.view(-1).numpy(), 2.0**-bits, float(divisor), values.view(-1).numpy()
+        )
     else:
-        from tritonrec.kernels.grid import triton_grid
+        from tritonrec.kernels.fixed_point import triton_fixed_point
 
-        triton_grid.from_grid(sums, divisor, bits, values)
+        triton_fixed_point.from_fixed_point(sums, divisor, bits, values)
     return values
 
 
-@_from_grid.register_fake
+@_from_fixed_point.register_fake
 def _(sums, divisor, bits, impl):
     return torch.empty(sums.shape, dtype=torch.float32, device=sums.device)

@@ -1,4 +1,4 @@
-"""What planted bugs do: to the program, the schedule, or the timing that brings them out."""
+"""What injected faults do: to the program, the schedule, or the timing that brings them out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..pipeline.routes import Leg
 
 
 @dataclass(frozen=True)
-class Plant:
+class Injection:
     """How a bug is put in: by changing the program, the schedule, or the timing that brings it out."""
 
     program: Callable[[WindowProgram], None] | None = None
@@ -22,19 +22,19 @@ class Plant:
     delay: Callable[[Task], float] | None = None
 
 
-def no_synchronisation(program: WindowProgram) -> None:
-    program.actions["synchronise"] = lambda window, _=None: None
+def no_copy_of_kept_rows(program: WindowProgram) -> None:
+    program.actions["copy_kept_rows"] = lambda window, _=None: None
 
 
 def wrong_rows(program: WindowProgram) -> None:
-    def synchronise(window: Window, _: int | None = None) -> None:
+    def copy_kept_rows(window: Window, _: int | None = None) -> None:
         active = program._buffers[(window.number - 1) % 2]
         if active is not None:
             for before, table in zip(active.tables, window.tables, strict=True):
                 here, there = ops.intersect(before.keys, table.keys)
                 ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here.flip(0)))
 
-    program.actions["synchronise"] = synchronise
+    program.actions["copy_kept_rows"] = copy_kept_rows
 
 
 def _scale_leaving(window: Window, micro_batch: int, factor: int) -> None:
@@ -92,9 +92,9 @@ def update_inside_window(program: WindowProgram) -> None:
 def float_sums(program: WindowProgram) -> None:
     def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         if values.dtype == torch.int64:
-            ops.segment_sum(values, rows, len(out), level="batch", out=out)
+            ops.segment_sum(values, rows, len(out), consistency="batch", out=out)
         else:
-            out += ops.to_grid(ops.segment_sum(values, rows, len(out), level="window"))
+            out += ops.to_fixed_point(ops.segment_sum(values, rows, len(out), consistency="window"))
 
     program.sums.add = add_rows  # type: ignore[method-assign]
 
@@ -304,7 +304,7 @@ def means_begin_at_zero(program: WindowProgram) -> None:
     program.actions["retrieve"] = zeroed
 
 
-def replicas_meet_after_the_first_use(program: WindowProgram) -> None:
+def replica_reduction_after_the_first_use(program: WindowProgram) -> None:
     meetings = program._meetings
 
     def too_early(table):
