@@ -106,8 +106,9 @@ def test_saves_without_a_place(option):
 @pytest.fixture
 def suites(tmp_path):
     """A source tree with one suite of one benchmark."""
-    (tmp_path / "ci").mkdir()
-    (tmp_path / "ci" / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
+    folder = tmp_path / "ci" / "benchmarks"
+    folder.mkdir(parents=True)
+    (folder / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
     return tmp_path
 
 

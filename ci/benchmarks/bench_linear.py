@@ -1,4 +1,4 @@
-"""Batch-invariant linear layers beside torch: ``pytest ci/bench_linear.py``, ratios from its JSON.
+"""Batch-invariant linear layers beside torch: ``pytest ci/benchmarks/bench_linear.py``, ratios from its JSON.
 
 One thread, identical inputs, each output checked before it is timed. `torch.nn.functional.linear` calls a
 BLAS, which promises nothing about a row's bits and chooses its kernel by shape. The exact weight gradient

@@ -1,10 +1,10 @@
 """Compiles every Triton kernel for every target, without a GPU, and compares with what is committed.
 
-    python ci/compile_matrix.py --check            against ci/baselines/compile.json
-    python ci/compile_matrix.py --update           writes the baseline and the table in docs/platforms.md
-    python ci/compile_matrix.py --check --only silu --targets sm_90
+    python ci/compile/compile_matrix.py --check     against ci/baselines/compile.json
+    python ci/compile/compile_matrix.py --update    writes the baseline and the table in docs/platforms.md
+    python ci/compile/compile_matrix.py --check --only silu --targets sm_90
 
-A row is one launch (see ci/launches.py) for one target: registers of a thread, bytes of its stack, to which
+A row is one launch (see launches.py) for one target: registers of a thread, bytes of its stack, to which
 registers are spilled (scratch on AMD), shared memory of a block, matrix instructions and atomics in the
 program text, TF32, and bytes of code. A check fails, and names the row, where
 
@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "ci" / "baselines" / "compile.json"
 DOCS = ROOT / "docs" / "platforms.md"
 # backend, architecture, warp size, bytes of shared memory that a block may have
@@ -167,7 +167,7 @@ def provenance() -> dict[str, str]:
 
 def faults(now: Report) -> list[str]:
     """What is wrong with a report on its own."""
-    found = [f"{name}: no case in ci/launches.py compiles it" for name in now["uncovered"]]
+    found = [f"{name}: no case in ci/compile/launches.py compiles it" for name in now["uncovered"]]
     for key, rows in now["kernels"].items():
         for target, row in rows.items():
             where = f"{key} for {target}"

@@ -3,7 +3,7 @@
 Trains the README's model (128 samples, 32 negatives, Adam) for a few steps on 4 ranks, with each switch on
 and off, and prints what travelled. The losses and rows of all exact runs are compared in every bit first.
 
-    python ci/measure_switches.py [--data ml-100k] [--steps 12] [--ranks 4] [--json FILE]
+    python ci/benchmarks/measure_switches.py [--data ml-100k] [--steps 12] [--ranks 4] [--json FILE]
 """
 
 from __future__ import annotations

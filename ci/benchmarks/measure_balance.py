@@ -1,4 +1,4 @@
-"""How far balancing levels the tokens of the ranks, as a table: ``python -m tritonrec.data.measure_balance``.
+"""How far balancing levels the tokens of the ranks, as a table: ``python ci/benchmarks/measure_balance.py``.
 
 One epoch of next-item batches, dealt three ways: round robin, by tokens (``balance=SequenceCost(1, 0)``) and
 by Algorithm 1 (`DynamicBatchLoader`, target at its default). `balancing.TokenSpread` explains the columns.

@@ -1,7 +1,7 @@
 """The kernels without a suite of their own beside a peer each, and all of them on a GPU.
 
-    pytest ci/bench_kernels.py             one thread on the CPU
-    pytest ci/bench_kernels.py -m gpu      on a GPU, also the kernels of the other suites
+    pytest ci/benchmarks/bench_kernels.py             one thread on the CPU
+    pytest ci/benchmarks/bench_kernels.py -m gpu      on a GPU, also the kernels of the other suites
 
 A case builds its inputs on a device and gives what is called: ours, the peers, and a check of an output,
 which each contender passes before it is timed. Peers are the same formula in plain torch, through

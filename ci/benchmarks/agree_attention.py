@@ -1,4 +1,6 @@
-"""Attention beside the field's public references: ``python ci/agree_attention.py --source NAME=FILE``.
+"""Attention beside the field's public references.
+
+    python ci/benchmarks/agree_attention.py --source NAME=FILE
 
 FILE is a Python file of somebody's checkout that holds a PyTorch reference (`attention_references`).
 

@@ -3,7 +3,7 @@
 # what needs them: the example's tests, or with `bench` as first argument the training step beside TorchRec's.
 # Their own requirements name CUDA builds, so every package is taken without dependencies.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=.venv/bin/python
 if [ ! -d out/torchrec/torchrec ]; then
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target out/torchrec \
@@ -12,6 +12,6 @@ if [ ! -d out/torchrec/torchrec ]; then
 fi
 if [ "${1:-}" = bench ]; then
     shift
-    exec "$python" ci/bench_torchrec.py "$@"
+    exec "$python" ci/benchmarks/bench_torchrec.py "$@"
 fi
 PYTHONPATH=$PWD/out/torchrec "$python" -m pytest -q tests/examples "$@"

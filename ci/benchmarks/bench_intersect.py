@@ -1,4 +1,4 @@
-"""Common keys of two buffers beside numpy, torch and a dict: ``pytest ci/bench_intersect.py``.
+"""Common keys of two buffers beside numpy, torch and a dict: ``pytest ci/benchmarks/bench_intersect.py``.
 
 One thread, identical inputs, distinct keys, half of each buffer in the other; every output is checked before
 it is timed. All return the positions in both buffers; numpy and torch in their own order.

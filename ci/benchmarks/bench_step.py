@@ -3,7 +3,7 @@
 The two levels take turns step by step in one process, so that a change of the machine's speed meets both.
 Their losses are compared before anything is timed: equal to rounding, since only the sums' order differs.
 
-    pytest ci/bench_step.py -s
+    pytest ci/benchmarks/bench_step.py -s
 """
 
 from __future__ import annotations

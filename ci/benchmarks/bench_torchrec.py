@@ -8,8 +8,8 @@ rank's ids deduplicated before they reach it. Three things are done for TorchRec
 dedup; the count of the whole batch's terms, which ours exchanges in the step; and its KeyedJaggedTensors.
 Ids are dealt anew, as TorchRec gives each rank a block of ids and popular ones would all lie in the first.
 
-    sudo bash ci/torchrec.sh bench             # 4 and 2 ranks over links of 200 Mbit/s
-    bash ci/torchrec.sh bench --rate 0         # no limit, no root
+    sudo bash ci/benchmarks/torchrec.sh bench             # 4 and 2 ranks over links of 200 Mbit/s
+    bash ci/benchmarks/torchrec.sh bench --rate 0         # no limit, no root
 
 Losses of every step are compared before any time is printed.
 """
@@ -45,7 +45,7 @@ from tritonrec.harness.setup import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TORCHREC = ROOT / "out" / "torchrec"
 WARMUP = 4
 TOLERANCE = 1e-4
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not (TORCHREC / "torchrec").is_dir():
-        raise SystemExit(f"no TorchRec under {TORCHREC}: run bash ci/torchrec.sh first")
+        raise SystemExit(f"no TorchRec under {TORCHREC}: run bash ci/benchmarks/torchrec.sh first")
     if args.steps < WARMUP + 2:
         raise SystemExit(f"--steps must be at least {WARMUP + 2}, got {args.steps}")
     # The ranks find TorchRec there too.

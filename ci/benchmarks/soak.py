@@ -4,7 +4,7 @@ Trains a small model on two ranks with every switch on, over a made log that is 
 the tables soon hold every key. Resident memory and open files of each rank are taken after a tenth of the
 steps, when caches are warm, and at the end.
 
-    python ci/soak.py [--steps 10000] [--ranks 2] [--json FILE]
+    python ci/benchmarks/soak.py [--steps 10000] [--ranks 2] [--json FILE]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many times faster ours is than each peer: ``python ci/ratios.py out/bench.json [more.json]``.
+"""How many times faster ours is than each peer: ``python ci/benchmarks/ratios.py bench.json [more.json]``.
 
 Reads pytest-benchmark's JSON and prints Markdown. In a group, the row with ``extra_info["ours"]`` is ours and
 every other row is a peer on the same input. A ratio is the peer's median over ours; below 1 we lose, and the
@@ -106,5 +106,5 @@ def markdown(reports: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python ci/ratios.py REPORT.json [REPORT.json ...]")
+        sys.exit("usage: python ci/benchmarks/ratios.py REPORT.json [REPORT.json ...]")
     print(markdown([json.loads(Path(path).read_text()) for path in sys.argv[1:]]))

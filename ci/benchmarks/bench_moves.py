@@ -1,6 +1,6 @@
 """`scatter_rows` with `source`, beside a gather and a scatter, as the dual buffers are synchronised.
 
-    pytest ci/bench_moves.py -s
+    pytest ci/benchmarks/bench_moves.py -s
 
 One thread. The two take turns and are measured in CPU time, so that other work on the machine disturbs both
 alike; the ratio is the median of all turns.

@@ -1,4 +1,4 @@
-"""Dedup beside torch, numpy and pandas: ``pytest ci/bench_unique.py``, ratios from its JSON.
+"""Dedup beside torch, numpy and pandas: ``pytest ci/benchmarks/bench_unique.py``, ratios from its JSON.
 
 One thread, identical inputs; every output is checked before it is timed. numpy and torch sort and return the
 distinct keys ascending; pandas hashes and keeps the order of occurrence, and counts in a second call, which

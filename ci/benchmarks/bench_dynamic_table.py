@@ -1,7 +1,7 @@
 """The key index of a dynamic table beside the hash maps of PyPI: speed, memory, and how long a growth stalls.
 
-    pytest ci/bench_dynamic_table.py                                 find
-    python ci/bench_dynamic_table.py --json out/dynamic_table.json   ten million inserts, stalls, memory, find
+    pytest ci/benchmarks/bench_dynamic_table.py               find
+    python ci/benchmarks/bench_dynamic_table.py --json FILE   ten million inserts, stalls, memory, find
 
 Random int64 keys, one thread, and its processor time, which counts page faults but not what other processes
 run meanwhile. Inserts come in batches of 64k to a map that grows, each contender in a process

@@ -1,4 +1,6 @@
-"""Segment sums beside torch, numpy and pandas: ``pytest ci/bench_segment_sum.py``, ratios from its JSON.
+"""Segment sums beside torch, numpy and pandas; ratios come from the JSON report.
+
+    pytest ci/benchmarks/bench_segment_sum.py
 
 Every row is one thread, except those that say so, under identical inputs; each output is checked before it
 is timed. "batch" is compared with what torch needs for the same integers (scale, round, convert, index_add_),

@@ -1,7 +1,7 @@
 """The fused HSTU layer: what it keeps for backward, and what computing it again costs.
 
-    python ci/bench_layer.py                    prints the table
-    python ci/bench_layer.py --update           also writes it to docs/models.md
+    python ci/benchmarks/bench_layer.py                    prints the table
+    python ci/benchmarks/bench_layer.py --update           also writes it to docs/models.md
 
 A row is a choice of `LayerConfig.recompute`. Bytes are counted on what autograd saves, exactly, each buffer
 once: float tensors of the layer, without its input (the residual stream has it anyway) and parameters; "at
@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from compile_matrix import put_between
 from torch.profiler import ProfilerActivity, profile
 
 from tritonrec import ops
 from tritonrec.nn import FuXiLayer, HSTUConfig, HSTULayer, Tokens, attach_grids, detach_grids
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "models.md"
 SIZES = {
     "d 64, 2 heads of 32": HSTUConfig(dim=64, heads=2, qk_dim=32, v_dim=32, max_seq_len=50),
     "d 256, 4 heads of 64": HSTUConfig(dim=256, heads=4, qk_dim=64, v_dim=64, max_seq_len=200),
@@ -175,6 +176,9 @@ def main() -> None:
     text = table(arguments.rounds)
     print(text)
     if arguments.update:
+        sys.path.append(str(ROOT / "ci" / "compile"))
+        from compile_matrix import put_between
+
         DOCS.write_text(put_between(DOCS.read_text(), "layer", text))
 
 

@@ -1,4 +1,4 @@
-"""HSTU attention beside padded torch: ``pytest ci/bench_hstu_attention.py``, ratios from its JSON.
+"""HSTU attention beside padded torch: ``pytest ci/benchmarks/bench_hstu_attention.py``, ratios from its JSON.
 
 One thread, identical inputs and cotangents; every output is checked against the float64 reference before
 it is timed. The peers are the same formula as it is written without a kernel: einsum, as in the HSTU paper's

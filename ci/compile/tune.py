@@ -1,4 +1,4 @@
-"""Writes the tables of configurations: ``python ci/tune.py KERNEL [KERNEL ...]``.
+"""Writes the tables of configurations: ``python ci/compile/tune.py KERNEL [KERNEL ...]``.
 
 With a GPU, every candidate of every class is timed on it and the fastest rows are written for its
 architecture, each with its time. Without one, or with ``--dry-run``, candidates are only compiled, for every
@@ -7,10 +7,10 @@ table already gives stays unless it spills, does not fit into shared memory, or 
 instructions than a candidate; then the candidate of the highest estimated occupancy takes its place. The
 table says which of the two ways made it.
 
-    python ci/tune.py --all --dry-run --targets sm_90        rank by compile evidence
-    python ci/tune.py linear                                 time on the GPU that is here
+    python ci/compile/tune.py --all --dry-run --targets sm_90        rank by compile evidence
+    python ci/compile/tune.py linear                                 time on the GPU that is here
 
-A class is compiled and timed through the cases of ci/launches.py: the launches that ask the table for it.
+A class is compiled and timed through the cases of launches.py: the launches that ask the table for it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def evidence(kernel: str, klass: str, config: dict[str, int], target: str) -> di
         except Exception as error:
             return {"fails": f"{type(error).__name__}: {str(error)[:120]}"}
     if not rows:
-        return {"fails": "no case of ci/launches.py asks for this class"}
+        return {"fails": "no case of ci/compile/launches.py asks for this class"}
     worst = {what: max(row[what] for row in rows) for what in ("registers", "stack", "shared")}
     worst["matrix"] = min(row["matrix"] for row in rows)
     worst["kind"] = " ".join(sorted({row["kind"] for row in rows if row["kind"]}))
@@ -265,7 +265,7 @@ def main() -> int:
     launches.modules()
     if torch.cuda.is_available() and not arguments.dry_run:
         here = tuned.architecture(torch.device("cuda"))
-        how = f"{here}: timed by ci/tune.py; other architectures: {EVIDENCE}"
+        how = f"{here}: timed by ci/compile/tune.py; other architectures: {EVIDENCE}"
         found = [(kernel, k, here, rank_by_time(kernel, k)) for kernel in kernels for k in classes[kernel]]
     else:
         how = EVIDENCE

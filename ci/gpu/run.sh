@@ -2,23 +2,23 @@
 # Everything that needs an NVIDIA GPU, in stages of under ten minutes each: no network, torch >= 2.11 and
 # Triton >= 3.6 installed, a checkout of this repository.
 #
-#   ci/gpu.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
-#   ci/gpu.sh bench         every kernel beside its peers, roofs of this GPU; then the ratios as Markdown
-#   ci/gpu.sh tune          times the candidates of ci/tune.py, one kernel after another, until time is up
-#   ci/gpu.sh pipeline      NestPipe steps: dense model on the GPU, tables in host memory
-#   ci/gpu.sh verify        `tritonrec verify --quick`: ranks and kernels of the CPU, on this machine
-#   ci/gpu.sh profile       torch.profiler over the kernels: a Chrome trace and a table of device times
-#   ci/gpu.sh all           one after another
-#   ci/gpu.sh --rehearse [STAGE ...]   the same stages without a GPU: Triton in the interpreter, tiny shapes
+#   ci/gpu/run.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
+#   ci/gpu/run.sh bench         every kernel beside its peers, roofs of this GPU; then the ratios as Markdown
+#   ci/gpu/run.sh tune          times the candidates of ci/compile/tune.py, one kernel after another, until time is up
+#   ci/gpu/run.sh pipeline      NestPipe steps: dense model on the GPU, tables in host memory
+#   ci/gpu/run.sh verify        `tritonrec verify --quick`: ranks and kernels of the CPU, on this machine
+#   ci/gpu/run.sh profile       torch.profiler over the kernels: a Chrome trace and a table of device times
+#   ci/gpu/run.sh all           one after another
+#   ci/gpu/run.sh --rehearse [STAGE ...]   the same stages without a GPU: Triton in the interpreter, tiny shapes
 #
 #   OUT      where JSON and traces go (default: out/gpu)
 #   PYTHON   interpreter (default: .venv/bin/python if there is one, else python3)
 #   PEERS    folder with sources of peers: its bench_*.py run beside ours, its folders can be imported
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 [ -n "${PYTHON:-}" ] || PYTHON=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
 OUT=$(mkdir -p "${OUT:-out/gpu}" && cd "${OUT:-out/gpu}" && pwd)
-export PYTHONPATH=.:ci:${PEERS:-}${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=.:ci/compile:${PEERS:-}${PYTHONPATH:+:$PYTHONPATH}
 LIMIT=570  # seconds of a stage
 
 rehearse=false
@@ -27,7 +27,7 @@ if [ "${1:-}" = "--rehearse" ]; then
     shift
     export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
 elif ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
-    echo "ci/gpu.sh: torch sees no GPU; ci/gpu.sh --rehearse runs the stages without one" >&2
+    echo "ci/gpu/run.sh: torch sees no GPU; ci/gpu/run.sh --rehearse runs the stages without one" >&2
     exit 2
 fi
 
@@ -60,20 +60,20 @@ correctness() {
 
 bench() {
     if $rehearse; then
-        within "$PYTHON" -m pytest -q ci/bench_kernels.py -k "murmur or silu" --benchmark-max-time=0.02 \
+        within "$PYTHON" -m pytest -q ci/benchmarks/bench_kernels.py -k "murmur or silu" --benchmark-max-time=0.02 \
             --benchmark-min-rounds=2 --benchmark-json "$OUT/bench.json" || return 1
         within "$PYTHON" ci/gpu/roofs.py --device cpu --json "$OUT/roofs.json" || return 1
     else
         within "$PYTHON" ci/gpu/roofs.py --json "$OUT/roofs.json" || return 1
-        within "$PYTHON" -m pytest -q -m gpu ci/bench_*.py $(ls "${PEERS:-/none}"/bench_*.py 2>/dev/null) \
+        within "$PYTHON" -m pytest -q -m gpu ci/benchmarks/bench_*.py $(ls "${PEERS:-/none}"/bench_*.py 2>/dev/null) \
             --benchmark-max-time=0.3 --benchmark-json "$OUT/bench.json" || return 1
     fi
-    "$PYTHON" ci/ratios.py "$OUT/bench.json" > "$OUT/bench.md" && grep -c "^| \*\*" "$OUT/bench.md"
+    "$PYTHON" ci/benchmarks/ratios.py "$OUT/bench.json" > "$OUT/bench.md" && grep -c "^| \*\*" "$OUT/bench.md"
 }
 
 tune() {
-    $rehearse && { within "$PYTHON" ci/tune.py --help > /dev/null; return; }
-    within "$PYTHON" ci/tune.py --all
+    $rehearse && { within "$PYTHON" ci/compile/tune.py --help > /dev/null; return; }
+    within "$PYTHON" ci/compile/tune.py --all
     local code=$?
     tar -cf "$OUT/tuned.tar" tritonrec/kernels/*/tuned/*.json
     return $code
@@ -105,7 +105,7 @@ failed=()
 for stage in "${stages[@]}"; do
     case $stage in
         correctness | bench | tune | pipeline | verify | profile) ;;
-        *) echo "ci/gpu.sh: no stage $stage (see the head of this file)" >&2; exit 2 ;;
+        *) echo "ci/gpu/run.sh: no stage $stage (see the head of this file)" >&2; exit 2 ;;
     esac
     echo "== $stage"
     began=$SECONDS

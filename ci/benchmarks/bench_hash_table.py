@@ -1,4 +1,6 @@
-"""The key table beside a dict, a pandas index and numba's typed dict: ``pytest ci/bench_hash_table.py``.
+"""The key table beside a dict, a pandas index and numba's typed dict.
+
+    pytest ci/benchmarks/bench_hash_table.py
 
 One thread, random int64 keys. `find` asks for 256k keys, half of them absent, in a table at a load of exactly
 0.75; `insert` puts a million keys into an empty table, either of the final size at once, or grown from eight
