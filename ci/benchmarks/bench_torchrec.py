@@ -38,10 +38,10 @@ from tritonrec import __version__, ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
 from tritonrec.embedding import DenseOptimizer
+from tritonrec.harness.job import Job
 from tritonrec.harness.lab.network import LabError, Network
 from tritonrec.harness.lab.rounds import ranks_in
 from tritonrec.harness.lab.settings import Setting, parse_switches
-from tritonrec.harness.setup import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 

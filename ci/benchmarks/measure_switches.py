@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 

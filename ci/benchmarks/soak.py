@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 

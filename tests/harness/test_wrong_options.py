@@ -31,8 +31,8 @@ def no_work(monkeypatch):
 
     monkeypatch.setattr(distributed, "RankPool", work)
     for name in (
-        "train.train", "lab.rounds.run_lab", "serve_bench.run_bench", "bench.bench", "contract.Verifier",
-        "profile.profile", "simulator.run.simulate", "simulator.run.plan",
+        "train.loop.train", "lab.rounds.run_lab", "serve.rounds.run_bench", "bench.bench",
+        "verify.contract.Verifier", "profile.run.profile", "simulator.run.simulate", "simulator.run.plan",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", lambda: None)
@@ -134,7 +134,7 @@ def test_more_memory_than_there_is_is_said(monkeypatch):
     def load(job):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr("tritonrec.harness.cli_train.load_job", load)
+    monkeypatch.setattr("tritonrec.harness.cli.train.load_job", load)
     code, output, _ = commands.invoke("train")
     assert code == 2 and "out of memory: Unable to allocate 1 PiB" in output
 
