@@ -42,7 +42,7 @@ def test_verify_writes_its_report(tmp_path):
 def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
     from tritonrec.harness.verify import run_case
 
-    clean = run_case.Injection
+    clean = run_case.injection_of
     monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
     from tritonrec.harness.verify.contract import Verifier
