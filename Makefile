@@ -31,11 +31,11 @@ lint: .venv/installed-dev
 
 bench: .venv/installed
 	mkdir -p out
-	$(BIN)/python -m pytest -q ci/bench_*.py --benchmark-json out/bench.json
-	$(BIN)/python ci/ratios.py out/bench.json
+	$(BIN)/python -m pytest -q ci/benchmarks/bench_*.py --benchmark-json out/bench.json
+	$(BIN)/python ci/benchmarks/ratios.py out/bench.json
 
 compile-matrix: .venv/installed
-	$(BIN)/python ci/compile_matrix.py --check
+	$(BIN)/python ci/compile/compile_matrix.py --check
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

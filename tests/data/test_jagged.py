@@ -119,7 +119,9 @@ def test_ranges_become_indices_and_offsets():
 def torchrec(request, monkeypatch):
     """TorchRec where it is installed, and always what its documentation says of it."""
     if request.param == "torchrec":
-        return pytest.importorskip("torchrec", reason="not installed: bash ci/torchrec.sh installs it")
+        return pytest.importorskip(
+            "torchrec", reason="not installed: bash ci/benchmarks/torchrec.sh installs it"
+        )
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     import jagged_standin
 

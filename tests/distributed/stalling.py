@@ -10,8 +10,8 @@ from datetime import timedelta
 
 from tritonrec.checkpoint import writer
 from tritonrec.distributed import Watch, from_environment
-from tritonrec.harness.setup import Job
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import Run, train
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig, program
 

@@ -76,7 +76,7 @@ def test_torchrec_example_attends_inside_each_feature_of_each_sample(example):
 
 
 def test_torchrec():
-    pytest.importorskip("torchrec", reason="not installed: ci/torchrec.sh makes an environment that has it")
+    pytest.importorskip("torchrec", reason="not installed: bash ci/benchmarks/torchrec.sh installs it")
     text = run("torchrec_model.py")
     found = losses(text)
     assert len(found) == 3 and found[0] > found[1] > found[2]

@@ -40,13 +40,13 @@ def test_verify_writes_its_report(tmp_path):
 
 @pytest.mark.multi_rank
 def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
-    from tritonrec.harness import run_case
+    from tritonrec.harness.verify import run_case
 
-    clean = run_case.injection
+    clean = run_case.injection_of
     monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
-    from tritonrec.harness.contract import Verifier
-    from tritonrec.harness.report import CaseResult
+    from tritonrec.harness.verify.contract import Verifier
+    from tritonrec.harness.verify.report import CaseResult
 
     def run(self, case, fault=None):
         self.record([case])

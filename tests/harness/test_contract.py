@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tritonrec.harness.cases import Case
-from tritonrec.harness.contract import Verifier
-from tritonrec.harness.faults import FAULTS
-from tritonrec.harness.report import CaseResult, Report, print_report
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.contract import Verifier
+from tritonrec.harness.verify.faults import FAULTS
+from tritonrec.harness.verify.report import CaseResult, Report, print_report
 
 pytestmark = pytest.mark.multi_rank
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness.setup import Job
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import Run, train
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from tritonrec.harness.job import Job
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import Figures
 from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import Plan, Result, Row
 from tritonrec.harness.lab.settings import BASELINE, Planned, Setting, read_plan
-from tritonrec.harness.setup import Job
 from tritonrec.pipeline import NESTPIPE, WindowConfig, schedule_of
 
 BEST = {

@@ -3,7 +3,7 @@
 import pytest
 
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.harness.options import policy
+from tritonrec.harness.cli.policy import policy
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from tritonrec.harness.record_traces import MODES, record_traces
+from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.trace import read
 from tritonrec.trace.analysis import summarise
 

@@ -13,9 +13,9 @@ import pytest
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness import train as train_module
-from tritonrec.harness.stopping import graceful_stop
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.train import loop
+from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.stopping import graceful_stop
 from tritonrec.pipeline import WindowConfig
 
 pytestmark = pytest.mark.multi_rank
@@ -38,7 +38,7 @@ def reference(job):
 
 def train_until_asked(communicators, run, rank, result):
     """`train`; `rank` is asked to stop when it has seen so many results."""
-    update = train_module.CommandProgress.update
+    update = loop.CommandProgress.update
     seen = []
 
     def ask(self, *args, **fields):
@@ -47,11 +47,11 @@ def train_until_asked(communicators, run, rank, result):
             communicators.stop.set()
         return update(self, *args, **fields)
 
-    train_module.CommandProgress.update = ask
+    loop.CommandProgress.update = ask
     try:
         return train(communicators, run, quiet=True)
     finally:
-        train_module.CommandProgress.update = update
+        loop.CommandProgress.update = update
         communicators.stop.clear()
 
 
@@ -95,13 +95,13 @@ def test_a_stop_at_a_save_or_an_evaluation_saves_once(job, tmp_path, every):
 
 
 def test_a_stop_during_an_evaluation_saves_the_step_before_it(job, tmp_path, monkeypatch):
-    communicators, evaluate = Communicators.local(), train_module.evaluate_model
+    communicators, evaluate = Communicators.local(), loop.evaluate_model
 
     def ask(*args):
         communicators.stop.set()
         return evaluate(*args)
 
-    monkeypatch.setattr(train_module, "evaluate_model", ask)
+    monkeypatch.setattr(loop, "evaluate_model", ask)
     run = Run(job, "reference", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), evaluate_every=4)
     step = train(communicators, run, quiet=True)["step"]
     assert 4 <= step < STEPS and checkpoint.steps(tmp_path) == [step]

@@ -31,8 +31,8 @@ def no_work(monkeypatch):
 
     monkeypatch.setattr(distributed, "RankPool", work)
     for name in (
-        "train.train", "lab.rounds.run_lab", "serve_bench.run_bench", "bench.bench", "contract.Verifier",
-        "profile.profile", "simulator.run.simulate", "simulator.run.plan",
+        "train.loop.train", "lab.rounds.run_lab", "serve.rounds.run_bench", "bench.bench",
+        "verify.contract.Verifier", "profile.run.profile", "simulator.run.simulate", "simulator.run.plan",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", lambda: None)
@@ -106,8 +106,9 @@ def test_saves_without_a_place(option):
 @pytest.fixture
 def suites(tmp_path):
     """A source tree with one suite of one benchmark."""
-    (tmp_path / "ci").mkdir()
-    (tmp_path / "ci" / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
+    folder = tmp_path / "ci" / "benchmarks"
+    folder.mkdir(parents=True)
+    (folder / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
     return tmp_path
 
 
@@ -133,7 +134,7 @@ def test_more_memory_than_there_is_is_said(monkeypatch):
     def load(job):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr("tritonrec.harness.cli_train.load_job", load)
+    monkeypatch.setattr("tritonrec.harness.cli.train.load_job", load)
     code, output, _ = commands.invoke("train")
     assert code == 2 and "out of memory: Unable to allocate 1 PiB" in output
 

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci")]
+sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci" / "benchmarks")]

@@ -11,7 +11,7 @@ import torch
 
 from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, demand_equal
 from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import (
     NESTPIPE,

@@ -7,12 +7,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritonrec.harness import serve_bench as bench
-from tritonrec.harness import serve_bench_mpi
-from tritonrec.harness import serve_bench_ranks as on_ranks
-from tritonrec.harness import serve_bench_report as report
 from tritonrec.harness.cli import app
-from tritonrec.harness.serve_bench_mpi import available, run_with_mpi
+from tritonrec.harness.serve import mpi, report
+from tritonrec.harness.serve import rounds as bench
+from tritonrec.harness.serve import run as on_ranks
+from tritonrec.harness.serve.mpi import available, run_with_mpi
 
 DELAYS = np.random.default_rng(5).uniform(0, 0.01, (4, 50))
 
@@ -168,8 +167,8 @@ def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpiexec").write_text("")
         (tmp_path / folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(serve_bench_mpi.sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "own" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert serve_bench_mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
+    assert mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
     (tmp_path / "own" / "mpiexec").unlink()
-    assert serve_bench_mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")
+    assert mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")

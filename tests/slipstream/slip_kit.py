@@ -8,7 +8,7 @@ import torch
 from tritonrec.data import ClickLoader
 from tritonrec.data.ctr_made import MadeOptions, make
 from tritonrec.distributed import Communicators
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.slipstream import Slipstream, SlipstreamConfig

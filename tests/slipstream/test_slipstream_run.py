@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
-from tritonrec.harness.cases import Case
 from tritonrec.harness.cli import app
-from tritonrec.harness.run_case import record_reference, run_case
-from tritonrec.harness.slipstream import SlipstreamRun, train_slipstream
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
+from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.run_case import record_reference, run_case
 from tritonrec.pipeline import WindowConfig
 from tritonrec.slipstream import SlipstreamConfig
 
@@ -88,7 +88,7 @@ def case_of(threshold, directory):
 def test_verify_sees_whether_inputs_were_dropped(tmp_path, monkeypatch):
     # The reference is recorded under the job's own name: without Slipstream, whatever the case has.
     monkeypatch.setattr(
-        "tritonrec.harness.cases.Reference.file_name", property(lambda self: "reference.safetensors")
+        "tritonrec.harness.verify.cases.Reference.file_name", property(lambda self: "reference.safetensors")
     )
     exact = case_of(0.0, str(tmp_path))
     assert exact.first_difference is None and exact.counts["judged"] > 0 and exact.counts["hot_inputs"] > 0

@@ -1,4 +1,4 @@
-"""Kernels beside their peers: runs the suites under ``ci/``, keeps ratios, finds what got slower.
+"""Kernels beside their peers: runs the suites in ``ci/benchmarks``, keeps ratios, finds what got slower.
 
 A ratio is a peer's median time over ours in the same run on the same input: above 1 we win. Times of two runs
 on different machines, or on one that is busy, say little; a ratio within a run says more, and is what a
@@ -27,6 +27,7 @@ from rich.table import Table
 from ..distributed.rank_process import end_with_parent
 from ..files import ScratchFolder, check_writable, whole
 
+BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
 HOW = (
     "ratio: median over the repeats of peer's median time over ours; band: the greatest ratio of the repeats "
@@ -46,17 +47,17 @@ Rows = dict[str, dict[str, Any]]
 def checkout() -> Path:
     """The root of the source tree, which holds the suites; FileNotFoundError in an installed package."""
     root = Path(__file__).resolve().parent.parent.parent
-    if not (root / "ci" / "ratios.py").exists():
+    if not (root / BENCHMARKS / "ratios.py").exists():
         raise FileNotFoundError(
-            f"tritonrec bench needs a checkout: {root} has no ci/ with the benchmark suites. Clone the "
+            f"tritonrec bench needs a checkout: {root} has no {BENCHMARKS}. Clone the "
             "repository and install it from there (pip install -e '.[bench]')"
         )
     return root
 
 
 def suites(root: Path, only: str) -> list[Path]:
-    """The files ``ci/bench_*.py`` whose name contains `only`, or all of them if none does."""
-    files = sorted((root / "ci").glob("bench_*.py"))
+    """The files ``ci/benchmarks/bench_*.py`` whose name contains `only`, or all of them if none does."""
+    files = sorted((root / BENCHMARKS).glob("bench_*.py"))
     return [path for path in files if only in path.stem.removeprefix("bench_")] or files
 
 
@@ -96,7 +97,7 @@ def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
 
 def rows_of(report: dict[str, Any], root: Path, timer: str = "wall") -> Rows:
     """``group / peer`` -> ratio and times of one run; of CPU seconds, those of one thread only."""
-    spec = importlib.util.spec_from_file_location("ratios", root / "ci" / "ratios.py")
+    spec = importlib.util.spec_from_file_location("ratios", root / BENCHMARKS / "ratios.py")
     assert spec and spec.loader
     ratios = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ratios)

@@ -17,8 +17,8 @@ from ...files import ScratchFolder
 from ...pipeline import PIPELINED, Mode
 from ...trace import read
 from ...trace.timeline import draw
+from ..job import Job
 from ..progress import CommandProgress
-from ..setup import Job
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
 from .run import TOLERANCE, Run, compare_losses, run_once

@@ -13,7 +13,7 @@ from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
-from ..setup import Job
+from ..job import Job
 from .network import LabError
 from .settings import Emulation, Setting
 
