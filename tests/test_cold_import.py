@@ -32,7 +32,7 @@ def test_importing_the_ops_loads_nothing_heavy(module):
 
 
 @pytest.mark.parametrize("module", ["nn", "data", "embedding", "checkpoint", "trace", "pipeline"])
-def test_importing_a_room_loads_nothing_heavy(module):
+def test_importing_a_package_loads_nothing_heavy(module):
     # Clustering is a numba function of its own, so numba may be loaded; compiling waits for the first call.
     assert set(loaded_by(f"import tritonrec.{module}", HEAVY)) <= {"numba"}
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tritonrec import nn
+from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify import verify
 from tritonrec.harness.verify.user_model import first_not_invariant
 
 DIM = 6

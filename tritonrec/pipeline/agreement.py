@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import __version__
 from ..distributed import Communicators, demand_equal
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..version import __version__
 from .schedule import Schedule
 from .window import WindowConfig
 

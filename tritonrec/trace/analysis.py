@@ -22,8 +22,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from .events import LANES
 from .reader import Span
-from .recorder import LANES
 
 LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
 COMMUNICATION_LANES = ("communication", "replica", "reduce")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .recorder import LANES, OPERATORS
+from .events import LANES, OPERATORS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..files import whole
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
+from .events import LANES
 from .reader import Span, Trace
-from .recorder import LANES
 
 # Okabe and Ito's palette, told apart by the colour-blind: warm for computation, blue for the wire, green for
 # the way from the table and back.

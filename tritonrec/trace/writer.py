@@ -18,7 +18,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-from .recorder import LANES, OPERATORS, CounterEvent, OperatorEvent, SpanEvent
+from .events import LANES, OPERATORS, CounterEvent, OperatorEvent, SpanEvent
 
 METADATA_TRACK = "metadata"
 METADATA_EVENT = "tritonrec"

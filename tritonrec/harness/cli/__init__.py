@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ... import __version__
+from ...version import __version__
 from ..progress import announce_compilation
 from . import cluster
 from . import profile as profile_command

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ... import __version__
 from ...files import whole
+from ...version import __version__
 from .rounds import PROBES, Plan, Result, Row
 from .settings import LOOKUP_SHARES
 

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ... import __version__
 from ...files import whole
+from ...version import __version__
 from .rounds import BACKENDS, Result, Setting, interval
 
 PAPER = {

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ... import __version__
 from ...files import save_json
+from ...version import __version__
 from ..job import Job
 from .cases import Case
 from .faults import Fault

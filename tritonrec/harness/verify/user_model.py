@@ -1,4 +1,4 @@
-"""`tritonrec.harness.verify`: the contract table for somebody's own model."""
+"""`tritonrec.verify`: the contract table for somebody's own model."""
 
 from __future__ import annotations
 

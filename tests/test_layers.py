@@ -1,6 +1,6 @@
 """Imports flow one way: harness -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
 
-Anyone may import `files`, which imports nothing.
+Anyone may import `files` and `version`, which import nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
-# Which rooms of the package a room may import from, besides itself.
+# The packages that each package may import from, besides itself.
 BELOW_PIPELINE = {"embedding", "distributed", "data", "trace", "nn", "checkpoint"}
 MAY_IMPORT = {
     "files": set(),
+    "version": set(),
     "kernels": set(),
     "ops": {"kernels"},
     "nn": {"ops"},
@@ -33,8 +34,8 @@ MAY_IMPORT = {
 }
 
 
-def room_of(module: str) -> str | None:
-    """The room of a dotted name: ``tritonrec.data.batch`` is in ``data``; None outside the package."""
+def package_of(module: str) -> str | None:
+    """The package of a dotted name: ``data`` of ``tritonrec.data.batch``; None outside of ``tritonrec``."""
     first, _, rest = module.partition(".")
     return (rest.partition(".")[0] or "") if first == "tritonrec" else None
 
@@ -52,24 +53,24 @@ def imported_modules(source: str, package: str) -> list[tuple[int, str]]:
             parents = package.split(".")
             base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            # `from tritonrec import ops` and `from .. import ops` name a room by what they take.
+            # `from tritonrec import ops` and `from .. import ops` name a package by the name they import.
             taken = [f"{module}.{alias.name}" for alias in node.names] if module == "tritonrec" else [module]
             found += [(node.lineno, name) for name in taken]
     return found
 
 
-def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Imports in `module` that its room may not make."""
-    room = room_of(module)
+def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports in `module` that its layer may not make."""
+    layer = package_of(module)
     package = module if is_package else module.rpartition(".")[0]
-    if room in ("", "__version__"):
+    if layer == "":
         return []
     wrong = []
     for line, name in imported_modules(source, package):
-        target = room_of(name)
-        if target is None or target in ("__version__", "files", room, *MAY_IMPORT[room]):
+        target = package_of(name)
+        if target is None or target in ("files", "version", layer, *MAY_IMPORT[layer]):
             continue
-        wrong.append(f"{module}, line {line}: {room} imports {name}")
+        wrong.append(f"{module}, line {line}: {layer} imports {name}")
     return wrong
 
 
@@ -80,18 +81,17 @@ def modules():
         yield path, ".".join(parts[:-1] if is_package else parts), is_package
 
 
-def test_no_arrow_runs_back_up():
+def test_no_import_goes_up():
     wrong = [
-        arrow
+        found
         for path, module, is_package in modules()
-        for arrow in wrong_arrows(path.read_text(), module, is_package)
+        for found in upward_imports(path.read_text(), module, is_package)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 KNOWN_CIRCLES = {
     ("tritonrec.kernels.gather_rows", "tritonrec.kernels.segment_sum"),
-    ("tritonrec.trace.writer", "tritonrec.trace.recorder"),
 }
 """(module, imported module): one import of each circle that is left."""
 
@@ -124,11 +124,11 @@ def test_no_import_circle_also_not_by_annotation_or_deferral():
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
-def test_every_room_has_a_rule():
-    rooms = {
+def test_every_package_has_a_rule():
+    packages = {
         path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()
     }
-    assert rooms - {"__init__", "__pycache__", "py.typed"} == set(MAY_IMPORT)
+    assert packages - {"__init__", "__pycache__", "py.typed"} == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize(
@@ -144,26 +144,26 @@ def test_every_room_has_a_rule():
         ("def late():\n    from ..trace import read", "tritonrec.embedding.table"),
     ],
 )
-def test_an_upward_arrow_is_seen(source, module):
-    assert len(wrong_arrows(source, module)) == 1
+def test_an_upward_import_is_seen(source, module):
+    assert len(upward_imports(source, module)) == 1
 
 
 @pytest.mark.parametrize(
     ("source", "module"),
     [
         ("from .. import ops", "tritonrec.nn.layer"),
-        ("from .. import __version__", "tritonrec.harness.verify"),
+        ("from ..version import __version__", "tritonrec.harness.doctor"),
         ("from .batch import JaggedBatch\nimport torch", "tritonrec.data.loader"),
         ("from tritonrec.kernels.dispatch import Impl", "tritonrec.kernels.unique.reference"),
         ("from ..trace import Recorder", "tritonrec.pipeline.trainer"),
     ],
 )
-def test_a_downward_arrow_passes(source, module):
-    assert wrong_arrows(source, module) == []
+def test_a_downward_import_passes(source, module):
+    assert upward_imports(source, module) == []
 
 
-@pytest.mark.parametrize("room", ["kernels", "harness"])
-def test_links_at_the_top_lead_into_the_package(room):
-    link = PACKAGE.parent / room
+@pytest.mark.parametrize("package", ["kernels", "harness"])
+def test_links_at_the_top_lead_into_the_package(package):
+    link = PACKAGE.parent / package
     assert link.is_symlink()
-    assert link.resolve() == PACKAGE / room
+    assert link.resolve() == PACKAGE / package
