@@ -135,7 +135,7 @@ def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
 
 def _rows_without_variance(x: torch.Tensor) -> bool:
     """Whether a row is nearly constant: its norm multiplies the rounding of its mean by 1 / sqrt(eps)."""
-    if x.dim() != 2 or x.numel() == 0:
+    if x.dim() != 2 or x.numel() == 0 or x.shape[1] == 1:
         return False
     x = x.double()
     return bool((x.std(1, correction=0) < 1e-3 * x.abs().amax(1)).any())
