@@ -158,7 +158,7 @@ CHECKS = {
     "gather_rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
     "philox.triton_philox": PHILOX,
-    "grid.triton_fixed_point": GRID,
+    "fixed_point.triton_fixed_point": GRID,
 }
 CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
 PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
@@ -299,7 +299,7 @@ MUTANTS = {
             ("((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32)", "(word.to(tl.uint64) % upper.to(tl.uint64))")
         ],
     },
-    "grid.triton_fixed_point": {
+    "fixed_point.triton_fixed_point": {
         "truncated": [("((scaled + magic) - magic)", "scaled")],
         "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
         "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
@@ -324,11 +324,11 @@ SPECIAL = {
         hidden_step,
     ),
     "divisor_copied_to_the_device": (
-        "grid.triton_fixed_point",
+        "fixed_point.triton_fixed_point",
         [("torch.full((1,), divisor, dtype=torch.float64, device=sums.device)", "torch.tensor([divisor], dtype=torch.float64, device=sums.device)")],
         hidden_step,
     ),
-    "sum_read_back": ("grid.triton_fixed_point", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
+    "sum_read_back": ("fixed_point.triton_fixed_point", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
     "claimed_by_the_first_to_come": (
         "unique.triton_unique",
         [("_first_kernel[grid](slots, first, size, count, **config)", "first = holders")],
