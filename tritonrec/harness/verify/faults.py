@@ -233,18 +233,19 @@ FAULTS = [
     ),
     Fault(
         "replica-reduction-before-the-gradients",
-        "replicas do not wait for the gradients of the micro-batch after which they meet",
+        "replicas do not wait for the gradients of the micro-batch that they reduce",
         replace(_case(), variant="scale", replicas=2),
         Injection(
+            # The rows are there to be reduced; only their gradients are not.
             schedule=lambda schedule: schedule.without_edge(
                 "replica_reduce", Edge("gradient_exchange", "same")
-            ),
+            ).with_edges("replica_reduce", Edge("exchange", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
     ),
     Fault(
         "lost-gradient-at-window-consistency",
-        "as above, where the reference is the same cut run in turn",
+        "as above, where the reference is the same cut run one stage after another",
         _case(mode="fwp", optimizer="sgd", consistency="window"),
         Injection(injections.lost_gradient),
     ),
