@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..settings import MOST, setting
+
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 
 
@@ -84,10 +86,21 @@ class TablePolicy:
             are at most those of two windows, however long the run.
     """
 
-    eviction: Eviction | None = None
-    admission: int = 1
-    precision: PrecisionTiers | None = None
-    admission_window: int = 1000
+    eviction: Eviction | None = setting(
+        None,
+        "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps.",
+        option="evict",
+    )
+    admission: int = setting(1, "Give a key a row at its n-th step.", 1, MOST)
+    precision: PrecisionTiers | None = setting(
+        None,
+        "THRESHOLD:EVERY: rows used in fewer steps are stored in 16 bits; access counts halve every EVERY "
+        "steps.",
+        option="precision_tiers",
+    )
+    admission_window: int = setting(
+        1000, "Forget keys that wait for a row and were not seen for this many steps.", 1, MOST
+    )
 
     def __post_init__(self) -> None:
         for name in ("admission", "admission_window"):

@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..data import Batch
+from ..settings import MOST, seed_setting, setting
 from .model_call import CallerSettings
 from .routes import MAX_FIRST_USE, Asked, Leg, no_keys
 from .shares import Meeting
@@ -168,18 +169,20 @@ class WindowConfig:
         seed: of dropout.
     """
 
-    micro_batches: int = 1
-    consistency: Consistency = "batch"
-    clustering: bool = False
-    accumulate: int = 1
-    dedup: Dedup = "both"
-    first_use: bool = False
-    taper: float = 1.0
-    skip_fetch: bool = False
-    depth: int = 0
-    average_every: int = 0
+    micro_batches: int = setting(1, "N, micro-batches per window.", 1, 65_536)
+    consistency: Consistency = setting("batch", "batch: the bits of synchronous training.")
+    clustering: bool = setting(False, "Group samples that share keys.")
+    accumulate: int = setting(1, "Batches of one update.", 1, 65_536)
+    dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
+    first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
+    taper: float = setting(1.0, "Micro-batch over its neighbour nearer to the middle.", 0, 1)
+    skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
+    depth: int = setting(0, "Batches in flight, for dbp and nestpipe; 0: the mode's own number.", 0, 1024)
+    average_every: int = setting(
+        0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
+    )
     fraction_bits: int = ops.FRACTION_BITS
-    seed: int = 0
+    seed: int = seed_setting()
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:

@@ -26,6 +26,7 @@ import torch
 from .. import ops
 from ..embedding import HashTableCollection
 from ..pipeline import Trainer, Window
+from ..settings import MOST, seed_setting, setting
 from .classify import Classification, Judgement, classify
 from .rows import HotRows, hot_rows, owned
 
@@ -52,17 +53,17 @@ class SlipstreamConfig:
     Raises ValueError naming a setting out of range.
     """
 
-    warmup: int = 100
-    snapshots: int = 3
-    every: int = 50
-    hot_share: float = 1e-4
+    warmup: int = setting(100, "Steps before hot rows are followed.", 1, MOST)
+    snapshots: int = setting(3, "Snapshots of hot rows.", 2, 65_536)
+    every: int = setting(50, "Steps between snapshots.", 1, MOST, option="snapshot_every")
+    hot_share: float = setting(1e-4, "Share of a table's accesses that makes a row hot.", 0, 1)
     drop: float = 0.5
-    threshold: float | None = None
-    alpha: int = 0
-    sample: float = 1e-3
+    threshold: float | None = setting(None, "Call a row stale below this change; 0 is exact.", 0)
+    alpha: int = setting(0, "Stale rows of a dropped input at least; 0: all.", 0, MOST)
+    sample: float = setting(1e-3, "Share of the hot inputs to sample, 1000 at least.", 0, 1)
     confidence: float = 0.999
-    snapshot_mb: float = 256.0
-    seed: int = 0
+    snapshot_mb: float = setting(256.0, "Megabytes for snapshots, of all ranks.", 0, 1e9)
+    seed: int = seed_setting()
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 1), ("snapshots", 2), ("every", 1), ("alpha", 0)):

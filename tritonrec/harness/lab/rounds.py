@@ -15,6 +15,8 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...pipeline import PIPELINED, Mode
+from ...settings import MOST
+from ...settings import setting as user_setting
 from ...trace import read
 from ...trace.timeline import draw
 from ..job import Job
@@ -42,15 +44,15 @@ class Plan:
     """
 
     job: Job
-    ranks: int = 4
-    rate: float = 100.0
+    ranks: int = user_setting(4, "Ranks, each in a network namespace.", 2, 1024, option="world_size")
+    rate: float = user_setting(100.0, "Mbit/s of each rank's link, each way.", 0.1, 100_000)
     modes: Sequence[Mode] = PIPELINED
-    micro_batches: Sequence[int] = (4, 8)
+    micro_batches: tuple[int, ...] = user_setting((4, 8), "Values of N; dbp runs whole batches.")
     switches: Mapping[str, object] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     proportions: Mapping[str, float] = field(default_factory=dict)
-    steps: int = 8
-    rounds: int = 3
+    steps: int = user_setting(8, "Steps of a run, at least 4; two of them warm up.", 1, MOST)
+    rounds: int = user_setting(3, "Interleaved runs of each setting.", 1, 10_000)
     planned: Planned | None = None
 
     def __post_init__(self) -> None:

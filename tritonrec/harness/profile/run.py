@@ -18,6 +18,7 @@ from rich.console import Console
 from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
 from ...pipeline import Mode, Trainer, WindowConfig
+from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job
 from ..train.loop import progress_bar, save_trace
@@ -41,15 +42,17 @@ class Profile:
     """
 
     job: Job
-    mode: Mode = "nestpipe"
+    mode: Mode = setting("nestpipe", "How the steps are scheduled.")
     window: WindowConfig = field(default_factory=WindowConfig)
     optimizer: OptimizerName = "adam"
-    steps: int = 12
+    steps: int = setting(
+        12, "Steps to profile, after a few to warm up; the first fills the pipeline.", 3, MOST
+    )
     warm_up: int = 4
-    flame: bool = True
-    rate: int = 100
-    native: bool = False
-    flame_seconds: float = 5.0
+    flame: bool = setting(True, "Run it once more under py-spy, and draw its samples.", panel="Flame graph")
+    rate: int = setting(100, "Samples per second.", 1, 1000, panel="Flame graph")
+    native: bool = setting(False, "Show C and C++ frames too.", panel="Flame graph")
+    flame_seconds: float = setting(5.0, "Sample for so long at least.", 0, 3600, panel="Flame graph")
 
     @property
     def title(self) -> str:

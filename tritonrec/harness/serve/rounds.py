@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...settings import MOST, MOST_SEED, setting
 from ..progress import CommandProgress
 from .mpi import available, run_with_mpi
 from .run import Run, serve, time_size
@@ -46,15 +47,17 @@ class Plan:
     Raises ValueError naming what is out of range.
     """
 
-    world_size: int = 4
-    bounds: tuple[int, ...] = (0, 1, 2, 4, 8)
+    world_size: int = setting(4, "Ranks.", 2, 1024)
+    bounds: tuple[int, ...] = setting(
+        (0, 1, 2, 4, 8), "Bounds k, separated by commas; 0 is always run.", 0, 1024
+    )
     scenarios: tuple[str, ...] = SCENARIOS
     delay: float = 0.01
-    steps: int = 60
-    rounds: int = 5
-    batch_size: int = 64
+    steps: int = setting(60, "Batches of a run.", 1, MOST)
+    rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
+    batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
     sizes: tuple[int, ...] = tuple(4**power for power in range(13))
-    seed: int = 0
+    seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
 
     def __post_init__(self) -> None:
         if self.world_size < 2:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from tritonrec.pipeline.schedule import Task
 
+from ...settings import setting
 from .engine import Cost, Workers, simulate
 from .keys import KeyModel
 from .measure import Outcome, measure
@@ -44,9 +45,9 @@ class Workload:
     tokens: int = 1024
     dim: int = 512
     items: int = 32_038_725
-    exponent: float = 1.05
+    exponent: float = setting(1.05, "Zipf's, of the assumed keys.", 0, 5)
     communities: int = 64
-    affinity: float = 0.8
+    affinity: float = setting(0.8, "Share of keys that a user's community has to itself.", 0, 1)
 
     @property
     def keys(self) -> KeyModel:

@@ -19,6 +19,7 @@ from ...data import ClickLoader
 from ...distributed import Communicators, demand_equal
 from ...embedding import DenseOptimizer, HashTableCollection
 from ...pipeline import Trainer
+from ...settings import setting
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from ..job import Job
 from ..train.evaluate import evaluate_model
@@ -43,10 +44,10 @@ class SlipstreamRun:
             of the others is trained first, then these once. 0: the epochs of all inputs go on.
     """
 
-    config: SlipstreamConfig
-    drops: tuple[float, ...] = (0.5,)
-    control: bool = False
-    online: float = 0.0
+    config: SlipstreamConfig = field(default_factory=SlipstreamConfig)
+    drops: tuple[float, ...] = setting((0.5,), "Shares of hot inputs to drop; a run for each.", option="drop")
+    control: bool = setting(False, "Also drop as many inputs at random, beside.")
+    online: float = setting(0.0, "Share of the inputs, the last, trained online.", 0, 1)
 
     def __post_init__(self) -> None:
         if not 0 <= self.online < 1:

@@ -22,6 +22,7 @@ from ... import checkpoint
 from ...distributed import Communicator, Communicators, demand_equal
 from ...embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ...pipeline import Mode, Trainer, WindowConfig
+from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, save_joined
 from ..job import Job
 from ..progress import CommandProgress, announce_compilation, steady_seconds
@@ -55,16 +56,16 @@ class Run:
     """
 
     job: Job
-    mode: Mode = "nestpipe"
+    mode: Mode = setting("nestpipe", "How the steps are scheduled.")
     window: WindowConfig = field(default_factory=WindowConfig)
-    optimizer: OptimizerName = "adam"
+    optimizer: OptimizerName = setting("adam", "Update rule of rows and dense parameters.")
     steps: int = 100
-    checkpoint: str | None = None
-    save_every: int = 0
-    full_every: int = 1
-    resume: bool = False
-    evaluate_every: int = 0
-    trace: str | None = None
+    checkpoint: Path | None = setting(None, "Directory to save to.")
+    save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
+    full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
+    resume: bool = setting(False, "Go on from the newest checkpoint.")
+    evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
+    trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
 
 
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
@@ -260,7 +261,7 @@ def _barrier(communicators: Communicators) -> None:
     communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "barrier")
 
 
-def save_trace(communicators: Communicators, recorder, path: str) -> None:
+def save_trace(communicators: Communicators, recorder, path: str | Path) -> None:
     """Write what the recorders of all ranks hold to one file; collective."""
     parts = [f"{path}.rank{rank}" for rank in range(communicators.world_size)]
     recorder.save(parts[communicators.rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ... import checkpoint
@@ -20,7 +21,7 @@ class RunSaver:
     def __init__(
         self,
         communicators: Communicators,
-        directory: str,
+        directory: str | Path,
         tables: HashTableCollection,
         dense: DenseOptimizer,
         meta: Mapping[str, Any],
@@ -66,7 +67,7 @@ class RunSaver:
 
 def restore(
     communicators: Communicators,
-    directory: str,
+    directory: str | Path,
     tables: HashTableCollection,
     dense: DenseOptimizer,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
