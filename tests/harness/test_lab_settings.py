@@ -23,7 +23,8 @@ from tritonrec.harness.lab.settings import (
     settings,
     share,
 )
-from tritonrec.pipeline import Window, WindowConfig
+from tritonrec.pipeline import Window, WindowConfig, WindowPlaces
+from tritonrec.pipeline.places import Samples
 
 # What is asked for.
 
@@ -115,16 +116,16 @@ class _Program:
         self.done = []
         self.actions = {"compute": self._act, "retrieve": self._act, "exchange": self._act}
 
-    def _act(self, window, micro_batch=None):
-        self.done.append((window, micro_batch))
+    def _act(self, places, micro_batch=None):
+        self.done.append((places, micro_batch))
 
 
 def window_of(job, micro_batches):
     batch = job.loader().batch(0)
-    window = Window(0, [batch], 0)
-    places = torch.arange(batch.num_samples).split(-(-batch.num_samples // micro_batches))
-    window.micro_batches = [batch.select(each) for each in places]
-    return window
+    places = WindowPlaces(Window(0, [batch], 0))
+    parts = torch.arange(batch.num_samples).split(-(-batch.num_samples // micro_batches))
+    places[Samples] = [batch.select(each) for each in parts]
+    return places
 
 
 def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
@@ -135,11 +136,11 @@ def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
     untouched = program.actions["exchange"]
     emulation.install(program)
     assert program.actions["exchange"] is untouched
-    window = window_of(job, 3)  # 13 samples: 5, 5, 3
+    places = window_of(job, 3)  # 13 samples: 5, 5, 3
     for i in range(3):
-        program.actions["compute"](window, i)
-    program.actions["retrieve"](window)
-    assert program.done == [(window, 0), (window, 1), (window, 2), (window, None)]
+        program.actions["compute"](places, i)
+    program.actions["retrieve"](places)
+    assert program.done == [(places, 0), (places, 1), (places, 2), (places, None)]
     assert slept == pytest.approx([0.04, 0.04, 0.02, 0.04])
     assert (emulation.tasks, emulation.overruns) == (4, 0)
 
@@ -152,11 +153,11 @@ def test_work_longer_than_its_time_is_counted(job):
 
 
 def test_micro_batches_share_by_samples(job):
-    window = window_of(job, 3)  # 13 samples: 5, 5, 3
-    assert [share(window, i) for i in range(3)] == [5 / 13, 5 / 13, 3 / 13]
-    assert share(window, None) == 1
-    window.micro_batches = [window.micro_batches[0].select(torch.arange(0))] * 4
-    assert share(window, 2) == 0.25
+    places = window_of(job, 3)  # 13 samples: 5, 5, 3
+    assert [share(places, i) for i in range(3)] == [5 / 13, 5 / 13, 3 / 13]
+    assert share(places, None) == 1
+    places[Samples] = [places[Samples][0].select(torch.arange(0))] * 4
+    assert share(places, 2) == 0.25
 
 
 # Of a probe and of the command.

@@ -3,7 +3,8 @@
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
 from .modes import MODES, PIPELINED, Mode, schedule_of
-from .program import WindowProgram
+from .places import WindowPlaces
+from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .schedule import (
     DBP,
@@ -38,6 +39,7 @@ __all__ = [
     "LookupCounts",
     "Mode",
     "Model",
+    "Program",
     "ReferenceTrainer",
     "Schedule",
     "ScheduleError",
@@ -48,7 +50,7 @@ __all__ = [
     "Trainer",
     "Window",
     "WindowConfig",
-    "WindowProgram",
+    "WindowPlaces",
     "check",
     "keep_rows",
     "run_sequentially",

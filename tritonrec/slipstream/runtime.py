@@ -26,6 +26,8 @@ import torch
 from .. import ops
 from ..embedding import HashTableCollection
 from ..pipeline import Trainer, Window
+from ..pipeline.places import Buffer, OwnedRows
+from ..pipeline.stage import Read
 from ..settings import MOST, seed_setting, setting
 from .classify import Classification, Judgement, classify
 from .rows import HotRows, hot_rows, owned
@@ -180,22 +182,16 @@ class Slipstream:
                 f"the classification after step {self.config.classify_at} would fall into an update of "
                 f"{trainer.config.accumulate} batches: choose warmup and every so that it does not"
             )
-        update = trainer.program.actions["sparse_update"]
+        trainer.program.after("sparse_update", self.follow)
 
-        def followed(window: Window, micro_batch: int | None = None) -> None:
-            update(window, micro_batch)
-            self.follow(window)
-
-        trainer.program.actions["sparse_update"] = followed
-
-    def follow(self, window: Window) -> None:
+    def follow(self, window: Window, owned: Read[OwnedRows], buffer: Read[Buffer]) -> None:
         """Copy the hot rows of a window that has just been updated; take the snapshots that are due."""
         config = self.config
         if not config.warmup <= window.step < config.classify_at:
             return
         started = time.thread_time()
-        for group, table in zip(self._groups, window.tables, strict=True):
-            keys, rows = table.keys, table.buffer[:, : group.now.shape[1]]
+        for group, table, whole in zip(self._groups, owned.tables, buffer, strict=True):
+            keys, rows = table.keys, whole[:, : group.now.shape[1]]
             admitted = table.handles >= 0
             if not bool(admitted.all()):
                 keys, rows = keys[admitted], rows[admitted.to(rows.device)]

@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...pipeline import NESTPIPE, Mode, Window, WindowConfig, WindowProgram
+from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces
+from ...pipeline.places import Samples
 from .network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
@@ -215,16 +216,16 @@ class Emulation:
         self.seconds = seconds
         self.tasks = self.overruns = 0
 
-    def install(self, program: WindowProgram) -> None:
+    def install(self, program: Program) -> None:
         """Slow the program's stages."""
         for stage, seconds in self.seconds.items():
             program.actions[stage] = self._slowed(program.actions[stage], seconds)
 
     def _slowed(self, action: Any, seconds: float) -> Any:
-        def slowed(window: Window, micro_batch: int | None = None) -> None:
+        def slowed(places: WindowPlaces, micro_batch: int | None = None) -> None:
             began = time.perf_counter()
-            action(window, micro_batch)
-            left = began + seconds * share(window, micro_batch) - time.perf_counter()
+            action(places, micro_batch)
+            left = began + seconds * share(places, micro_batch) - time.perf_counter()
             self.tasks += 1
             if left > 0:
                 time.sleep(left)
@@ -234,9 +235,9 @@ class Emulation:
         return slowed
 
 
-def share(window: Window, micro_batch: int | None) -> float:
+def share(places: WindowPlaces, micro_batch: int | None) -> float:
     """The part of a window's samples in one micro-batch; 1 for a stage that runs once a batch."""
     if micro_batch is None:
         return 1.0
-    samples = [part.num_samples for part in window.micro_batches]
+    samples = [part.num_samples for part in places[Samples]]
     return samples[micro_batch] / sum(samples) if sum(samples) else 1 / len(samples)
