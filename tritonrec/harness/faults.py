@@ -238,7 +238,7 @@ FAULTS = [
         Injection(
             schedule=lambda schedule: schedule.without_edge(
                 "replica_reduce", Edge("gradient_exchange", "same")
-            ),
+            ).with_edges("replica_reduce", Edge("compute", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
     ),
