@@ -178,7 +178,9 @@ def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_bat
         ("replica_reduce", Edge("gradient_exchange", "same"), "row_gradient"),
     ):
         with pytest.raises(ScheduleError, match=place):
-            check(replicated.without_edge(stage, edge), 3)
+            check(
+                replicated.without_edge(stage, edge).with_edges(stage, Edge("compute", edge.micro_batch)), 3
+            )
 
 
 @settings(deadline=None)

@@ -50,25 +50,22 @@ class Schedule:
     @property
     def dual_buffer(self) -> bool:
         """Whether a batch's rows are fetched while the batch before still trains on its own."""
-        return self._has(stages.copy_kept_rows)
+        return any(stage.name == "copy_kept_rows" for stage in self.stages)
 
     @property
     def keeps_rows(self) -> bool:
         """Whether rows stay in a buffer while consecutive batches use them; see `keep_rows`."""
-        return self._has(stages.retrieve_new_rows)
+        return any(access.rows == "new" for stage in self.stages for access in stage.touches)
 
     @property
     def replicated(self) -> bool:
         """Whether gradients are added up over replicas of the tables; see `with_replicas`."""
-        return self._has(stages.replica_reduce)
+        return any(stage.name == "replica_reduce" for stage in self.stages)
 
     @property
     def overlaps_batches(self) -> bool:
         """Whether several batches may be in flight: stages of the next run beside those of this one."""
         return self.batches_in_flight > 1
-
-    def _has(self, stage: Stage) -> bool:
-        return any(each.function is stage.function for each in self.stages)
 
     def __getitem__(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)

@@ -239,7 +239,7 @@ FAULTS = [
             # The rows are there to be reduced; only their gradients are not.
             schedule=lambda schedule: schedule.without_edge(
                 "replica_reduce", Edge("gradient_exchange", "same")
-            ).with_edges("replica_reduce", Edge("exchange", "same")),
+            ).with_edges("replica_reduce", Edge("compute", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
     ),
