@@ -46,7 +46,7 @@ def test_copies_that_are_averaged_have_the_exact_ones_beside_them():
 
 
 def test_switches_are_the_fields_of_the_window():
-    assert parse_switches(["clustering", "dedup=none", "grid-bits=30", "replicas=2"]) == {
+    assert parse_switches(["clustering", "dedup=none", "fraction-bits=30", "replicas=2"]) == {
         "clustering": True, "dedup": "none", "fraction_bits": 30, "replicas": 2
     }  # fmt: skip
     for field in fields(WindowConfig):
