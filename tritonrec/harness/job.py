@@ -47,7 +47,7 @@ class Job:
 
     Args:
         data: a word for `tritonrec.data.load`.
-        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of what is shown,
+        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of shown items,
             ``dlrm`` the click of one impression.
         batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
@@ -61,7 +61,7 @@ class Job:
         balance: deal the samples of a batch to ranks by their cost.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
-        slipstream: of `verify`'s cases only: what it drops is trained on no more.
+        slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
     """
 
     data: str = setting("ml-100k", DATA_HELP)
@@ -101,7 +101,7 @@ class Job:
         return DynamicBatchLoader(loader) if self.dynamic else loader
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
-        """The loader of samples and of what is held out for evaluation."""
+        """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
         if self.model == "dlrm":
             return ClickLoader(_clicks(self.data), self.batch_size, *shard)
@@ -149,7 +149,7 @@ class Job:
         )  # fmt: skip
 
     def features(self) -> list[FeatureConfig]:
-        """What the model looks up."""
+        """The features that the model looks up."""
         dim, policy = self.sizes.dim, self.policy
         if self.model == "dlrm":
             return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]

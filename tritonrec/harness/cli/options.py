@@ -77,7 +77,7 @@ def with_options(only: Collection[str] | None = None) -> Callable[[Callable[...,
 
 
 def _settings(kind: Any) -> list[tuple[Field, Setting | None, Any]]:
-    """Each field of a dataclass, what it says of itself as a setting, and its type."""
+    """Each field of a dataclass, its setting if it is one, and its type."""
     hints = get_type_hints(kind)
     return [(each, each.metadata.get(KEY), hints[each.name]) for each in fields(kind)]
 

@@ -32,7 +32,7 @@ PROBES = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """What a lab is asked for.
+    """The runs of a lab.
 
     Args:
         job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run showed."""
+    """Results of one run."""
 
     figures: Figures
     costs: dict[str, StageCost]
@@ -93,7 +93,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one setting over all rounds.
+    """Measurements of one setting over all rounds.
 
     Attributes:
         figures: medians over the rounds.

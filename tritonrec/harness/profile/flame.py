@@ -1,4 +1,4 @@
-"""py-spy beside a run: a flame graph of all threads of all ranks, and what it counted."""
+"""py-spy beside a run: a flame graph of all threads of all ranks, and its counts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Function:
 
     Attributes:
         name, place: the function, and its file with the line where it begins.
-        own: samples in which it ran itself. total: those in which it or what it called ran.
+        own: samples in which it ran itself. total: those in which it or a callee ran.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a flame graph counts.
+    """The counts of a flame graph.
 
     Attributes:
         working, waiting: samples of threads at work, and of threads that waited, which py-spy cannot always

@@ -27,7 +27,7 @@ class LaneTimes:
 
     Attributes:
         busy: while the recorder saw a stage at work; 0 of a thread that is no lane.
-        outside: the part of it in which no operator ran: Python, and what it waits for.
+        outside: the part of it in which no operator ran: Python, and waiting.
         own: operator -> its time without the operators it calls. calls: operator -> calls per step.
     """
 
@@ -163,7 +163,7 @@ def _function_table(samples: Samples) -> Table:
         title=f"Python functions, by {samples.working:,} samples of py-spy; {samples.waiting:,} waits are "
         "left out",
         title_justify="left",
-        caption="own: samples in the function itself; total: with what it calls",
+        caption="own: samples in the function itself; total: with its callees",
         caption_justify="left",
     )
     table.add_column("function (file)", overflow="fold")

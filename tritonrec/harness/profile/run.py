@@ -31,7 +31,7 @@ TRACE, FLAME = "trace.pftrace", "flame.svg"
 
 @dataclass(frozen=True)
 class Profile:
-    """What is profiled, and how.
+    """The run to profile, and how.
 
     Args:
         job, mode, window, optimizer: see `Run`.
@@ -56,7 +56,7 @@ class Profile:
 
     @property
     def title(self) -> str:
-        """What is profiled, in words."""
+        """The profiled run, in words."""
         window = self.window
         return f"{self.job.model}, {self.mode}, {self.job.data}, N = {window.micro_batches}"
 
@@ -101,7 +101,7 @@ def profile_rank(
 
     Returns:
         The CPU time under torch.profiler over that without, and on rank 0 why there is no flame graph, empty
-        where there is one or none was asked for.
+        where there is one or none was requested.
     """
     world_size = communicators.world_size
     model, tables, dense = plan.job.build(plan.optimizer)

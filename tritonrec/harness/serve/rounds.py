@@ -1,7 +1,7 @@
 """`tritonrec serve-bench`: inference with a bounded lag beside the synchronous one, interleaved.
 
 The experiments of arXiv 2512.19342, section V and VI, on ranks of this machine. Delays are real sleeps,
-drawn anew each round and the same for all settings of a round; settings take turns, and what is saved is a
+drawn anew each round and the same for all settings of a round; settings are interleaved, and a saving is a
 difference of two runs of one round.
 """
 
@@ -34,7 +34,7 @@ LARGEST = 16 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The settings of a comparison.
 
     Args:
         world_size: ranks, at least 2. bounds: values of k; 0, the reference, is always among them.
@@ -44,7 +44,7 @@ class Plan:
         batch_size: samples of all ranks together.
         sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
 
-    Raises ValueError naming what is out of range.
+    Raises ValueError naming the setting that is out of range.
     """
 
     world_size: int = setting(4, "Ranks.", 2, 1024)

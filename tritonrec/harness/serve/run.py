@@ -128,7 +128,7 @@ class _PlainHandle:
 
 
 class _BenchDLRM(TableWiseDLRM):
-    """Knows what it will receive, for a collective that has to be told."""
+    """Knows the sizes that it will receive, for a collective that takes them."""
 
     batch_size = 0
 
@@ -225,7 +225,7 @@ def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
 def time_collectives(
     size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
 ) -> dict[str, float]:
-    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, in turn.
+    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, alternating.
 
     Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
 

@@ -32,7 +32,7 @@ def sent(run: dict[str, Any]) -> int:
 
 
 def print_slipstream(summary: dict[str, Any], console: Console) -> None:
-    """Tables of what was dropped, what it saved and what it cost."""
+    """Tables of dropped inputs, saved time and lost accuracy."""
     job, snapshots = summary["job"], summary["snapshots"]
     online = f", the last {summary['online']:.0%} of the inputs online" if summary["online"] else ""
     console.print(

@@ -1,8 +1,8 @@
 """`tritonrec train --slipstream`: train with and without the inputs that Slipstream drops, side by side.
 
 The steps up to the classification are the same, bit for bit, so they are trained once. Then the state is
-copied: one run goes on with all inputs, and one for each share to drop with those that are kept. They take
-turns, so that a busy machine slows all of them.
+copied: one run goes on with all inputs, and one for each share to drop with those that are kept. They
+alternate, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..train.loop import Run, gathered, progress_bar, settings_of, state_digest,
 from .report import print_slipstream
 
 TURNS = 10
-"""How often the runs take turns."""
+"""Parts of the remaining steps; the runs alternate after each."""
 CONTROL_EPOCH = 2**40
 """An epoch that nobody trains: its order is the one in which the control drops inputs."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -35,7 +35,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class SlipstreamRun:
-    """What to compare.
+    """The runs to compare.
 
     Args:
         config: of Slipstream. drops: shares of the hot inputs to drop, one run for each.

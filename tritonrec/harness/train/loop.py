@@ -39,7 +39,7 @@ SHOWN = {
     "grm": ("group AUC of the last impressions", "item's rate"),
     "dlrm": ("clicks held out", "one rate for all"),
 }
-"""By model what is measured, and beside what; next-item models are alike."""
+"""By model the metrics and the baseline in words; next-item models are alike."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
         job: data, model, optimizer settings. mode, window: see `Trainer`. optimizer: of rows and dense.
         steps: train up to this step, counted from the run's beginning.
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
-        full_every: every so manieth save is whole, those between hold what changed.
+        full_every: every n-th save is whole, those between hold the changes.
         resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
         trace: write a Perfetto trace of all ranks to this file.
     """
@@ -315,7 +315,7 @@ def _summary_table(run: Run, summary: dict[str, Any]) -> Table:
 
 
 def _tables_line(summary: dict[str, Any]) -> str:
-    """What the tables did, in a few lines."""
+    """Counts of tables and lookups, in a few lines."""
     tables, lookups, steps = summary["tables"], summary["lookups"], max(summary["steps_run"], 1)
     done = ", ".join(
         f"{tables[name]:,} {name}"
@@ -323,7 +323,7 @@ def _tables_line(summary: dict[str, Any]) -> str:
         if tables[name]
     )
     keys = (tables["key_structure"] + tables["metadata"]) / max(tables["rows"], 1)
-    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and notes a row"]
+    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and metadata a row"]
     if tables["saved_by_fp16"]:
         saved = tables["saved_by_fp16"]
         share = saved / (saved + tables["value_bytes"])

@@ -74,7 +74,7 @@ def restore(
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step.
 
-    `accept` sees what was said of the run that saved, and raises where this one differs; nothing is loaded
+    `accept` gets the metadata of the run that saved, and raises where this one differs; nothing is loaded
     then.
     """
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)

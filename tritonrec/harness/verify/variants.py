@@ -58,7 +58,7 @@ def _with_labels(job: Job) -> Job:
 
 
 MADE = "zipf:users=150,items=600,median_length=9,seed=3"
-"""A log of many keys that come and go: what a policy does to it shows within a few steps."""
+"""A log of many keys that come and go, on which a policy acts within a few steps."""
 RATED = "zipf:users=120,items=300,ratings=1,seed=7"
 """A log with ratings."""
 CRITEO = "criteo:samples=400,scale=0.0001,seed=3"
@@ -97,7 +97,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
-    "heat": _policy(
+    "precision-tiers": _policy(
         "seldom used rows in 16 bits", "promoted", "demoted", precision=PrecisionTiers(2, every=2)
     ),
     "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
