@@ -16,7 +16,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..files import whole
+from ..files import atomic_write
 
 # One thread track each, drawn in this order: the way of a batch from the log to the table and back.
 LANES = (
@@ -157,7 +157,7 @@ class Recorder:
         target = Path(path)
         # Copies, so that a lane still running cannot grow a list under the writer.
         events = list(self._spans), list(self._counters), list(self._operators)
-        with whole(target) as part, part.open("wb") as file:
+        with atomic_write(target) as part, part.open("wb") as file:
             file.write(serialise(self.rank, self.metadata, *events))
         return target
 
@@ -196,7 +196,7 @@ def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[
     sequences carry the rank in their ids, so nothing clashes. `out` is written whole or not at all.
     """
     target = Path(out)
-    with whole(target) as part, part.open("wb") as joined:
+    with atomic_write(target) as part, part.open("wb") as joined:
         for path in paths:
             with Path(path).open("rb") as one:
                 shutil.copyfileobj(one, joined)
