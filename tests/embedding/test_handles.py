@@ -67,7 +67,7 @@ def test_a_row_keeps_its_handle_while_it_moves_between_the_tiers():
     assert store.counters.promoted > 20 and store.counters.demoted > 20
 
 
-@pytest.mark.parametrize("moment", ["_locate", "_places"])
+@pytest.mark.parametrize("moment", ["_locate", "_kernel_chunks"])
 def test_rows_that_move_while_others_are_gathered_harm_none(monkeypatch, moment):
     """An update on another thread comes in between the two looks that a gather takes."""
     store = table(TablePolicy(precision=PrecisionTiers(200, every=1000)))

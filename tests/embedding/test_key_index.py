@@ -47,7 +47,7 @@ def tensor(values):
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     """A call works for its own keys, so that a handful of keys sees many states; colliding keys collide."""
-    monkeypatch.setattr(key_index, "LEAST_KEYS", 1)
+    monkeypatch.setattr(key_index, "MIN_KEYS_PER_CALL", 1)
     monkeypatch.setattr(murmur, "SECRET", 0)
 
 
@@ -124,7 +124,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.end == self.end
         counted = int((self.index._now.rows[: self.index._now.done] == -2).sum())
         assert self.index._now.tombstones == counted
-        assert self.index.load_factor <= key_index.FULL
+        assert self.index.load_factor <= key_index.HARD_MAX_OCCUPANCY
         self.note_state()
 
     def note_state(self):
@@ -137,8 +137,8 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 def test_is_a_dict(monkeypatch):
-    monkeypatch.setattr(key_index, "CLEARED_PER_KEY", 4)
-    monkeypatch.setattr(key_index, "MOVED_PER_KEY", 2)
+    monkeypatch.setattr(key_index, "SLOTS_CLEARED_PER_KEY", 4)
+    monkeypatch.setattr(key_index, "SLOTS_MOVED_PER_KEY", 2)
     IndexMachine.seen.clear()
     steps = settings(max_examples=30, stateful_step_count=120, deadline=None)
     run_state_machine_as_test(IndexMachine, settings=steps)
@@ -197,7 +197,7 @@ def test_a_moved_key_may_take_a_tombstone():
 
 def test_no_call_works_more_than_its_share(monkeypatch):
     """Thousands of keys wait, and a call with four keys clears 128 slots or moves four groups."""
-    monkeypatch.setattr(key_index, "LEAST_KEYS", 4)
+    monkeypatch.setattr(key_index, "MIN_KEYS_PER_CALL", 4)
     index, _ = filled(6144, slots=8192)
     cleared, moved = [0], [0]
     for i in range(900):

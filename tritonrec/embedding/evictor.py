@@ -10,7 +10,7 @@ from .policy import Eviction
 from .row_column import RowColumn
 from .select import AllReduce, select_smallest, unpinned_rows
 
-UNDATED = -1
+NO_TIMESTAMP = -1
 """Score of a row that no step has used."""
 
 
@@ -30,7 +30,7 @@ class Evictor:
         self.eviction, self._layout = eviction, layout
         self.values = RowColumn(torch.int32)
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64)  # rows of each logical table
-        self._undated = False
+        self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -40,7 +40,7 @@ class Evictor:
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
         """New rows that no step has used."""
-        self.values[handles] = 0 if self._counts else UNDATED
+        self.values[handles] = 0 if self._counts else NO_TIMESTAMP
         self._sizes += self._layout.count(keys)
 
     def remove(self, keys: torch.Tensor) -> None:
@@ -51,18 +51,18 @@ class Evictor:
         """The rows of `handles` (K,), distinct, are used at `step`."""
         self.values[handles] = self.values[handles] + 1 if self._counts else step
 
-    def expect_undated(self) -> None:
-        """Rows were loaded: `date` has to look for those without a score."""
-        self._undated = True
+    def expect_missing_timestamps(self) -> None:
+        """Rows were loaded: `stamp` has to look for those without a score."""
+        self._missing_timestamps = True
 
-    def date(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
+    def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
         """Loaded rows without a score count as used at `step`; their handles (n,)."""
-        if self._counts or not self._undated:
+        if self._counts or not self._missing_timestamps:
             return torch.empty(0, dtype=torch.int64)
         _keys, handles = rows.items()
-        handles = handles[self.values[handles] == UNDATED]
+        handles = handles[self.values[handles] == NO_TIMESTAMP]
         self.values[handles] = step
-        self._undated = False
+        self._missing_timestamps = False
         return handles
 
     def choose(

@@ -123,7 +123,7 @@ class HashTableCollection:
             apart = name if not (merge and feature.merge) else None
             members.setdefault((apart, _table_settings(feature)), []).append(name)
         self.groups: list[TableGroup] = []
-        self._where: dict[str, tuple[int, int]] = {}  # table name -> group, member
+        self._location: dict[str, tuple[int, int]] = {}  # table name -> group, member
         for names in sorted(sorted(names) for names in members.values()):
             feature = tables[names[0]]
             layout = KeyLayout(tuple(names))
@@ -139,7 +139,7 @@ class HashTableCollection:
                 policy=feature.policy,
             )
             for member, name in enumerate(names):
-                self._where[name] = len(self.groups), member
+                self._location[name] = len(self.groups), member
             using = tuple(
                 (f.name, names.index(f.table or f.name))
                 for f in self.features.values()
@@ -153,7 +153,7 @@ class HashTableCollection:
     @property
     def table_names(self) -> list[str]:
         """Names of the logical tables, ascending."""
-        return sorted(self._where)
+        return sorted(self._location)
 
     def keys(self, lookups: Mapping[str, SupportsLookup]) -> list[torch.Tensor]:
         """Keys (n,) int64 that each group is asked for: its features' ids, one feature after another."""
@@ -278,9 +278,9 @@ class HashTableCollection:
         return group.table.initial_rows(group.layout.pack(member, ids, table))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
-        if table not in self._where:
+        if table not in self._location:
             raise ValueError(f"there is no table {table!r}; the tables are {', '.join(self.table_names)}")
-        place, member = self._where[table]
+        place, member = self._location[table]
         return self.groups[place], member
 
 

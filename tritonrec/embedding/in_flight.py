@@ -39,7 +39,7 @@ class InFlight:
         self._steps: Callable[[], str] | None = None
 
     @property
-    def held(self) -> bool:
+    def active(self) -> bool:
         """Whether windows are in flight."""
         return self._steps is not None
 

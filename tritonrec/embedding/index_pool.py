@@ -36,7 +36,7 @@ class IndexPool:
         """`end` once `count` numbers more are handed out."""
         return self.end + max(count - self._count, 0)
 
-    def free(self, count: int) -> torch.Tensor:
+    def next_free(self, count: int) -> torch.Tensor:
         """The free numbers among the next `count` ones, which begin with them, in their order."""
         return self._free[max(0, self._count - count) : self._count].flip(0)
 
@@ -45,15 +45,15 @@ class IndexPool:
         self.end = self.end_after(count)
         self._count -= min(count, self._count)
 
-    def take(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor:
         """The next `count` numbers (count,) int64. Raises MemoryError."""
         self.check_room(count)
-        again = self.free(count)
+        again = self.next_free(count)
         numbers = torch.cat([again, torch.arange(self.end, self.end + count - len(again), dtype=torch.int64)])
         self.claim(count)
         return numbers
 
-    def give_back(self, numbers: torch.Tensor) -> None:
+    def release(self, numbers: torch.Tensor) -> None:
         """Take back `numbers` (K,) int64, distinct and handed out."""
         count = self._count + len(numbers)
         if count > len(self._free):

@@ -30,20 +30,20 @@ from .index_pool import MAX_ROWS, IndexPool
 LOAD_FACTOR = 0.75
 """A structure of twice the slots takes over above this load (MTGRBoost, section 4.1)."""
 
-CROWDED = 0.875
+MAX_OCCUPANCY = 0.875
 """Tombstones and keys together on more of the slots than this: a structure of the same size takes over."""
 
-FULL = 0.9375
+HARD_MAX_OCCUPANCY = 0.9375
 """No call leaves more of the slots than this taken: it moves as much as it needs for its keys instead."""
 
-CLEARED_PER_KEY = 32
+SLOTS_CLEARED_PER_KEY = 32
 """Slots cleared per key of an insert call: a sixteenth of the old slots in new keys may come meanwhile."""
 
-MOVED_PER_KEY = 8
+SLOTS_MOVED_PER_KEY = 8
 """Slots moved per key of an insert call: an eighth of the old slots in new keys may come meanwhile. Half
 of it hardly shortens the longest call, which searches two structures, and lengthens twice as many."""
 
-LEAST_KEYS = 1024
+MIN_KEYS_PER_CALL = 1024
 """A call with fewer keys works on as much as one with this many."""
 
 
@@ -99,7 +99,7 @@ class KeyIndex:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """The handle of each key (K,) int64, repeats allowed; -1 where it is absent."""
-        return torch.from_numpy(self._find(self._mixed(keys)))
+        return torch.from_numpy(self._find(self._salted(keys)))
 
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the handles of `keys` (K,) int64, distinct (not checked); absent keys get new ones in order.
@@ -110,7 +110,7 @@ class KeyIndex:
         Raises:
             MemoryError: more than 2**30 handles; nothing has changed.
         """
-        unsigned = self._mixed(keys)
+        unsigned = self._salted(keys)
         new = len(unsigned)
         if self._is_short(new) or len(self._handles) + new > MAX_ROWS:
             new = int(np.count_nonzero(self._find(unsigned) < 0))
@@ -123,7 +123,7 @@ class KeyIndex:
 
         The handles stay reserved until `release`.
         """
-        unsigned = self._mixed(keys)
+        unsigned = self._salted(keys)
         rows = self._now.erase(unsigned)
         if self._old is not None:
             rest = np.flatnonzero(rows < 0)
@@ -133,7 +133,7 @@ class KeyIndex:
 
     def release(self, handles: torch.Tensor) -> None:
         """Handles (K,) int64 of erased keys, distinct, go to keys that come."""
-        self._handles.give_back(handles)
+        self._handles.release(handles)
 
     def grow(self, keys: int) -> None:
         """Have room for `keys` keys more, with no growth on its way. Raises MemoryError."""
@@ -149,7 +149,7 @@ class KeyIndex:
         keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return torch.from_numpy((keys ^ self._secret).view(np.int64)), torch.from_numpy(rows)
 
-    def _mixed(self, keys: torch.Tensor) -> np.ndarray:
+    def _salted(self, keys: torch.Tensor) -> np.ndarray:
         """The keys as the structures hold them."""
         if keys.dtype != torch.int64 or keys.dim() != 1:
             raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
@@ -163,7 +163,7 @@ class KeyIndex:
         return rows
 
     def _insert(self, keys: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        end, free = self._handles.end, self._handles.free(len(keys)).numpy()
+        end, free = self._handles.end, self._handles.next_free(len(keys)).numpy()
         if self._old is None:
             rows, inserted = self._now.insert(keys, end, free)
         else:
@@ -181,15 +181,15 @@ class KeyIndex:
     def _is_short(self, new: int) -> bool:
         """Whether `new` more keys call for another structure, or for more work on the one that is coming."""
         size, taken = self._size + new, self._size + self._now.tombstones + new
-        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > CROWDED * self.slots):
+        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > MAX_OCCUPANCY * self.slots):
             return True
-        return taken > FULL * self.slots
+        return taken > HARD_MAX_OCCUPANCY * self.slots
 
     def _make_room(self, new: int, keys: int) -> None:
         """Do the share of a call with `keys` keys, and more if its `new` ones would not fit otherwise."""
         if self._idle() and self._is_short(new):
             self._next = _Structure(self._slots_for(new))
-        self._work(max(keys, LEAST_KEYS))
+        self._work(max(keys, MIN_KEYS_PER_CALL))
         while self._is_short(new):
             if self._idle():
                 self._next = _Structure(self._slots_for(new))
@@ -204,12 +204,12 @@ class KeyIndex:
     def _work(self, keys: int) -> None:
         """Clear, take over and move, as much as `keys` keys pay for."""
         if self._next is not None:
-            keys -= self._next.clear(CLEARED_PER_KEY * keys) // CLEARED_PER_KEY
+            keys -= self._next.clear(SLOTS_CLEARED_PER_KEY * keys) // SLOTS_CLEARED_PER_KEY
             if self._next.done == self._next.slots:
                 self._old, self._now, self._next = self._now, self._next, None
                 self._old.done = 0
         if self._old is not None and keys > 0:
-            self._old.move(MOVED_PER_KEY * keys, self._now)
+            self._old.move(SLOTS_MOVED_PER_KEY * keys, self._now)
             if self._old.done == self._old.slots:
                 self._old = None
 

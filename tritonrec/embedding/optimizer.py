@@ -98,8 +98,8 @@ class DenseOptimizer:
     def rows(self) -> dict[str, torch.Tensor]:
         """By parameter weight | state, (R, row_width) float32, as `load` and a checkpoint take them."""
         self.in_flight.check("reading the rows")
-        if not self.in_flight.held:
-            self._take_weights()
+        if not self.in_flight.active:
+            self._read_parameters()
         return self._rows
 
     def step(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
@@ -111,35 +111,35 @@ class DenseOptimizer:
         Raises RuntimeError for a parameter that was changed while windows are in flight.
         """
         self.in_flight.check("a step")
-        if self.in_flight.held:
-            self.note_changes()
+        if self.in_flight.active:
+            self.detect_changes()
         else:
-            self._take_weights()
+            self._read_parameters()
         for name, gradient in gradients.items():
             rows, gradient = self._rows[name], _as_rows(gradient)
             self.rule.update(rows, torch.arange(rows.shape[0], device=rows.device), gradient, step)
-            self._give_weight(name)
+            self._write_parameter(name)
 
     def begin(self, steps: Callable[[], str]) -> None:
         """Windows are in flight from now on (`InFlight.begin`), and start from the parameters' values."""
         self.in_flight.begin(steps)
-        self._take_weights()
+        self._read_parameters()
 
-    def note_changes(self) -> None:
-        """Compare the parameters with what the last update left, for `demand_unchanged`.
+    def detect_changes(self) -> None:
+        """Compare the parameters with what the last update left, for `check_unchanged`.
 
         It raises here where that takes no wait for a device, and at the next update otherwise.
         """
-        self.demand_unchanged()
+        self.check_unchanged()
         flags = [
-            (weight.view(torch.int32) != held.view(torch.int32)).any() for _, weight, held in self._weights()
+            (weight.view(torch.int32) != own.view(torch.int32)).any() for _, weight, own in self._weights()
         ]
         if flags:
             self._changed = torch.stack(flags)
             if self._changed.device.type == "cpu":
-                self.demand_unchanged()
+                self.check_unchanged()
 
-    def demand_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise RuntimeError naming a parameter that somebody else changed while windows were in flight."""
         changed, self._changed = self._changed, self._changed[:0]
         for name, was in zip(self.parameters, changed.tolist(), strict=False):
@@ -155,15 +155,15 @@ class DenseOptimizer:
         self.in_flight.check("load")
         if rows.keys() != self._rows.keys():
             raise ValueError(f"expected rows of {sorted(self._rows)}, got {sorted(rows)}")
-        for name, held in self._rows.items():
-            if rows[name].shape != held.shape:
+        for name, own in self._rows.items():
+            if rows[name].shape != own.shape:
                 raise ValueError(
-                    f"{name}: expected rows of shape {tuple(held.shape)}, got "
+                    f"{name}: expected rows of shape {tuple(own.shape)}, got "
                     f"{tuple(rows[name].shape)}; was it saved with another optimizer or model size?"
                 )
-        for name, held in self._rows.items():
-            held.copy_(rows[name])
-            self._give_weight(name)
+        for name, own in self._rows.items():
+            own.copy_(rows[name])
+            self._write_parameter(name)
         self.in_flight.update = -1
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -172,12 +172,12 @@ class DenseOptimizer:
             weight = _as_rows(parameter.detach())
             yield name, weight, self._rows[name][:, : weight.shape[1]]
 
-    def _take_weights(self) -> None:
+    def _read_parameters(self) -> None:
         """Start from the parameters' values now."""
-        for _, weight, held in self._weights():
-            held.copy_(weight)
+        for _, weight, own in self._weights():
+            own.copy_(weight)
 
-    def _give_weight(self, name: str) -> None:
+    def _write_parameter(self, name: str) -> None:
         parameter = self.parameters[name]
         columns = parameter.shape[-1] if parameter.dim() else 1
         with torch.no_grad():

@@ -35,13 +35,13 @@ class Eviction:
     def __post_init__(self) -> None:
         if self.policy not in ("lru", "lfu", "ttl"):
             raise ValueError(f"eviction policy must be lru, lfu or ttl, got {self.policy!r}")
-        wanted, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
-        value = getattr(self, wanted)
+        required, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
+        value = getattr(self, required)
         if value is None or value < 1:
-            raise ValueError(f"eviction by {self.policy} needs {wanted} of at least 1, got {value}")
+            raise ValueError(f"eviction by {self.policy} needs {required} of at least 1, got {value}")
         if getattr(self, other) is not None:
             raise ValueError(
-                f"eviction by {self.policy} goes by {wanted}; it cannot honour {other}={getattr(self, other)}"
+                f"eviction by {self.policy} takes {required}, not {other}: leave {other}={getattr(self, other)} out"
             )
         if self.every < 1:
             raise ValueError(f"eviction every {self.every} steps is impossible; every must be at least 1")

@@ -75,13 +75,13 @@ class RowStorage:
     def gather(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.gather`."""
         locations = self._locate(handles)  # first: an update beside this may add rows and move some there
-        return chunked_rows.read_rows(self._places(), locations)
+        return chunked_rows.read_rows(self._kernel_chunks(), locations)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
         """See `EmbeddingTable.update`."""
-        chunked_rows.write_rows(self._places(), self._locate(handles), values.contiguous())
+        chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.in_low_precision`."""
@@ -102,7 +102,7 @@ class RowStorage:
             raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
         return handles
 
-    def _places(self) -> chunked_rows.Chunks:
+    def _kernel_chunks(self) -> chunked_rows.Chunks:
         full = self._full
         return chunked_rows.Chunks(
             full.addresses, full.addresses, full.rows, 0, self._chunk_rows, self.dim, self.row_width
@@ -135,13 +135,13 @@ class TieredStorage(RowStorage):
         with self._lock:
             self._reserve(0, len(handles))
             self._locations.grow(end)
-            self._locations[handles] = self._take(0, len(handles)).to(torch.int32)
+            self._locations[handles] = self._allocate(0, len(handles)).to(torch.int32)
 
     def release(self, handles: torch.Tensor) -> None:
         with self._lock:
             locations = self._locate(handles)
             for tier, there in enumerate((locations < LOW, locations >= LOW)):
-                self._give_back(tier, locations[there])
+                self._release(tier, locations[there])
             self._locations[handles] = -1
 
     def update(
@@ -160,11 +160,11 @@ class TieredStorage(RowStorage):
             for tier, here in enumerate(places):
                 self._reserve(tier, len(here))  # both before either: where memory is short nothing moves
             for tier, here in enumerate(places):
-                locations[here] = self._take(tier, len(here))
+                locations[here] = self._allocate(tier, len(here))
                 self._locations[handles[here]] = locations[here].to(torch.int32)
-                self._give_back(1 - tier, before[here])
+                self._release(1 - tier, before[here])
                 self._moved[tier] += len(here)
-        chunked_rows.write_rows(self._places(), locations, values)
+        chunked_rows.write_rows(self._kernel_chunks(), locations, values)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locate(handles) >= LOW
@@ -186,17 +186,17 @@ class TieredStorage(RowStorage):
         self._pools[tier].check_room(count)
         (self._full, self._low)[tier].grow(self._pools[tier].end_after(count))
 
-    def _take(self, tier: int, count: int) -> torch.Tensor:
+    def _allocate(self, tier: int, count: int) -> torch.Tensor:
         """Locations (count,) int64 of rows that were free and have room."""
-        return self._pools[tier].take(count) + tier * LOW
+        return self._pools[tier].allocate(count) + tier * LOW
 
-    def _give_back(self, tier: int, locations: torch.Tensor) -> None:
-        self._pools[tier].give_back(locations - tier * LOW)
+    def _release(self, tier: int, locations: torch.Tensor) -> None:
+        self._pools[tier].release(locations - tier * LOW)
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locations[super()._locate(handles)].to(torch.int64)
 
-    def _places(self) -> chunked_rows.Chunks:
+    def _kernel_chunks(self) -> chunked_rows.Chunks:
         full, low = self._full, self._low
         return chunked_rows.Chunks(
             full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width

@@ -8,7 +8,7 @@ import torch
 
 
 def check_state(
-    given: Mapping[str, Mapping[str, torch.Tensor]], wanted: Mapping[str, Mapping[str, torch.Tensor]]
+    given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """ValueError naming all tables, columns, dtypes and widths in which the two differ."""
     there, here = (
@@ -17,7 +17,7 @@ def check_state(
             for table, columns in state.items()
             for column, values in columns.items()
         }
-        for state in (given, wanted)
+        for state in (given, expected)
     )
     different = [
         f"column {column!r} of table {table!r} is {there.get((table, column), 'not there')} in the state, "

@@ -107,7 +107,7 @@ class DynamicTable:
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
         if self._metadata.policies:
-            self._maintain(keys, step, all_reduce)
+            self._run_policies(keys, step, all_reduce)
         with self._lock:
             if self._candidates is None:
                 handles, new = self._insert(keys)
@@ -258,9 +258,9 @@ class DynamicTable:
         key_structure, candidates (keys, counts and steps of keys that are not admitted yet), metadata
         (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use).
         """
-        stored, waiting = self._rows.memory(), self._candidates
+        stored, candidates = self._rows.memory(), self._candidates
         stored["metadata"] += self._metadata.nbytes
-        return {**stored, "candidates": 0 if waiting is None else waiting.nbytes}
+        return {**stored, "candidates": 0 if candidates is None else candidates.nbytes}
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
@@ -292,13 +292,13 @@ class DynamicTable:
         with self._updating:
             with self._lock:
                 keys, handles = self._items()
-                changed, gone = changes.changed(handles), changes.erased()
-                erased = {"rows": gone[self._rows.find(gone) < 0]}
+                changed, erased_keys = changes.changed(handles), changes.erased()
+                erased = {"rows": erased_keys[self._rows.find(erased_keys) < 0]}
                 changes.start(self._rows.end)
-                waiting = None if self._candidates is None else self._candidates.take_changes()
+                candidates = None if self._candidates is None else self._candidates.take_changes()
             state = {"rows": self._columns(keys[changed], handles[changed])}
-        if waiting is not None:
-            state["candidates"], erased["candidates"] = waiting
+        if candidates is not None:
+            state["candidates"], erased["candidates"] = candidates
         return state, erased
 
     def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,7 +327,7 @@ class DynamicTable:
         """Handles (n,) of `keys` that are loaded: they need no admission, and no step has used them."""
         handles, _new = self._insert(keys)
         if self._evictor is not None:
-            self._evictor.expect_undated()
+            self._evictor.expect_missing_timestamps()
         if self._candidates is not None:
             self._candidates.erase(keys)
         return handles
@@ -348,7 +348,7 @@ class DynamicTable:
             low_precision = self._low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
-    def _maintain(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
+    def _run_policies(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         """Evict and demote what is due at `step`, before its `keys` (K,) are looked up."""
         if not 0 <= step < 2**31 or (self._step is not None and step <= self._step):
             raise ValueError(
@@ -367,7 +367,7 @@ class DynamicTable:
 
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
-            self._metadata.changes.mark(evictor.date(self._rows, step))
+            self._metadata.changes.mark(evictor.stamp(self._rows, step))
         keys = evictor.choose(self._rows, pinned, step, all_reduce)
         for part in keys.split(BLOCK):
             with self._updating, self._lock:

@@ -25,7 +25,7 @@ def count_digits(words, groups, candidates, shift, flip, counts):
 
 
 @njit(cache=True, nogil=True)
-def take_below(words, groups, candidates, shift, flip, edge, whole, going_on, chosen, kept):
+def take_below(words, groups, candidates, shift, flip, edge, whole, unfinished, chosen, kept):
     """Choose candidates below their group's edge, and at it where it is taken whole; how many are `kept`,
     those at the edge of a group that goes on."""
     count = 0
@@ -34,7 +34,7 @@ def take_below(words, groups, candidates, shift, flip, edge, whole, going_on, ch
         digit = ((words[candidate] >> shift) & 255) ^ flip
         if digit < edge[group] or (digit == edge[group] and whole[group]):
             chosen[candidate] = True
-        elif digit == edge[group] and going_on[group]:
+        elif digit == edge[group] and unfinished[group]:
             kept[count] = candidate
             count += 1
     return count
