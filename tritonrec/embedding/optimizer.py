@@ -1,4 +1,4 @@
-"""Optimizers for rows that carry their state, and for dense parameters seen as rows."""
+"""Optimizers of rows with state, and of dense parameters as rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowOptimizer:
         rowwise_adagrad   weight (dim) | sum of mean squared gradients (1)
         adam              weight (dim) | first moment (dim) | second moment (dim)
 
-    Adam's bias correction counts the run's steps, once per window, however the window was split.
+    Adam's bias correction counts the run's steps: one per window, for any number of micro-batches.
     """
 
     name: OptimizerName = "adam"
@@ -65,10 +65,10 @@ class RowOptimizer:
 
 
 class DenseOptimizer:
-    """The same rules for dense parameters: each is a block of rows (its last dimension) with state beside it.
+    """The same rules for dense parameters: each is a block of rows (its last dimension) with state.
 
-    A parameter may lie in memory in any order. What is done to it between two updates counts: the next one
-    starts from the values it has then. While a trainer has windows in flight a change is an error.
+    A parameter may have any strides. Its values may be changed between two updates: the second one starts
+    from them. While a trainer has windows in flight a change is an error.
 
     Args:
         parameters: (name, parameter) pairs, float32; a vector counts as one row.
@@ -121,14 +121,14 @@ class DenseOptimizer:
             self._write_parameter(name)
 
     def begin(self, steps: Callable[[], str]) -> None:
-        """Windows are in flight from now on (`InFlight.begin`), and start from the parameters' values."""
+        """Start the guard of windows in flight (`InFlight.begin`), from the parameters' current values."""
         self.in_flight.begin(steps)
         self._read_parameters()
 
     def detect_changes(self) -> None:
-        """Compare the parameters with what the last update left, for `check_unchanged`.
+        """Compare the parameters with the results of the last update, for `check_unchanged`.
 
-        It raises here where that takes no wait for a device, and at the next update otherwise.
+        A change raises here on the host. On a device it raises at the next update, without a wait.
         """
         self.check_unchanged()
         flags = [
@@ -140,10 +140,10 @@ class DenseOptimizer:
                 self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError naming a parameter that somebody else changed while windows were in flight."""
+        """Raise RuntimeError naming a parameter that was changed outside while windows were in flight."""
         changed, self._changed = self._changed, self._changed[:0]
-        for name, was in zip(self.parameters, changed.tolist(), strict=False):
-            if was:
+        for name, is_changed in zip(self.parameters, changed.tolist(), strict=False):
+            if is_changed:
                 raise RuntimeError(
                     f"parameter {name} was changed while windows are in flight, of which some were computed "
                     "before the change: change parameters after list(trainer.run([])), or let the batches "
@@ -151,7 +151,7 @@ class DenseOptimizer:
                 )
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Take over weights and state from `rows`, as another instance's `rows` holds them."""
+        """Load weights and state from another instance's `rows`; ValueError for other names or shapes."""
         self.in_flight.check("load")
         if rows.keys() != self._rows.keys():
             raise ValueError(f"expected rows of {sorted(self._rows)}, got {sorted(rows)}")
@@ -173,7 +173,7 @@ class DenseOptimizer:
             yield name, weight, self._rows[name][:, : weight.shape[1]]
 
     def _read_parameters(self) -> None:
-        """Start from the parameters' values now."""
+        """Copy the parameters' values into the rows."""
         for _, weight, own in self._weights():
             own.copy_(weight)
 
@@ -185,7 +185,7 @@ class DenseOptimizer:
 
 
 def _as_rows(values: torch.Tensor) -> torch.Tensor:
-    """(R, columns) values in the order of their indices: a copy where they lie in another order in memory."""
+    """(R, columns) values in the order of their indices: a copy where they are not contiguous."""
     return (
         values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         if values.dim()

@@ -14,9 +14,9 @@ from .row_column import RowColumn
 
 
 class Chunks:
-    """Rows of one width and type, in chunks that never move, so that rows are copied while others are added.
+    """Rows of one width and type, in chunks that never move, so that rows can be read while others are added.
 
-    chunk 0 (full) | chunk 1 (current) | chunk 2 (next: there before it is needed)
+    chunk 0 (full) | chunk 1 (current) | chunk 2 (allocated ahead)
     ^ row 0          ^ row chunk_rows ... ^ row `rows`
     """
 
@@ -33,14 +33,14 @@ class Chunks:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def reserve(self, rows: int) -> None:
-        """Have memory for rows below `rows`, and a whole chunk beyond."""
+        """Allocate memory for rows below `rows`, and one chunk more."""
         needed = max(-(-rows // self._shape[0]), 1) + 1
         while len(self._chunks) < needed:
             self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
             self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
 
     def grow(self, rows: int) -> None:
-        """Rows below `rows` are there from now on."""
+        """Make rows below `rows` usable."""
         self.reserve(rows)
         self.rows = max(self.rows, rows)
 
@@ -62,19 +62,19 @@ class RowStorage:
         self._full = Chunks(row_width, torch.float32, chunk_rows)
 
     def grow(self, end: int) -> None:
-        """Have room for handles below `end`."""
+        """Reserve memory for handles below `end`."""
         self._full.reserve(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
-        """New rows for `handles` (K,), all below `end`; their values are not set. All or none."""
+        """Add rows for `handles` (K,), all below `end`, with undefined values; all of them or none."""
         self._full.grow(end)
 
     def release(self, handles: torch.Tensor) -> None:
-        """The rows of `handles` (K,) were erased."""
+        """Free the rows of `handles` (K,), which were erased."""
 
     def gather(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.gather`."""
-        locations = self._locate(handles)  # first: an update beside this may add rows and move some there
+        locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
         return chunked_rows.read_rows(self._kernel_chunks(), locations)
 
     def update(
@@ -97,7 +97,7 @@ class RowStorage:
         return {"metadata": 0, "fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
-        """Where the rows of `handles` (K,) lie, (K,) int64; -1 where a handle is -1."""
+        """Locations (K,) int64 of the rows of `handles` (K,); -1 for a handle of -1."""
         if len(handles) and int(handles.min()) < -1:
             raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
         return handles
@@ -156,10 +156,10 @@ class TieredStorage(RowStorage):
             before = self._locate(handles)
             locations = before.clone()
             moving = ~low & (before >= LOW), low & (before >= 0) & (before < LOW)
-            places = [going.nonzero().squeeze(1) for going in moving]
-            for tier, here in enumerate(places):
-                self._reserve(tier, len(here))  # both before either: where memory is short nothing moves
-            for tier, here in enumerate(places):
+            positions = [mask.nonzero().squeeze(1) for mask in moving]
+            for tier, here in enumerate(positions):
+                self._reserve(tier, len(here))  # both tiers first: where memory is short nothing moves
+            for tier, here in enumerate(positions):
                 locations[here] = self._allocate(tier, len(here))
                 self._locations[handles[here]] = locations[here].to(torch.int32)
                 self._release(1 - tier, before[here])
@@ -182,12 +182,12 @@ class TieredStorage(RowStorage):
         }
 
     def _reserve(self, tier: int, count: int) -> None:
-        """Have room for `count` rows more. Raises MemoryError."""
+        """Reserve room for `count` more rows. Raises MemoryError."""
         self._pools[tier].check_room(count)
         (self._full, self._low)[tier].grow(self._pools[tier].end_after(count))
 
     def _allocate(self, tier: int, count: int) -> torch.Tensor:
-        """Locations (count,) int64 of rows that were free and have room."""
+        """Locations (count,) int64 of free rows, for which room is reserved."""
         return self._pools[tier].allocate(count) + tier * LOW
 
     def _release(self, tier: int, locations: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from .interface import EmbeddingTable
 from .row_column import RowColumn
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums an int64 tensor over the ranks; every rank calls it equally often, with equal shapes."""
+"""Collective: sums an int64 tensor over the ranks, with equal shapes on all of them."""
 
 
 def select_smallest(
@@ -27,15 +27,15 @@ def select_smallest(
 ) -> torch.Tensor:
     """Choose in each group the ``k[group]`` smallest (score, id), all ranks together.
 
-    Eight bits at a time from the top: count how many candidates have each digit, sum the counts over the
-    ranks, take all below the digit where the sum reaches what is k, go on with those that have it. The
-    outcome depends on the union of the ranks' candidates only. At most 12 rounds, mostly 2 to 5.
+    Each round takes eight bits, from the top: count the candidates by digit, sum the counts over the ranks,
+    choose all below the digit where the sum reaches k, and go on with the candidates that have that digit.
+    The result depends on the union of the ranks' candidates only. At most 12 rounds, mostly 2 to 5.
 
     Args:
         scores: (K,) int32 or int64 within int32. ids: (K,) int64, ordered as signed numbers; distinct in a
             group over all ranks.
         groups: (K,) int64 in [0, G).
-        k: (G,) int64, the same on every rank; a group with fewer candidates gives them all.
+        k: (G,) int64, the same on every rank; in a group with fewer candidates all are chosen.
         all_reduce: sums (G, 256) counts over the ranks; None for a single rank.
 
     Returns:
@@ -56,7 +56,7 @@ def select_smallest(
         if all_reduce is not None:
             counts = all_reduce(counts)
         reached = counts.cumsum(1)
-        # The first digit with which a group has enough; 256 where all its candidates are not.
+        # The first digit with which a group has enough; 256 where it has too few candidates.
         edge = (reached < remaining.unsqueeze(1)).sum(1)
         none = reached.new_zeros(len(k), 1)
         remaining -= torch.cat([none, reached], 1).gather(1, edge.unsqueeze(1)).squeeze(1)
