@@ -17,7 +17,7 @@ from typing import Any
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield where to write: a name beside `path`, in a folder made for it, that becomes `path` at the end.
 
     After an error what was there before is there still, and of several writers the last wins. A link goes on
@@ -55,7 +55,7 @@ def _is_output(path: Path) -> bool:
 def save_json(document: Any, path: str | os.PathLike[str]) -> None:
     """Write `document` as indented JSON, whole or not at all."""
     text = json.dumps(document, indent=2) + "\n"
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text)
 
 

@@ -18,7 +18,7 @@ def load(spec: str) -> Interactions | ClickLog:
     ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
     ``parquet:PATH``                          a file or a folder of them (`tritonrec.data.parquet`)
     ``kuairand:PATH``                         the CSV files of KuaiRand (`tritonrec.data.kuairand`)
-    ``criteo``, ``criteo:samples=1000``       made clicks in Criteo's shape (`ctr_made.MadeOptions`)
+    ``criteo``, ``criteo:samples=1000``       made clicks in Criteo's shape (`synthetic_clicks.MadeOptions`)
     ``avazu``, ``avazu:samples=1000``         made clicks in Avazu's shape
     ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
     ``criteo-parquet:PATH``                   the same columns as Parquet
@@ -42,9 +42,9 @@ def load(spec: str) -> Interactions | ClickLog:
 
         return kuairand.read(Path(detail).expanduser())
     if source in ("criteo", "avazu"):
-        from tritonrec.data import ctr_made
+        from tritonrec.data import synthetic_clicks
 
-        return ctr_made.make(source, ctr_made.MadeOptions.parse(detail))
+        return synthetic_clicks.make(source, synthetic_clicks.MadeOptions.parse(detail))
     if source in ("criteo-tsv", "criteo-parquet") and detail:
         from tritonrec.data import criteo
 

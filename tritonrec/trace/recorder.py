@@ -16,7 +16,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..files import whole
+from ..files import atomic_write
 from .events import LANES, CounterEvent, OperatorEvent, SpanEvent
 
 _KNOWN_LANES = frozenset(LANES)
@@ -139,7 +139,7 @@ class Recorder:
         target = Path(path)
         # Copies, so that a lane still running cannot grow a list under the writer.
         events = list(self._spans), list(self._counters), list(self._operators)
-        with whole(target) as part, part.open("wb") as file:
+        with atomic_write(target) as part, part.open("wb") as file:
             file.write(serialise(self.rank, self.metadata, *events))
         return target
 
@@ -178,7 +178,7 @@ def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[
     sequences carry the rank in their ids, so nothing clashes. `out` is written whole or not at all.
     """
     target = Path(out)
-    with whole(target) as part, part.open("wb") as joined:
+    with atomic_write(target) as part, part.open("wb") as joined:
         for path in paths:
             with Path(path).open("rb") as one:
                 shutil.copyfileobj(one, joined)

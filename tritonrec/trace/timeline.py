@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import whole
+from ..files import atomic_write
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
 from .events import LANES
 from .reader import Span, Trace
@@ -93,7 +93,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         figure.suptitle(_title(trace, batches), fontsize=11, x=0.01, ha="left")
         _legend(figure, {s.name for s in trace.spans})
         target = Path(path)
-        with whole(target) as part:
+        with atomic_write(target) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

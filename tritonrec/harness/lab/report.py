@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ...files import whole
+from ...files import atomic_write
 from ...version import __version__
 from .rounds import PROBES, Plan, Result, Row
 from .settings import LOOKUP_SHARES
@@ -276,7 +276,7 @@ def draw_report(result: Result, path: Path) -> None:
         )
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=len(PARTS) + len(HIDDEN), fontsize=8, frameon=False)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

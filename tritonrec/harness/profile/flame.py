@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from ...distributed.rank_process import end_with_parent
-from ...files import ScratchFolder, whole
+from ...files import ScratchFolder, atomic_write
 
 START_SECONDS, STOP_SECONDS = 30.0, 60.0
 
@@ -115,7 +115,7 @@ class PySpy:
             raise self._failure()
         if not count(self._svg.read_bytes()).working:
             raise FlameError(NO_SAMPLE)
-        with whole(target) as part:
+        with atomic_write(target) as part:
             part.write_text(_named(self._svg.read_text(), title, processes))
 
     def __exit__(self, *exc: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ...files import whole
+from ...files import atomic_write
 from ...version import __version__
 from .rounds import BACKENDS, Result, Setting, interval
 
@@ -179,7 +179,7 @@ def draw_report(result: Result, path: Path) -> None:
             _draw_collectives(next(axes), result)
         for unused in axes:
             unused.axis("off")
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...files import whole
+from ...files import atomic_write
 
 METRICS = ("AUC", "accuracy", "BCE")
 PAPER_LOSS = 0.0004
@@ -154,7 +154,7 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
         right.legend(fontsize=8, frameon=False)
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=120, format="png")
     finally:
         pyplot.close(figure)

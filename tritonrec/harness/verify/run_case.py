@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ...data import Batch, ClickLoader, Lookup
 from ...distributed import Communicators
 from ...embedding import TablePolicy
-from ...files import whole
+from ...files import atomic_write
 from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
 from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
@@ -72,7 +72,7 @@ def record_reference(reference: Reference, steps: int, directory: str) -> None:
                 batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
                 state.update(used_state(tables, [batch.lookups() for batch in batches]))
             states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
-    with whole(Path(directory, reference.file_name)) as part:
+    with atomic_write(Path(directory, reference.file_name)) as part:
         save_file(states, part)
 
 

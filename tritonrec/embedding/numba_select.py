@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""Passes over all keys of a table, for sweeps."""
+"""Loops over all keys of a table, for eviction and demotion passes."""
 
 from ..kernels.caches import njit
 
 
 @njit(cache=True, nogil=True)
 def unpinned(keys, handles, pinned, metadata, left_keys, left_handles, values):
-    """Copy keys, handles and metadata of the rows that are not pinned; returns how many they are."""
+    """Copy keys, handles and metadata of the rows that are not pinned; returns their number."""
     count = 0
     for i in range(len(keys)):
         left_keys[count] = keys[i]
@@ -25,16 +25,16 @@ def count_digits(words, groups, candidates, shift, flip, counts):
 
 
 @njit(cache=True, nogil=True)
-def take_below(words, groups, candidates, shift, flip, edge, whole, going_on, chosen, kept):
-    """Choose candidates below their group's edge, and at it where it is taken whole; how many are `kept`,
-    those at the edge of a group that goes on."""
+def take_below(words, groups, candidates, shift, flip, edge, whole, unfinished, chosen, kept):
+    """Choose the candidates below their group's edge digit, and those at the edge of a `whole` group. Copy
+    the undecided ones, at the edge of an unfinished group, to `kept`; returns their number."""
     count = 0
     for candidate in candidates:
         group = groups[candidate]
         digit = ((words[candidate] >> shift) & 255) ^ flip
         if digit < edge[group] or (digit == edge[group] and whole[group]):
             chosen[candidate] = True
-        elif digit == edge[group] and going_on[group]:
+        elif digit == edge[group] and unfinished[group]:
             kept[count] = candidate
             count += 1
     return count
