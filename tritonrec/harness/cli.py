@@ -86,6 +86,7 @@ def verify(
     dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
     identical and every injected fault was caught.
     """
+    from ..pipeline import PIPELINED
     from .cases import contract_table
     from .contract import verify_contract
     from .record_traces import record_traces
@@ -96,7 +97,7 @@ def verify(
         raise typer.BadParameter("--quick and --full exclude each other")
     job = checked(lambda: load_job(Job(data=data, chunk_rows=512)))
     size = "quick" if quick else "full" if full else "default"
-    chosen = names(modes, ("dbp", "fwp", "nestpipe"), "--modes")
+    chosen = names(modes, PIPELINED, "--modes")
     ranks, counts = (
         numbers(world_size, "--world-size", most=MOST_RANKS),
         numbers(micro_batches, "--micro-batches"),

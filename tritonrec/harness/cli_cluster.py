@@ -84,6 +84,7 @@ def lab(
     removed at the end. Losses are compared before any figure is printed.
     """
     from ..nn import HSTUConfig
+    from ..pipeline import STAGED
     from .lab import network, report, rounds, settings
     from .setup import Job
 
@@ -104,7 +105,7 @@ def lab(
             Job(data, "hstu", batch_size, max_seq_len, negatives, sizes=sizes, seed=seed),
             world_size,
             rate,
-            names(modes, ("sequential", "dbp", "fwp", "nestpipe"), "--modes"),  # type: ignore[arg-type]
+            names(modes, STAGED, "--modes"),  # type: ignore[arg-type]
             numbers(micro_batches, "--micro-batches"),
             settings.parse_switches(switch or []),
             settings.parse_emulation(emulate),
