@@ -2,7 +2,7 @@
 
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
-from .modes import MODES, PIPELINED, Mode, schedule_of
+from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
@@ -31,6 +31,8 @@ __all__ = [
     "PIPELINED",
     "SCHEDULES",
     "SEQUENTIAL",
+    "STAGED",
+    "TWO_BUFFERS",
     "Access",
     "Consistency",
     "Dedup",
@@ -51,6 +53,7 @@ __all__ = [
     "Window",
     "WindowConfig",
     "WindowPlaces",
+    "base_schedule",
     "check",
     "keep_rows",
     "run_sequentially",

@@ -59,7 +59,7 @@ class Program:
         device = torch.device(device)
         self.sums = Sums(config, device)
         self.context = Context(
-            config, device, tables, self.sums, communicators.replicas > 1 and not config.average_every,
+            config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop,
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {

@@ -39,13 +39,20 @@ class Schedule:
 
     With ``early`` exchanges the lanes get all exchanges of a window before anything else of it (NestPipe,
     section V.B: communication is launched as early as possible); without, one micro-batch is done with before
-    the next begins.
+    the next begins. The lanes of a ``concurrent`` schedule run at the same time; of any other, one stage
+    runs after another.
     """
 
     name: str
     stages: tuple[Stage, ...]
     batches_in_flight: int
     early: bool = True
+    concurrent: bool = True
+
+    @property
+    def overlaps_window(self) -> bool:
+        """Whether exchanges of a window run beside its computation."""
+        return self.concurrent and self.early
 
     @property
     def dual_buffer(self) -> bool:
@@ -180,7 +187,9 @@ FWP = replace(
 )
 """Frozen-window pipelining alone (section V): one batch at a time, exchanges overlap inside its window."""
 
-SEQUENTIAL = replace(NESTPIPE.with_one_buffer(), name="sequential", batches_in_flight=1, early=False)
+SEQUENTIAL = replace(
+    NESTPIPE.with_one_buffer(), name="sequential", batches_in_flight=1, early=False, concurrent=False
+)
 """What mode ``sequential`` runs, one stage after another, so that its edges hold by themselves."""
 
 SCHEDULES = {schedule.name: schedule for schedule in (DBP, FWP, NESTPIPE)}

@@ -117,7 +117,7 @@ class Trainer:
         if mode != "reference" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         bits = self.config.fraction_bits if self.config.consistency == "batch" else None
-        shared = self._schedule is not None and mode != "sequential" and self._schedule.overlaps_batches
+        shared = self._schedule is not None and self._schedule.overlaps_batches
         self._flight = Flight(model, tables, dense, bits, shared, self._steps_in_flight)
         self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
@@ -141,7 +141,7 @@ class Trainer:
         )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
-        if mode != "sequential":
+        if self._schedule.concurrent:
             count = self.config.window_micro_batches
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,

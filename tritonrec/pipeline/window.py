@@ -157,6 +157,10 @@ class WindowConfig:
                 f"got {self.window_micro_batches}"
             )
 
+    def adds_up_replicas(self, replicas: int) -> bool:
+        """Whether gradients are added up over that many replicas of the tables in every update."""
+        return replicas > 1 and not self.average_every
+
     @property
     def window_micro_batches(self) -> int:
         """M, micro-batches of a window."""

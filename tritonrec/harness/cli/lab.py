@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ...files import save_json
 from ...nn import HSTUConfig
+from ...pipeline import STAGED
 from ..job import Job
 from ..lab import network, report, rounds, settings
 from ..lab.rounds import Plan
@@ -21,7 +22,6 @@ from .outputs import checked, demand_writable
 from .words import names
 
 DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
-MODES = ("sequential", "dbp", "fwp", "nestpipe")
 
 
 PLAN = Plan(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
@@ -83,7 +83,7 @@ def lab(
         whole = replace(
             plan,
             job=replace(plan.job, sizes=sizes),
-            modes=names(modes, MODES, "--modes"),  # type: ignore[arg-type]
+            modes=names(modes, STAGED, "--modes"),  # type: ignore[arg-type]
             switches=settings.parse_switches(switch or []),
             seconds=settings.parse_emulation(emulate),
             proportions=settings.parse_proportions(proportions) if proportions else {},

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces
+from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
 from .network import LabError
 
@@ -91,7 +91,9 @@ def settings(
     """
     chosen, counts = [BASELINE], list(micro_batches)
     for mode in modes:
-        chosen += [Setting(mode, count) for count in ([1] if mode == "dbp" else counts)]
+        schedule = base_schedule(mode)
+        serial_window = schedule.concurrent and not schedule.overlaps_window
+        chosen += [Setting(mode, count) for count in ([1] if serial_window else counts)]
     if switches.get(AVERAGE):
         exact = {name: value for name, value in switches.items() if name != AVERAGE}
         chosen += [Setting("nestpipe", count, exact) for count in counts]

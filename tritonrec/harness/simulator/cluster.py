@@ -29,7 +29,7 @@ from ...settings import setting
 from .engine import Cost, Workers, simulate
 from .keys import KeyModel
 from .measure import Outcome, measure
-from .plan import Plan
+from .plan import TABLES, Plan
 
 LOOKUP_STAGES = ("prefetch", "h2d", "route", "retrieve", "write_back")
 
@@ -112,7 +112,7 @@ def costs(cluster: Cluster, workload: Workload, plan: Plan) -> Callable[[Task], 
     else:
         forward = backward = keys.payload(fractions, plan.clustered)
     owned = keys.batch(members) / members * row  # bytes of the rows that one owner holds of a batch
-    kept = keys.kept(members) if plan.pipeline in ("dbp", "nestpipe") else 0.0
+    kept = keys.kept(members) if TABLES[plan.pipeline].dual_buffer else 0.0
     part = cluster.lookup / len(LOOKUP_STAGES)
     away = (members - 1) / members
     fixed = {name: Cost(part) for name in LOOKUP_STAGES}

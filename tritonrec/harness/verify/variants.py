@@ -12,7 +12,7 @@ from typing import Any
 
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
-from ...pipeline import PIPELINED, Mode
+from ...pipeline import PIPELINED, TWO_BUFFERS, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 
@@ -168,14 +168,14 @@ VARIANTS: dict[str, Variant] = {
         "rows that consecutive batches use stay in the buffers",
         window={"skip_fetch": True},
         shows=("kept", "written"),
-        modes=("dbp", "nestpipe"),
+        modes=TWO_BUFFERS,
     ),
     "scale": Variant(
         "first use, taper and skipped fetches together, over three accumulated batches, with policies",
         {**SMALL, "data": MADE, "policy": POLICIES},
         window={"first_use": True, "taper": 0.5, "skip_fetch": True, "accumulate": 3},
         shows=("kept", "written", "rejected"),
-        modes=("dbp", "nestpipe"),
+        modes=TWO_BUFFERS,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
