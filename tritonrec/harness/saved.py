@@ -36,7 +36,7 @@ class RunSaver:
                 world_size=communicators.shards,
                 gather=communicators.checkpoint.gather_texts,
                 full_every=full_every,
-                around=lambda step: communicators.watch.doing(f"save({step})"),
+                context=lambda step: communicators.watch.doing(f"save({step})"),
             )
 
     def save(self, step: int) -> None:
