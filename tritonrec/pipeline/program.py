@@ -122,7 +122,7 @@ class WindowProgram:
 
     def _tell_replicas(self, window: Window, table: TableWindow) -> None:
         """Gather what each replica of this part is asked for: keys, and their last use if it is known."""
-        gather, others = self.communicators.replica_routing.gather, self.communicators.replicas - 1
+        gather, others = self.communicators.replica_routing.all_gather, self.communicators.replicas - 1
         distinct, inverse, _counts = ops.unique(table.received_keys)
         table.replica_keys = gather(distinct)
         window.counts.key_bytes += 8 * len(distinct) * others

@@ -231,13 +231,13 @@ class Slipstream:
             )
         mine = [group.places for group in self._groups] if self.communicators.saves else []
         places = torch.cat([*mine, torch.empty(0, dtype=torch.int64)])
-        every = torch.cat(self.communicators.control.gather(places))
+        every = torch.cat(self.communicators.control.all_gather(places))
         history = []
         for number in range(count):
             part = [group.changes[number] for group in self._groups] if self.communicators.saves else []
             changes = torch.full((len(self.hot),), math.inf, dtype=torch.float32)
             part.append(torch.empty(0, dtype=torch.float32))
-            values = self.communicators.control.gather(torch.cat(part))
+            values = self.communicators.control.all_gather(torch.cat(part))
             changes[every] = torch.cat(values)
             history.append(changes)
         return history
