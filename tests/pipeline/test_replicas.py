@@ -50,7 +50,7 @@ def gathered(communicators):
     """Ranks of this rank's sharding and replica groups."""
     mine = torch.tensor([communicators.rank])
     lanes = (communicators.routing, communicators.shard_control, communicators.replica, communicators.control)
-    return [torch.cat(lane.gather(mine)).tolist() for lane in lanes]
+    return [torch.cat(lane.all_gather(mine)).tolist() for lane in lanes]
 
 
 def train(communicators, window, steps, sync=False, job=JOB, late=None):

@@ -1,13 +1,12 @@
-"""Made logs of clicks with the shapes of Criteo's and Avazu's: columns, table sizes, skew and rate of clicks.
+"""Synthetic logs of clicks in the shapes of Criteo and Avazu: columns, table sizes, skew and rate of clicks.
 
 Table sizes are those of the published training sets (Criteo Kaggle, 45.8 million impressions; Avazu, 40.4
-million), times `scale`; tables of up to `KEPT` rows keep their size, and none becomes smaller than that. The
-id of popularity rank r is drawn with a probability proportional to r ** -exponent, with an exponent of its
-own for each table, up to 0.2 around `exponent`.
+million), times `scale`, but not below `MIN_TABLE_ROWS` or the published size. The id of popularity rank r is
+drawn with a probability proportional to r ** -a. Each table has its own a, within 0.2 of `exponent`.
 
-Labels come from a hidden model: every id has an effect, those of `CROSSED` pairs of tables also a direction,
-whose product with that of the other counts, and dense features have weights. The constant is such that the
-mean probability is the published rate of clicks. Nothing drifts in time.
+Labels come from a hidden logistic model: every id has a weight, the ids of `NUM_CROSSED` pairs of tables also
+interact by an inner product, and dense features have weights. The constant term gives the published rate of
+clicks. The distribution does not change with time.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritonrec.data.criteo import CATEGORIES
-from tritonrec.data.ctr import ClickLog, split_in_time
+from tritonrec.data.ctr import ClickLog, num_training_rows
 
-KEPT = 64
-CROSSED = 8
+MIN_TABLE_ROWS = 64
+NUM_CROSSED = 8
 SIGNAL = 1.5
-"""Standard deviation of the hidden logit: its own AUC is then about 0.8, as that of models of Criteo."""
+"""Standard deviation of the hidden logit, whose AUC is then about 0.8, as of models of Criteo."""
 DAYS = 10
-"""Of an Avazu-shaped log, the last of which is held out."""
+"""Days of an Avazu-shaped log; the last one is held out."""
 _SPREAD = np.uint64(0x9E3779B1)  # odd, so that multiplying by it modulo 2**32 keeps ids distinct
 
 
 class Shape(NamedTuple):
-    """What a published log looks like: rows of each feature's table, dense features, rate of clicks."""
+    """Shape of a published log: rows of each feature's table, dense features, rate of clicks."""
 
     tables: dict[str, int]
     dense: int
@@ -58,8 +57,8 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class MadeOptions:
-    """What to make. Raises ValueError naming the option that is out of range."""
+class SyntheticClickOptions:
+    """Options of `generate`. Raises ValueError naming an option out of range."""
 
     samples: int = 20_000
     scale: float = 1e-3
@@ -77,7 +76,7 @@ class MadeOptions:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
     @classmethod
-    def parse(cls, text: str) -> MadeOptions:
+    def parse(cls, text: str) -> SyntheticClickOptions:
         """Options from ``name=value,name=value``; an empty text gives the defaults."""
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         chosen: dict[str, Any] = {}
@@ -93,11 +92,11 @@ class MadeOptions:
 
 
 def table_rows(shape: Shape, scale: float) -> dict[str, int]:
-    """Rows of each feature's table at that scale."""
-    return {name: min(rows, max(KEPT, round(rows * scale))) for name, rows in shape.tables.items()}
+    """Rows of each feature's table at `scale`."""
+    return {name: min(rows, max(MIN_TABLE_ROWS, round(rows * scale))) for name, rows in shape.tables.items()}
 
 
-def make(name: str, options: MadeOptions) -> ClickLog:
+def generate(name: str, options: SyntheticClickOptions) -> ClickLog:
     """A log in the shape of ``"criteo"`` or ``"avazu"``; the same options give the same log."""
     shape = SHAPES[name]
     random = np.random.Generator(np.random.Philox(options.seed))
@@ -110,7 +109,7 @@ def make(name: str, options: MadeOptions) -> ClickLog:
         logit += random.standard_normal(size)[rank]
         directions.append(random.standard_normal((size, 2))[rank])
         ranks.append(rank)
-    for pair in random.permutation(len(rows))[: 2 * CROSSED].reshape(-1, 2):
+    for pair in random.permutation(len(rows))[: 2 * NUM_CROSSED].reshape(-1, 2):
         logit += (directions[pair[0]] * directions[pair[1]]).sum(1)
     if name == "avazu":
         hour = np.arange(options.samples) * 24 * DAYS // options.samples % 24
@@ -128,12 +127,12 @@ def make(name: str, options: MadeOptions) -> ClickLog:
         ids.astype(np.int64),
         labels.astype(np.int64),
         tuple(rows),
-        split_in_time(options.samples),
+        num_training_rows(options.samples),
     )
 
 
 def _constant(logit: np.ndarray, rate: float) -> float:
-    """What to add so that the mean probability is `rate`."""
+    """The constant to add to the logits (n,) so that the mean probability is `rate`."""
     low, high = -60.0, 60.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -15,14 +15,14 @@ class SupportsGather(Protocol):
 
     world_size: int
 
-    def gather_texts(self, text: str) -> list[str]: ...
+    def all_gather_texts(self, text: str) -> list[str]: ...
 
 
 class RanksDisagreeError(ValueError):
     """Ranks of one run have different settings, models or batches."""
 
 
-def demand_equal(communicator: SupportsGather, settings: Mapping[str, object]) -> None:
+def check_ranks_agree(communicator: SupportsGather, settings: Mapping[str, object]) -> None:
     """Raise `RanksDisagreeError` on every rank where a setting differs between two ranks.
 
     Collective. Settings are compared by ``str``, so floats by all their bits. The error names the settings,
@@ -31,7 +31,7 @@ def demand_equal(communicator: SupportsGather, settings: Mapping[str, object]) -
     if communicator.world_size == 1:
         return
     mine = json.dumps({name: str(value) for name, value in settings.items()})
-    first, *others = (json.loads(text) for text in communicator.gather_texts(mine))
+    first, *others = (json.loads(text) for text in communicator.all_gather_texts(mine))
     differences = []
     for name in dict.fromkeys([*first, *(name for other in others for name in other)]):
         for rank, other in enumerate(others, 1):

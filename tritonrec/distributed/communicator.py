@@ -47,7 +47,7 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def serves(self, device: torch.device) -> bool:
+    def supports(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be exchanged; gloo takes those of the host only."""
         if self.group is None or device.type == "cpu":
             return True
@@ -124,7 +124,7 @@ class Communicator:
         """Bytes that a rank sends in a ring all-reduce: 2 (W - 1) / W of the values."""
         return 2 * values.numel() * values.element_size() * (self.world_size - 1) // self.world_size
 
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """All-gather of rows (n, ...), of which each rank may have another number; in rank order."""
         world = self.world_size
         if world == 1:
@@ -134,12 +134,12 @@ class Communicator:
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
         return list(self.all_to_all(repeated, [len(values)] * world, counts).split(counts))
 
-    def gather_texts(self, text: str) -> list[str]:
+    def all_gather_texts(self, text: str) -> list[str]:
         """All-gather of texts, in rank order."""
         mine = (
             torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
             if text
             else torch.empty(0, dtype=torch.uint8)
         )
-        parts = self.gather(mine)
+        parts = self.all_gather(mine)
         return [bytes(part.tolist()).decode() for part in parts]

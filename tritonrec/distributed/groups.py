@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import demand_equal
+from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
 from .watch import Watch
 
@@ -166,7 +166,9 @@ class Communicators:
 
         groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
         if control := found.get("control"):
-            demand_equal(control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend})
+            check_ranks_agree(
+                control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend}
+            )
             watch = control.watch = watch or _watch_from_environment(control, timeout)
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", monitored=True)
@@ -191,7 +193,7 @@ def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch 
         except (ValueError, RuntimeError):
             store = None  # the variables are not those of this run
     # Other runs, and other groups of this one, may use the same store.
-    texts = control.gather_texts(secrets.token_hex(8) if store is not None else "")
+    texts = control.all_gather_texts(secrets.token_hex(8) if store is not None else "")
     if store is None or not all(texts):
         return None
     return Watch(dist.PrefixStore(texts[0], store), control.rank, control.world_size, timeout)

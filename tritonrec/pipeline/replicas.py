@@ -62,7 +62,7 @@ class ReplicaAverage:
         sent = 0
         for index, group in enumerate(self.tables.groups):
             mine, self._used[index] = self._used[index], self._used[index][:0]
-            keys = torch.cat(self.communicator.gather(mine)).unique()
+            keys = torch.cat(self.communicator.all_gather(mine)).unique()
             if not len(keys):
                 continue
             rows = group.table.gather(group.table.find(keys), keys)

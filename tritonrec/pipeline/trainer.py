@@ -93,7 +93,7 @@ class Trainer:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self.config = mode, config or WindowConfig()
         self._device = torch.device(device)
-        if not communicators.communication.serves(self._device):
+        if not communicators.communication.supports(self._device):
             raise ValueError(
                 f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"

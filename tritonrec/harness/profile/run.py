@@ -140,7 +140,7 @@ def profile_rank(
 def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable[[], object]) -> str:
     """Let rank 0's py-spy watch all ranks while they `run`; returns why that failed, on rank 0."""
     alone = communicators.world_size == 1
-    pids = [int(pid) for pid in communicators.control.gather_texts(f"{os.getpid()}\n")]
+    pids = [int(pid) for pid in communicators.control.all_gather_texts(f"{os.getpid()}\n")]
     names = {pid: f"rank {rank}" for rank, pid in enumerate(pids)}
     if not alone:
         names[os.getppid()] = "tritonrec profile"
@@ -152,7 +152,7 @@ def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable
                 spy = stack.enter_context(PySpy(parent, plan.rate, plan.native, subprocesses=not alone))
             except FlameError as error:
                 problem = str(error)
-        if any(communicators.control.gather_texts(problem)):
+        if any(communicators.control.all_gather_texts(problem)):
             return problem
         run()
         if spy is not None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from ...data import ClickLoader
-from ...distributed import Communicators, demand_equal
+from ...distributed import Communicators, check_ranks_agree
 from ...embedding import DenseOptimizer, HashTableCollection
 from ...pipeline import Trainer
 from ...settings import setting
@@ -85,7 +85,7 @@ def train_slipstream(
     ``inputs``, ``steps``, ``cpu_seconds`` and ``wall_seconds`` after the classification, ``counts`` of keys,
     rows and bytes, ``metrics``, and ``digest``.
     """
-    demand_equal(communicators.control, {**settings_of(run), **vars(slipstream)})
+    check_ranks_agree(communicators.control, {**settings_of(run), **vars(slipstream)})
     _demand(run)
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)
@@ -245,7 +245,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
 
 
 def _each_rank(communicators: Communicators, value: int) -> list[int]:
-    return torch.cat(communicators.control.gather(torch.tensor([value], dtype=torch.int64))).tolist()
+    return torch.cat(communicators.control.all_gather(torch.tensor([value], dtype=torch.int64))).tolist()
 
 
 def _quantiles(changes: torch.Tensor) -> Mapping[str, float]:

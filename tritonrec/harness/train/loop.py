@@ -19,7 +19,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ... import checkpoint
-from ...distributed import Communicator, Communicators, demand_equal
+from ...distributed import Communicator, Communicators, check_ranks_agree
 from ...embedding import DenseOptimizer, HashTableCollection, OptimizerName
 from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
@@ -83,7 +83,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
-    demand_equal(communicators.control, settings_of(run))
+    check_ranks_agree(communicators.control, settings_of(run))
     console = Console(quiet=quiet or communicators.rank != 0)
     if not console.quiet:
         announce_compilation()
@@ -180,7 +180,7 @@ def _whole_tables(
     """Every rank's ids, ascending, and rows of each logical table."""
     whole = {}
     for name, part in tables.export().items():
-        ids, rows = (torch.cat(communicators.shard_control.gather(values)) for values in part)
+        ids, rows = (torch.cat(communicators.shard_control.all_gather(values)) for values in part)
         ids, order = torch.sort(ids)
         whole[name] = ids, rows[order]
     return whole

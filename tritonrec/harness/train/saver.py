@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import checkpoint
-from ...distributed import Communicators, demand_equal
+from ...distributed import Communicators, check_ranks_agree
 from ...embedding import DenseOptimizer, HashTableCollection
 
 
@@ -35,9 +35,9 @@ class RunSaver:
                 directory,
                 rank=communicators.shard,
                 world_size=communicators.shards,
-                gather=communicators.checkpoint.gather_texts,
+                gather=communicators.checkpoint.all_gather_texts,
                 full_every=full_every,
-                around=lambda step: communicators.watch.doing(f"save({step})"),
+                context=lambda step: communicators.watch.doing(f"save({step})"),
             )
 
     def save(self, step: int) -> None:
@@ -81,5 +81,5 @@ def restore(
     accept(loaded.meta)
     dense.load(loaded.dense)
     tables.load_state(loaded.tables)
-    demand_equal(communicators.control, {"step of the checkpoint": loaded.step})
+    check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
     return loaded.step

@@ -74,11 +74,11 @@ def _share_with_replicas(
     """Gather the distinct keys that each replica of this shard received, and their last use if known."""
     others = replica_routing.world_size - 1
     distinct, inverse, _counts = ops.unique(received.keys)
-    keys, last_use = replica_routing.gather(distinct), []
+    keys, last_use = replica_routing.all_gather(distinct), []
     counts.key_bytes += 8 * len(distinct) * others
     if received.last_use is not None:
         last = received.last_use.new_zeros(len(distinct))
         last.scatter_reduce_(0, inverse, received.last_use, "amax")
-        last_use = replica_routing.gather(last)
+        last_use = replica_routing.all_gather(last)
         counts.key_bytes += len(distinct) * others
     return ReceivedKeys(received.splits, received.keys, received.last_use, keys, last_use)
