@@ -115,14 +115,23 @@ class Program:
             return lambda places, micro_batch: places.find(each.kind, access.batch, each.optional)
 
         sources = [(each.name, source(each)) for each in signature.parameters]
-        written = [each.kind for each in signature.returns]
+        written = []
+        for each in signature.returns:
+            allowed = granted is None or each.access in granted
+            if not allowed and not each.optional:
+                raise TypeError(
+                    f"{stage} returns {each.access}, which {self.schedule.name} does not grant it"
+                )
+            written.append((each.kind, allowed))
 
         def action(places: WindowPlaces, micro_batch: int | None = None) -> None:
             result = function(**{name: value(places, micro_batch) for name, value in sources})
-            if len(written) == 1:
-                places[written[0]] = result
-            elif written:
-                for kind, value in zip(written, result, strict=True):
+            if not written:
+                return
+            for (kind, allowed), value in zip(
+                written, result if len(written) > 1 else (result,), strict=True
+            ):
+                if allowed:
                     places[kind] = value
 
         return action

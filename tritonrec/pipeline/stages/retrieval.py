@@ -150,7 +150,8 @@ def _retrieve(
         owned.append(
             TableRows(keys, found.handles, found.low_precision, sent, gradients, replicas, reductions)
         )
-    return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), KeptRows(kept) if before else None
+    kept_rows = None if before is None else KeptRows(kept)
+    return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
 
 
 def _fetch_all(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
