@@ -11,7 +11,8 @@ from datetime import timedelta
 from tritonrec.checkpoint import writer
 from tritonrec.distributed import Watch, from_environment
 from tritonrec.harness.job import Job
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Program, Window, WindowConfig
 

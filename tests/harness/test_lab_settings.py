@@ -13,7 +13,7 @@ from tritonrec.harness.lab import rounds
 from tritonrec.harness.lab import settings as lab_settings
 from tritonrec.harness.lab.figures import Figures
 from tritonrec.harness.lab.network import LabError
-from tritonrec.harness.lab.rounds import Plan
+from tritonrec.harness.lab.rounds import LabConfig
 from tritonrec.harness.lab.settings import (
     PAPER,
     Emulation,
@@ -90,22 +90,22 @@ def test_proportions():
 
 def test_a_wrong_window_is_an_error_before_anything_is_made(job):
     with pytest.raises(LabError, match="nestpipe N=2 dedup=twice: dedup must be"):
-        Plan(job, micro_batches=[2], switches={"dedup": "twice"})
+        LabConfig(job, micro_batches=[2], switches={"dedup": "twice"})
     with pytest.raises(LabError, match="nestpipe N=2 replicas=3: 3 replicas do not divide 4 ranks"):
-        Plan(job, 4, micro_batches=[2], switches={"replicas": 3})
-    assert Plan(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
+        LabConfig(job, 4, micro_batches=[2], switches={"replicas": 3})
+    assert LabConfig(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
     with pytest.raises(LabError, match="average_every=2: there is one copy of the tables"):
-        Plan(job, 4, switches={"average_every": 2})
+        LabConfig(job, 4, switches={"average_every": 2})
     with pytest.raises(LabError, match="replicas=2: replicas need dedup before the lookup"):
-        Plan(job, 4, switches={"dedup": "exchange", "replicas": 2})
+        LabConfig(job, 4, switches={"dedup": "exchange", "replicas": 2})
     # Measured are all steps but two: seven, which hold no whole number of threes.
     with pytest.raises(LabError, match=r"hold no whole number of averages: --steps 11$"):
-        Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=9)
-    assert Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=11).settings[-1].approximate
+        LabConfig(job, 4, switches={"replicas": 2, "average_every": 3}, steps=9)
+    assert LabConfig(job, 4, switches={"replicas": 2, "average_every": 3}, steps=11).settings[-1].approximate
     with pytest.raises(LabError, match="give one of them"):
-        Plan(job, seconds={"compute": 1.0}, proportions=PAPER)
+        LabConfig(job, seconds={"compute": 1.0}, proportions=PAPER)
     with pytest.raises(LabError, match="at least 4 steps"):
-        Plan(job, steps=3)
+        LabConfig(job, steps=3)
 
 
 # Emulated stages do their work.
@@ -166,8 +166,8 @@ def test_micro_batches_share_by_samples(job):
 def test_proportions_follow_from_the_probe(job):
     seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1, 1.0, 0, 0, 0, 0)
     costs = {"compute": rounds.StageCost("compute", 1.0, 0.6, None)}
-    probe = rounds.Measured(seen, costs, "identical", 0, 0)
-    plan = Plan(job, proportions={"lookup": 0.5, "communication": 0.2})
+    probe = rounds.Measurement(seen, costs, "identical", 0, 0)
+    plan = LabConfig(job, proportions={"lookup": 0.5, "communication": 0.2})
     seconds = rounds._proportional(probe, plan)
     compute = seconds.pop("compute")
     assert sum(seconds.values()) == pytest.approx(0.5)  # of a step of 0.2 / 0.2

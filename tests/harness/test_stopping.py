@@ -14,7 +14,8 @@ import pytest
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.train import loop
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.harness.train.stopping import graceful_stop
 from tritonrec.pipeline import WindowConfig
 

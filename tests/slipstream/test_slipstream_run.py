@@ -11,7 +11,8 @@ from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.cli import app
 from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.run_case import record_reference, run_case
 from tritonrec.pipeline import WindowConfig

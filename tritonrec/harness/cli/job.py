@@ -10,7 +10,7 @@ import typer
 from ...nn import HSTUConfig
 from ..job import Job
 from ..profile.run import Profile
-from ..train.loop import Run
+from ..train.run import Run
 
 Plan = TypeVar("Plan", Run, Profile)
 

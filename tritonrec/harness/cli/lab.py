@@ -15,7 +15,7 @@ from ...nn import HSTUConfig
 from ...pipeline import STAGED
 from ..job import Job
 from ..lab import network, report, rounds, settings
-from ..lab.rounds import Plan
+from ..lab.rounds import LabConfig
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options
 from .outputs import checked, demand_writable
@@ -24,7 +24,7 @@ from .words import names
 DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
 
 
-PLAN = Plan(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
+PLAN = LabConfig(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
 OFFERED = (
     "data", "batch_size", "max_seq_len", "negatives", "dim", "layers", "heads", "seed", "world_size",
     "rate", "micro_batches", "steps", "rounds",
@@ -33,7 +33,7 @@ OFFERED = (
 
 @with_options(OFFERED)
 def lab(
-    plan: Plan = PLAN,
+    plan: LabConfig = PLAN,
     modes: Annotated[
         str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
     ] = "dbp,fwp,nestpipe",

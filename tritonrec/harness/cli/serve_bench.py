@@ -12,17 +12,17 @@ from rich.console import Console
 
 from ...files import save_json
 from ..serve import report, rounds
-from ..serve.rounds import Plan
+from ..serve.rounds import ServeConfig
 from .options import TimeoutOption, with_options
 from .outputs import checked, demand_writable
 from .words import names
 
-PLAN = Plan()
+PLAN = ServeConfig()
 
 
 @with_options()
 def serve_bench(
-    plan: Plan = PLAN,
+    plan: ServeConfig = PLAN,
     scenarios: Annotated[
         str, typer.Option(help="Some of delays, balanced, straggler, sizes; none for all-to-alls only.")
     ] = "delays,balanced,straggler,sizes",

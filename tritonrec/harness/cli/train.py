@@ -23,7 +23,7 @@ from ..slipstream import report
 from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
 from ..train import loop
-from ..train.loop import Run
+from ..train.run import Run
 from ..train.stopping import Stop, graceful_stop
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options

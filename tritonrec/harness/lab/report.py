@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ...files import atomic_write
 from ...version import __version__
-from .rounds import PROBES, Plan, Result, Row
+from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
 HOW_EMULATED = (
@@ -192,7 +192,7 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def environment(plan: Plan) -> dict[str, Any]:
+def environment(plan: LabConfig) -> dict[str, Any]:
     """Where the figures come from."""
     return {
         "tritonrec": __version__,

@@ -23,7 +23,7 @@ from ...distributed import TIMEOUT, RankPool
 from ...settings import MOST, MOST_SEED, setting
 from ..progress import CommandProgress
 from .mpi import available, run_with_mpi
-from .run import Run, serve, time_size
+from .run import ServeRun, serve, time_size
 
 SCENARIOS = ("delays", "balanced", "straggler", "sizes")
 BACKENDS = ("gloo", "bls")
@@ -33,7 +33,7 @@ LARGEST = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServeConfig:
     """The settings of a comparison.
 
     Args:
@@ -74,7 +74,7 @@ class Plan:
 
 
 @dataclass
-class Setting:
+class Series:
     """One scenario, backend and bound, with a number for every round."""
 
     scenario: str
@@ -91,17 +91,17 @@ class Setting:
 class Result:
     """All that was measured; `collectives[size][backend]` has seconds by round."""
 
-    plan: Plan
-    settings: list[Setting]
+    plan: ServeConfig
+    settings: list[Series]
     collectives: dict[int, dict[str, list[float]]]
 
-    def of(self, scenario: str, backend: str, bound: int) -> Setting:
+    def of(self, scenario: str, backend: str, bound: int) -> Series:
         """One setting."""
         wanted = (scenario, backend, bound)
         return next(each for each in self.settings if (each.scenario, each.backend, each.bound) == wanted)
 
 
-def draw_delays(plan: Plan, scenario: str, turn: int) -> np.ndarray:
+def draw_delays(plan: ServeConfig, scenario: str, turn: int) -> np.ndarray:
     """(W, steps) seconds; those of a round are the same for all settings."""
     shape = (plan.world_size, plan.steps)
     if scenario == "delays":
@@ -151,14 +151,18 @@ def student(freedom: int, confidence: float) -> float:
 
 
 def run_bench(
-    plan: Plan, console: Console, trace: Path | None = None, mpi: bool = True, timeout: timedelta = TIMEOUT
+    plan: ServeConfig,
+    console: Console,
+    trace: Path | None = None,
+    mpi: bool = True,
+    timeout: timedelta = TIMEOUT,
 ) -> Result:
     """Measure all of `plan`; with `trace`, keep traces of the first round's bls runs there.
 
     Raises RuntimeError when a setting's predictions differ from synchronous inference in any bit.
     """
     settings = [
-        Setting(scenario, backend, bound)
+        Series(scenario, backend, bound)
         for scenario in plan.scenarios
         for bound in plan.bounds
         for backend in BACKENDS
@@ -177,7 +181,9 @@ def run_bench(
         for scenario in plan.scenarios:
             short = np.zeros((plan.world_size, WARM_UP))
             for backend in BACKENDS:
-                pool.run(serve, plan.world_size, Run(scenario, backend, 0, short, plan.batch_size, plan.seed))
+                pool.run(
+                    serve, plan.world_size, ServeRun(scenario, backend, 0, short, plan.batch_size, plan.seed)
+                )
         for turn in range(plan.rounds):
             digests: dict[str, list[str]] = {}
             for place in range(len(settings)):
@@ -191,16 +197,16 @@ def run_bench(
 
 
 def _measure(
-    plan: Plan,
+    plan: ServeConfig,
     pool: RankPool,
-    setting: Setting,
+    setting: Series,
     turn: int,
     digests: dict[str, list[str]],
     trace: Path | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> None:
     delays = draw_delays(plan, setting.scenario, turn)
-    run = Run(
+    run = ServeRun(
         setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
     )
     ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
@@ -214,7 +220,9 @@ def _measure(
     setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
 
 
-def _collectives(plan: Plan, pool: RankPool, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+def _collectives(
+    plan: ServeConfig, pool: RankPool, progress: CommandProgress
+) -> dict[int, dict[str, list[float]]]:
     """Seconds by size, backend and round."""
     task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
     rounds = []
@@ -228,7 +236,7 @@ def _collectives(plan: Plan, pool: RankPool, progress: CommandProgress) -> dict[
     return _slowest(rounds)
 
 
-def _beside_mpi(plan: Plan, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
     """The same, in ranks started by mpiexec."""
     task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
     sizes = list(plan.sizes)
@@ -245,7 +253,7 @@ def _slowest(rounds: list[dict[int, dict[str, list[float]]]]) -> dict[int, dict[
     }
 
 
-def _label(setting: Setting) -> str:
+def _label(setting: Series) -> str:
     return f"{setting.scenario}, {setting.backend}, k = {setting.bound}"
 
 

@@ -32,7 +32,7 @@ BUDGET_SECONDS, MOST_CALLS = 0.15, 50
 
 
 @dataclass(frozen=True)
-class Run:
+class ServeRun:
     """One run of one setting: `steps` batches served with a backend and bound.
 
     Args:
@@ -52,7 +52,7 @@ class Run:
     timeout: timedelta = TIMEOUT
 
 
-def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
+def serve(communicators: Communicators, run: ServeRun) -> dict[str, Any]:
     """Serve all batches of `run` on this rank.
 
     Returns:

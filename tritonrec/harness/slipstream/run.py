@@ -23,7 +23,9 @@ from ...settings import setting
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from ..job import Job
 from ..train.evaluate import evaluate_model
-from ..train.loop import Run, gathered, progress_bar, settings_of, state_digest, totals
+from ..train.gather import gathered, state_digest, totals
+from ..train.loop import progress_bar
+from ..train.run import Run, settings_of
 from .report import print_slipstream
 
 TURNS = 10
