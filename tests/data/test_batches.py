@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tritonrec.data import KeyedJaggedTensor
 
+pytestmark = pytest.mark.smoke
+
 SAMPLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=6)
 THREE = [(2, 1), (0, 2), (1, 0)]
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

@@ -5,6 +5,8 @@ import pytest
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.cli.policy import policy
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize(
     ("words", "expected"),

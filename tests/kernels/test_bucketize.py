@@ -9,6 +9,8 @@ from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.bucketize import bucketize, owner_of
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.gather_rows import gather_rows, scatter_rows
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 # Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.silu import silu
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam"]

@@ -10,6 +10,8 @@ from murmur_inverse import key_with_hash
 from tritonrec.kernels.unique import unique
 from tritonrec.kernels.unique.numba_unique import FIRST_KEYS
 
+pytestmark = pytest.mark.smoke
+
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
