@@ -21,7 +21,7 @@ verify: .venv/installed
 	$(BIN)/tritonrec verify --data ml-100k --inject-faults --trace $(TRACES) --json out/verify.json
 
 smoke: .venv/installed
-	$(PYTEST) -m "smoke and not slow"
+	$(PYTEST) -m "smoke and not slow" $$(grep -rlw mark.smoke tests)
 
 test: .venv/installed
 	$(PYTEST) -m "not slow"

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from tritonrec.data import KeyedJaggedTensor
 
-pytestmark = pytest.mark.smoke
-
 SAMPLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=6)
 THREE = [(2, 1), (0, 2), (1, 0)]
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -41,6 +39,7 @@ def test_joined_batches_keep_every_sample_in_order(make, parts):
     assert joined.step == 2
 
 
+@pytest.mark.smoke
 @kinds
 def test_parts_of_a_batch_joined_again_are_the_batch(make):
     batch = make(THREE)

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.gather_rows import gather_rows, scatter_rows
 
-pytestmark = pytest.mark.smoke
-
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 # Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
@@ -110,6 +108,7 @@ def test_scatter_of_no_rows_changes_nothing(impl, number):
     assert torch.equal(bits(destination), before)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_any_strides(impl):
     wide = on(impl, any_bits(20, 30))

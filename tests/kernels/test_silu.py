@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.silu import silu
 
-pytestmark = pytest.mark.smoke
-
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
@@ -32,6 +30,7 @@ def both(call, x, dy):
     return y.detach(), *torch.autograd.grad(y, leaf, dy)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_error_is_that_of_plain_float32(impl, shape):

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from tritonrec.kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 
-pytestmark = pytest.mark.smoke
-
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam"]
@@ -77,6 +75,7 @@ def test_row_counts_around_a_tile(impl, optimizer, touched):
     assert same_bits(got, run(optimizer, "reference", rows=33, dim=32, touched=touched, steps=1)[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
 def test_only_touched_rows_and_own_columns_change(impl, optimizer):

@@ -10,8 +10,6 @@ from murmur_inverse import key_with_hash
 from tritonrec.kernels.unique import unique
 from tritonrec.kernels.unique.numba_unique import FIRST_KEYS
 
-pytestmark = pytest.mark.smoke
-
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
@@ -55,6 +53,7 @@ def case(name):
     return torch.tensor(np.asarray(keys, dtype=np.int64))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name", ["empty", "one", "extremes", "all_equal", "all_distinct", "skewed", "hot_key_last"]
 )

@@ -6,8 +6,6 @@ from poison import poisoned_memory
 
 from tritonrec import ops
 
-pytestmark = pytest.mark.smoke
-
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 OFFSETS = torch.tensor([0, 2, 3])
