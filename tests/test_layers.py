@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
 # The packages that each package may import from, besides itself.

@@ -10,6 +10,8 @@ import pytest
 
 import tritonrec
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize("name", tritonrec.__all__)
 def test_a_name_is_that_of_its_package(name):

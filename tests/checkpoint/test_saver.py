@@ -12,6 +12,8 @@ from simulated import ascending, load_on, on_ranks, part_of, random_table, same,
 
 from tritonrec.checkpoint import CheckpointError, Saver, load, single_rank, steps
 
+pytestmark = pytest.mark.smoke
+
 
 class Gate:
     """A `Gather` of one rank that stands still until it is opened."""

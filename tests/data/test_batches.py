@@ -39,6 +39,7 @@ def test_joined_batches_keep_every_sample_in_order(make, parts):
     assert joined.step == 2
 
 
+@pytest.mark.smoke
 @kinds
 def test_parts_of_a_batch_joined_again_are_the_batch(make):
     batch = make(THREE)

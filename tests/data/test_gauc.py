@@ -14,6 +14,8 @@ from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.ranking import auc, evaluate_impressions, gauc
 
+pytestmark = pytest.mark.smoke
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from speeds import slow_except
 
 from tritonrec.distributed import RankPool
 
@@ -97,7 +98,9 @@ class Launched:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", slow_except([signal.SIGKILL], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+)
 def test_ranks_and_folders_end_when_the_launcher_is_killed(tmp_path, number):
     launched = Launched(tmp_path, 2 if number == signal.SIGKILL else 1)
     launched.process.send_signal(number)
@@ -105,6 +108,7 @@ def test_ranks_and_folders_end_when_the_launcher_is_killed(tmp_path, number):
     assert launched.process.returncode == -number
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills ranks on Linux only")
 def test_a_stopped_rank_ends_too(tmp_path):
     launched = Launched(tmp_path)
@@ -113,6 +117,7 @@ def test_a_stopped_rank_ends_too(tmp_path):
     launched.nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_started_by_a_thread_outlive_the_thread_and_not_the_process(tmp_path):
     launched = Launched(tmp_path, 1, "thread")

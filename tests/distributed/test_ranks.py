@@ -57,12 +57,6 @@ def come_late(rank):
     time.sleep(5 * rank)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool((1, 2, WORLD), timedelta(seconds=30)) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("world_size", [1, 2, WORLD])
 def test_uneven_exchanges_arrive_in_order_of_source(pool, world_size):
     assert pool.run(exchange, world_size, 10) == [10 + rank for rank in range(world_size)]
@@ -91,6 +85,7 @@ def length(communicators, data):
     return len(data)
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_nothing_of_a_large_task_is_named():
     with RankPool((2,), timedelta(seconds=3)) as own:
         assert own.run(length, 2, b"x" * 5_000_000) == [5_000_000] * 2
@@ -100,6 +95,7 @@ def test_a_rank_that_reads_nothing_of_a_large_task_is_named():
             own.run(length, 2, b"x" * 5_000_000)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_an_error_within_the_timeout():
     # Ranks may start later than they may keep each other waiting afterwards.
     with RankPool((2,), timedelta(seconds=3), come_late) as own:
@@ -143,6 +139,7 @@ def wait_for(files):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_before_the_rendezvous_is_named(tmp_path):
     with RankPool((1, WORLD), enter=Arrive(tmp_path, WORLD, sleep_for_long)) as own:
         wait_for([tmp_path / str(rank) for rank in range(WORLD)])
@@ -229,6 +226,7 @@ def test_replicas_that_do_not_divide_the_environments_ranks_are_refused(monkeypa
         pass
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(

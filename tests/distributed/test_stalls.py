@@ -78,7 +78,10 @@ class Ranks:
             process.communicate()
 
 
-@pytest.mark.parametrize("where, stage", [("compute", "in compute(3, 0)"), ("save", "save(4)")])
+@pytest.mark.parametrize(
+    "where, stage",
+    [("compute", "in compute(3, 0)"), pytest.param("save", "save(4)", marks=pytest.mark.slow)],
+)
 def test_a_stopped_rank_is_named_under_torchrun(tmp_path, where, stage):
     with Ranks(tmp_path, where, 1) as ranks:
         seconds, message = ranks.ending_of(0)
@@ -94,6 +97,7 @@ def test_rank_0_is_named_though_it_serves_the_store(tmp_path):
     assert "rank 0 has not " in message and "compute(3, 0)" in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path):
     with Ranks(tmp_path, "fail", 1) as ranks:
         assert "the disk of this rank is gone" in ranks.ending_of(1)[1]

@@ -7,6 +7,8 @@ from tritonrec.embedding import DynamicTable, Eviction, PrecisionTiers, TablePol
 from tritonrec.embedding.precision import round_low
 from tritonrec.embedding.row_storage import RowStorage, TieredStorage
 
+pytestmark = pytest.mark.smoke
+
 POLICIES = {
     "none": TablePolicy(),
     "lru": TablePolicy(Eviction("lru", capacity=9)),

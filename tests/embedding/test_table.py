@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy
 
+pytestmark = pytest.mark.smoke
+
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 keys_strategy = st.lists(
     st.one_of(st.sampled_from(EXTREMES), st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20)),

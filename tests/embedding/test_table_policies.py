@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )  # fmt: skip
 from naive_table import NaiveTable, Ranks, rounded
+from speeds import slow_except
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy
@@ -357,9 +359,18 @@ class TableAgainstRules(RuleBasedStateMachine):
             self.cluster.ranks.close()
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("admission, window", [(1, 1), (2, 1000), (3, 3)])
-@pytest.mark.parametrize("eviction", EVICTIONS)
+POLICIES = [
+    (eviction, *admission, tiers)
+    for eviction, admission, tiers in product(EVICTIONS, [(1, 1), (2, 1000), (3, 3)], TIERS)
+]
+QUICK = [
+    ("none", 1, 1, "tiers"), ("none", 3, 3, "none"), ("lru", 1, 1, "none"), ("lru", 3, 3, "tiers"),
+    ("lru_every_2", 2, 1000, "tiers"), ("lfu", 1, 1, "tiers"), ("lfu", 3, 3, "none"),
+    ("ttl", 2, 1000, "none"), ("ttl", 3, 3, "tiers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("eviction", "admission", "window", "tiers"), slow_except(QUICK, POLICIES))
 def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
     policy = TablePolicy(EVICTIONS[eviction], admission, TIERS[tiers], window)
     machine = type("Machine", (TableAgainstRules,), {"policy": policy})
@@ -368,8 +379,9 @@ def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
     )
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("eviction", ["lru", "ttl"])
+@pytest.mark.parametrize(
+    ("eviction", "tiers"), slow_except([("lru", "tiers")], product(["lru", "ttl"], TIERS))
+)
 def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch, eviction, tiers):
     monkeypatch.setattr(table_module, "HostTable", DictTable)
     test_policies_equal_the_naive_table(eviction, 2, 3, tiers)

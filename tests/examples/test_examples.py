@@ -30,6 +30,7 @@ def test_plain_pytorch():
     assert len(found) == 3 and found[0] > found[1] > found[2]
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_every_op_with_its_backward():
     assert run("compiled.py", "aot_eager").count("agrees") == 3
 

@@ -17,6 +17,8 @@ from tritonrec.harness.verify.cases import (
 from tritonrec.harness.verify.variants import VARIANTS
 from tritonrec.pipeline import PIPELINED
 
+pytestmark = pytest.mark.smoke
+
 
 def values(case):
     return (

@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from tritonrec.distributed import RankPool
 from tritonrec.files import save_json
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
@@ -77,12 +76,6 @@ def test_missing_steps_and_other_samples_are_errors():
 def plan(job):
     switches, seconds = {"consistency": "window", "clustering": True}, {"compute": 0.03}
     return LabConfig(job, 2, 100.0, ["nestpipe"], [3], switches, seconds, steps=5, rounds=2)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool([(2, 1), (2, 2)]) as started:
-        yield started
 
 
 def all_runs(pool, plan, folder):

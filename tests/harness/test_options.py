@@ -105,6 +105,9 @@ def test_the_list_of_commands_shows_the_first_sentence_of_each(name):
     assert commands.COMMANDS[name].help.partition("\n\n")[0].replace("\n", " ") == cli.COMMANDS[name]
 
 
+pytestmark = pytest.mark.smoke
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

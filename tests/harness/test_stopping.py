@@ -10,9 +10,10 @@ import time
 from dataclasses import replace
 
 import pytest
+from speeds import slow_except
 
 from tritonrec import checkpoint
-from tritonrec.distributed import Communicators, RankPool
+from tritonrec.distributed import Communicators
 from tritonrec.harness.train import loop
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -21,12 +22,6 @@ from tritonrec.pipeline import WindowConfig
 
 pytestmark = pytest.mark.multi_rank
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool((3, (2, 2))) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -155,17 +150,17 @@ PYTHON = [sys.executable, "-m"]
 TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
-@pytest.mark.parametrize(
-    ("launch", "options", "number", "codes"),
-    [
-        (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
-        (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
-        (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
-    ],
-    ids=["one rank", "ranks of a pool", "torchrun"],
-)
-def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, launch, options, number, codes):
+LAUNCHES = {
+    "one rank": (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
+    "ranks of a pool": (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
+    "torchrun": (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["one rank"], LAUNCHES))
+def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, name):
     """Ctrl-C reaches every process of the terminal; SIGTERM the one that was started."""
+    launch, options, number, codes = LAUNCHES[name]
     saved, summary = tmp_path / "saved", tmp_path / "summary.json"
     command = [
         "tritonrec", "train", "--data", "zipf:users=60,items=80,seed=3", "--batch-size", "16", "--dim", "8",

@@ -47,25 +47,37 @@ def refused(command, option, value, *more):
 
 
 @pytest.mark.parametrize(("command", "option"), commands.options(int))
-@pytest.mark.parametrize("value", ["", "x", "nan", "1.5", HUGE, f"-{HUGE}"])
-def test_no_number(command, option, value):
+@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}"])
+def test_no_number_in_range(command, option, value):
     refused(command, option, value)
 
 
+@pytest.mark.parametrize("option", ["--steps", "--lr"])
+@pytest.mark.parametrize("value", ["", "x"])
+def test_no_number(option, value):
+    """What a type refuses it refuses for every option."""
+    refused("train", option, value)
+
+
+@pytest.mark.parametrize("value", ["nan", "1.5"])
+def test_no_whole_number(value):
+    refused("train", "--steps", value)
+
+
 @pytest.mark.parametrize(("command", "option"), commands.options(float))
-@pytest.mark.parametrize("value", ["", "x", "nan", "-1"])
+@pytest.mark.parametrize("value", ["nan", "-1"])
 def test_no_share_or_size(command, option, value):
     refused(command, option, value)
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(LISTS))
-@pytest.mark.parametrize("value", ["", ",", "x", "1,,2", "-1", "1.5", "nan", HUGE])
+@pytest.mark.parametrize("value", ["", "1,,2", "-1", "1.5", HUGE])
 def test_no_list_of_numbers(command, option, value):
     refused(command, option, value)
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(WORDS))
-@pytest.mark.parametrize("value", ["nonsense", "lru:x", ",,x", "=1", HUGE])
+@pytest.mark.parametrize("value", ["nonsense", ",,x", "=1"])
 def test_no_known_words(command, option, value):
     refused(command, option, value)
 

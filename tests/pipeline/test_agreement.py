@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, check_ranks_agree
+from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
@@ -22,12 +22,6 @@ JOB = Job(
     "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
 )
 MANY = JOB.__class__(**{**vars(JOB), "slots": 256, "chunk_rows": 128})
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool([(2, 1), (4, 2)]) as started:
-        yield started
 
 
 def change_values(model, tables, dense):

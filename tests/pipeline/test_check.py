@@ -6,6 +6,8 @@ import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

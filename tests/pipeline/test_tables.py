@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from speeds import slow_except
 
 from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.distributed import Communicators
@@ -129,8 +131,10 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("mode", PIPELINED)
-@pytest.mark.parametrize("name", POLICIES)
+QUICK = [*((name, "nestpipe") for name in POLICIES), *(("all", mode) for mode in PIPELINED)]
+
+
+@pytest.mark.parametrize(("name", "mode"), slow_except(QUICK, product(POLICIES, PIPELINED)))
 def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
     expected, losses, _ = run("reference", batches(9), parts(POLICIES[name]))
     made = parts(POLICIES[name])

@@ -13,6 +13,8 @@ from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.nn import DLRM, DLRMConfig, partition_tables
 from tritonrec.serving import TableWiseDLRM, infer, own_samples
 
+pytestmark = pytest.mark.smoke
+
 WORLD = 3
 FEATURES = ("ad", "device", "page", "site")
 SIZES = {"ad": 50, "device": 4, "page": 9, "site": 30}

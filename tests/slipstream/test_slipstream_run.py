@@ -7,7 +7,7 @@ import pytest
 from slip_kit import CONFIG, DATA, job
 from typer.testing import CliRunner
 
-from tritonrec.distributed import Communicators, RankPool
+from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.cli import app
 from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
@@ -58,12 +58,12 @@ def test_all_inputs_end_where_plain_training_ends(alone):
         assert found["inputs"] == 450 and found["stale_rows"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
-def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(alone):
-    with RankPool([(2, 1), (2, 2)]) as pool:
-        two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
-        window = WindowConfig(2, skip_fetch=True)
-        replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
+def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(pool, alone):
+    two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
+    window = WindowConfig(2, skip_fetch=True)
+    replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
     for summary in (*two, *replicas):
         assert same(summary, alone)
     assert two[0]["runs"][0]["counts"]["row_bytes"] > two[0]["runs"][2]["counts"]["row_bytes"] > 0

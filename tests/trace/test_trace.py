@@ -15,6 +15,8 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
 from tritonrec.trace import LANES, NullRecorder, Recorder, read, save_joined
 
+pytestmark = pytest.mark.smoke
+
 EDGES = [["exchange", "compute", 0, "same"], ["sparse_update", "copy_kept_rows", 1, "none"]]
 
 
