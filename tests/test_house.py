@@ -90,7 +90,7 @@ def test_no_arrow_runs_back_up():
 
 
 KNOWN_CIRCLES = {
-    ("tritonrec.kernels.gather_rows", "tritonrec.kernels.segment_sum"),
+    ("tritonrec.kernels.rows", "tritonrec.kernels.rows"),
     ("tritonrec.trace.writer", "tritonrec.trace.recorder"),
 }
 """(module, imported module): one import of each circle that is left."""

@@ -7,13 +7,14 @@ An op's folder has four kinds of files, and one line of `tritonrec.ops` offers i
     reference.py  a loop that a reader can check by eye
     numba_*.py    the CPU            triton_*.py    accelerators
 
-Three ways to call a record, all with the arguments of its schema in their order:
+Three ways to call a record, all with the arguments of its schema in their order. The first and the last fill
+in None for optional tensors that are left out at the end:
 
 - ``INTERSECT(left, right, impl="auto")`` is the op that users get: registered with torch, checked, and with
   its derivative. torch.compile, export, FakeTensor, torch.func and the profiler see it.
 - ``torch.ops.tritonrec.intersect(left, right, "auto")`` is the same without the derivative.
-- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher. It is
-  for callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
+- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
+  callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from torch.autograd.forward_ad import unpack_dual
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 
+OPS: dict[str, Op] = {}
+"""Every record by its name, for tests and tools."""
+
 
 class Op:
     """A registered op of the namespace ``tritonrec``.
@@ -43,8 +47,8 @@ class Op:
         fake: outputs of the right shapes and dtypes, without values; by default none.
         check: raises for arguments that do not fit each other: shapes, dtypes, ranges of numbers. It runs in
             the op and in the fake kernel, so it reads no tensor's values.
-        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of range,
-            written arguments that overlap. It runs before every implementation, also of `launch`.
+        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of
+            range, written arguments that overlap. It runs before every implementation, also of `launch`.
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
         backward: ``backward(ctx, *gradients)`` returns a gradient or None for each argument of the schema. An
             op that writes gets the gradients of the written arguments, in the order of the schema.
@@ -76,6 +80,7 @@ class Op:
         self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
         self._written = [(at, each) for at, each in self._tensors if each.is_written]
         self._first = self._tensors[0][0]
+        self._size = len(parameters)
         optional = tuple(each.name for _, each in self._tensors if each.is_optional)
 
         def validate(inputs: tuple[Any, ...]) -> None:
@@ -91,42 +96,47 @@ class Op:
             validate(inputs)
             return None if fake is None else fake(*inputs[:-1])
 
+        # a number that differs from call to call has torch.compile make one graph, not one a number
+        symbolic = re.sub(r"\bint\b", "SymInt", arguments)
         torch.library.custom_op(
             f"tritonrec::{self.name}",
             body,
             mutates_args=[each.name for _, each in self._written],
-            schema=f"({arguments}, str impl) -> {results}",
+            schema=f"({symbolic}, str impl) -> {results}",
         ).register_fake(fake_kernel)
         self._registered = getattr(torch.ops.tritonrec, self.name)
-        self._has_derivative = backward is not None
+        self.has_derivative = backward is not None
         self._function = _function(self._registered, self._written, save, backward)
         # torch.compile tells by this signature that `forward` takes no context
         names = [each.name for each in parameters] + ["impl"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
         self._function.forward.__signature__ = signature  # type: ignore[attr-defined]
+        OPS[self.name] = self
 
     def __call__(self, *arguments: Any, impl: Impl = "auto") -> Any:
         """The registered op with its derivative.
 
         Raises:
             TypeError: an argument that has to be a tensor is none.
-            ValueError: tensors on two devices, or sparse ones; a negated or conjugated view that is written to;
-                what the op's own checks refuse.
+            ValueError: tensors on two devices, or sparse ones; a negated or conjugated view that is written
+                to; arguments that the op's own checks refuse.
             RuntimeError: the op writes to floats and has no derivative, and an argument requires a gradient.
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
+        arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
         if has_floats and torch.is_grad_enabled():
-            if self._written and not self._has_derivative:
+            if self._written:
                 self._refuse_gradients(arguments)
             # torch.compile traces `backward` with the call, also one that raises
-            if self._has_derivative or not torch.compiler.is_compiling():
+            if self.has_derivative or not torch.compiler.is_compiling():
                 return self._function.apply(*arguments, impl)
         return self._registered(*arguments, impl)
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
         """The implementation that `impl` names, without `check`, derivative and dispatcher."""
+        arguments += (None,) * (self._size - len(arguments))
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
@@ -152,8 +162,9 @@ class Op:
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise not_a_tensor(name, tensor)
-            # The dispatcher would hand the op a copy, and lose what is written to it.
-            if parameter.is_written and (tensor.is_neg() or tensor.is_conj()):
+            # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
+            eager = not torch.compiler.is_compiling()
+            if parameter.is_written and eager and (tensor.is_neg() or tensor.is_conj()):
                 raise ValueError(
                     f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
                 )
@@ -162,26 +173,35 @@ class Op:
                 # A custom op drops tangents without a word, and so does a compiled autograd.Function.
                 if unpack_dual(tensor).tangent is not None:
                     raise NotImplementedError(
-                        f"tritonrec::{self.name} has no forward-mode derivative, and {name} came with a tangent "
-                        f"(torch.func.jvp, jacfwd, torch.autograd.forward_ad): take reverse mode "
+                        f"tritonrec::{self.name} has no forward-mode derivative, and {name} came with a "
+                        f"tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad): take reverse mode "
                         f"(torch.func.vjp, jacrev, backward), or give it .detach()"
                     )
         return has_floats
 
     def _refuse_gradients(self, arguments: tuple[Any, ...]) -> None:
-        """A tensor that is written in place would keep the graph it had before, which makes a wrong derivative.
+        """A tensor that is written in place would keep the graph it had before: a wrong derivative.
 
-        Integers have no derivative: an op that writes to them alone takes what requires a gradient.
+        An op with a derivative extends the graph of a written tensor, and a leaf has none. Integers have no
+        derivative: an op that writes to them alone takes an argument that requires a gradient.
         """
+        if self.has_derivative:
+            for at, each in self._written:
+                if arguments[at].is_leaf and arguments[at].requires_grad:
+                    raise RuntimeError(
+                        f"{each.name} is a leaf that requires a gradient: give {each.name}.clone(), or call "
+                        f"under torch.no_grad()"
+                    )
+            return
         given = [(each.name, arguments[at]) for at, each in self._tensors if arguments[at] is not None]
         traced = [name for name, tensor in given if tensor.requires_grad]
         if traced and any(
             arguments[at] is not None and arguments[at].is_floating_point() for at, _ in self._written
         ):
             raise RuntimeError(
-                f"tritonrec::{self.name} writes to {', '.join(each.name for _, each in self._written)} and has "
-                f"no derivative, and {', '.join(traced)} requires a gradient: call it under torch.no_grad(), "
-                f"or with .detach()"
+                f"tritonrec::{self.name} writes to {', '.join(each.name for _, each in self._written)} and "
+                f"has no derivative, and {', '.join(traced)} requires a gradient: call it under "
+                f"torch.no_grad(), or with .detach()"
             )
 
 
