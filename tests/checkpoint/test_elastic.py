@@ -432,7 +432,7 @@ def test_a_delta_on_another_base_is_refused(tmp_path):
 
 def test_the_example_without_tritonrec_in_the_docs_reads_all_of_it(tmp_path, small_parts, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    code = text.partition("## Without tritonrec")[2].partition("```python\n")[2].partition("```")[0]
+    code = text.partition("## Loading without tritonrec")[2].partition("```python\n")[2].partition("```")[0]
     assert "import tritonrec" not in code and "from tritonrec" not in code
     model = {key: key % 251 for key in random_table(26, 300)["keys"].tolist()}
     base = save_on(3, tmp_path / "checkpoints", 4, {"items": table_of(model)}, dense={"w": torch.ones(2)})[0]
