@@ -6,7 +6,7 @@ from trainer_parts import DIM, EVERY, Ranker, batches, parts, same, trained, tra
 
 from tritonrec import checkpoint
 from tritonrec.embedding import DenseOptimizer, RowOptimizer
-from tritonrec.nn.exact import add_or_sum
+from tritonrec.nn import exact
 
 
 def reversed_order(values):
@@ -56,18 +56,18 @@ def test_an_update_and_a_load_reach_the_parameter_in_any_order_of_memory(shape, 
 
 
 class _Scale(torch.autograd.Function):
-    """Rows (L, 6) times a parameter of shape (1, 2, 3), whose gradient is exact where it has a grid."""
+    """Rows (L, 6) times a parameter of shape (1, 2, 3), whose gradient an accumulator adds up."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.accumulator, ctx.weight = exact.current(), weight
         return x * weight.reshape(1, -1)
 
     @staticmethod
     def backward(ctx, dy):
         terms = (dy * ctx.saved_tensors[0]).view(-1, 1, 2, 3)
-        return dy * ctx.weight.detach().reshape(1, -1), add_or_sum(ctx.weight, terms)
+        return dy * ctx.weight.detach().reshape(1, -1), exact.sum_terms(ctx.accumulator, ctx.weight, terms)
 
 
 class Ordered(Ranker):

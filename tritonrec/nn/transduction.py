@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from .exact import add_or_sum, linear_gradients
+from .exact import GradientAccumulator, current, sum_product, sum_terms
 from .tokens import Tokens
 
 _kernels = ops.registered
@@ -105,8 +105,11 @@ class Call(NamedTuple):
         return [channel for channel in every if channel[1] is not None]
 
 
-def transduce(layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: torch.Tensor) -> torch.Tensor:
-    """(L, d) -> (L, d), the residual added. With grids, gradients of parameters go there, sample by sample.
+def hstu_layer(
+    layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: torch.Tensor
+) -> torch.Tensor:
+    """(L, d) -> (L, d), the residual added. Gradients of parameters go to the active
+    accumulator, where there is one, sample by sample.
 
     Args:
         layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
@@ -123,7 +126,7 @@ def transduce(layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: 
         config.recompute if torch.is_grad_enabled() else RECOMPUTED,
         channels=1 + sum(name in CHANNELS for name in tables),
     )  # fmt: skip
-    return _Transduction.apply(call, x, *parameters)
+    return _HSTULayer.apply(current(), call, x, *parameters)
 
 
 def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_linear: bool):
@@ -169,9 +172,9 @@ def _attend_backward(
     return terms
 
 
-class _Transduction(torch.autograd.Function):
+class _HSTULayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, x, *parameters):
+    def forward(ctx, accumulator: GradientAccumulator | None, call: Call, x, *parameters):
         p, again = Parameters(*parameters), call.recompute
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
         attended = _attend(uvqk, p, call)
@@ -180,12 +183,12 @@ class _Transduction(torch.autograd.Function):
         stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
         kept = (None if name in again else value for name, value in stages.items())
         ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
-        ctx.call, ctx.own = call, p  # the grids are these tensors', not those of what was saved of them
+        ctx.accumulator, ctx.call, ctx.own = accumulator, call, p  # an accumulator knows these very tensors
         return out.add_(x)
 
     @staticmethod
     def backward(ctx, dy):
-        call, own, dy = ctx.call, ctx.own, dy.contiguous()
+        accumulator, call, own, dy = ctx.accumulator, ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
         # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
@@ -195,13 +198,14 @@ class _Transduction(torch.autograd.Function):
 
         def take(**terms: torch.Tensor) -> None:
             parameters = {name: getattr(own, name) for name in terms}
-            grads.update({n: add_or_sum(p, terms[n]) for n, p in parameters.items() if p is not None})
+            grads.update(
+                {n: sum_terms(accumulator, p, terms[n]) for n, p in parameters.items() if p is not None}
+            )
 
         def take_linear(name: str, dout: torch.Tensor, inner: torch.Tensor) -> None:
-            weight, bias = name + "_weight", name + "_bias"
-            grads[weight], grads[bias] = linear_gradients(
-                getattr(own, weight), getattr(own, bias), dout, inner, call.tokens.seq_offsets
-            )
+            offsets, weight = call.tokens.seq_offsets, name + "_weight"
+            grads[weight] = sum_product(accumulator, getattr(own, weight), dout, inner, offsets)
+            take(**{name + "_bias": dout})
 
         if uvqk is None and z is not None:
             uvqk = ops.silu(z)
@@ -230,4 +234,4 @@ class _Transduction(torch.autograd.Function):
         )  # fmt: skip
         take(norm_weight=dweight, norm_bias=dbias)
         take_linear("uvqk", duvqk, normed if kept else again)
-        return None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
+        return None, None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
