@@ -25,7 +25,6 @@ from tritonrec.nn import (
     HSTUConfig,
     HSTULayer,
     Tokens,
-    exact,
     transduction,
 )
 
@@ -249,12 +248,6 @@ def test_what_to_recompute_is_checked(config):
     with pytest.raises(ValueError, match=r"recompute takes some of norm, uvqk, silu, .*, got attn, normed"):
         config(recompute=("normed", "gate", "attn"))
     assert config(recompute=["gate"]).recompute == config(recompute="gate").recompute == ("gate",)
-
-
-def test_gradients_without_an_accumulator_are_sums():
-    weight = torch.nn.Parameter(torch.zeros(3, 2))
-    terms = torch.randn(4, 3, 2)
-    assert torch.equal(exact.sum_terms(None, weight, terms), terms.sum(0))
 
 
 def test_the_page_shows_the_bytes_that_are_kept():

@@ -6,7 +6,8 @@ from trainer_parts import DIM, EVERY, Ranker, batches, parts, same, trained, tra
 
 from tritonrec import checkpoint
 from tritonrec.embedding import DenseOptimizer, RowOptimizer
-from tritonrec.nn import exact
+from tritonrec.kernels.gradients import current, sum_terms
+from tritonrec.kernels.row_terms import RowTerms
 
 
 def reversed_order(values):
@@ -61,13 +62,15 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.accumulator, ctx.weight = exact.current(), weight
+        ctx.accumulator, ctx.weight = current(), weight
         return x * weight.reshape(1, -1)
 
     @staticmethod
     def backward(ctx, dy):
         terms = (dy * ctx.saved_tensors[0]).view(-1, 1, 2, 3)
-        return dy * ctx.weight.detach().reshape(1, -1), exact.sum_terms(ctx.accumulator, ctx.weight, terms)
+        return dy * ctx.weight.detach().reshape(1, -1), sum_terms(
+            ctx.accumulator, ctx.weight, RowTerms(terms)
+        )
 
 
 class Ordered(Ranker):

@@ -7,20 +7,23 @@ An op's folder has four kinds of files, and one line of `tritonrec.ops` offers i
     reference.py  a loop that a reader can check by eye
     numba_*.py    the CPU            triton_*.py    accelerators
 
-Three ways to call a record, all with the arguments of its schema in their order:
+Three ways to call a record, all with the arguments of its schema in their order. The first and the last fill
+in None for optional tensors that are left out at the end:
 
 - ``INTERSECT(left, right, impl="auto")`` is the op that users get: registered with torch, checked, and with
   its derivative. torch.compile, export, FakeTensor, torch.func and the profiler see it.
 - ``torch.ops.tritonrec.intersect(left, right, "auto")`` is the same without the derivative.
-- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher. It is
-  for callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
+- While a `kernels.gradients.Accumulator` is active, so in a trainer, ``INTERSECT(left, right)`` checks, runs the implementation and differentiates without the dispatcher.
+- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
+  callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +32,20 @@ from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.gradients import current, find_parameters, finish
+
+_annotated = False
+
+
+@contextmanager
+def annotated_launches() -> Iterator[None]:
+    """Inside, in all threads, torch's profiler sees launches as it sees registered ops, by name."""
+    global _annotated
+    _annotated = True
+    try:
+        yield
+    finally:
+        _annotated = False
 
 
 class Op:
@@ -43,11 +60,11 @@ class Op:
         fake: outputs of the right shapes and dtypes, without values; by default none.
         check: raises for arguments that do not fit each other: shapes, dtypes, ranges of numbers. It runs in
             the op and in the fake kernel, so it reads no tensor's values.
-        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of range,
-            written arguments that overlap. It runs before every implementation, also of `launch`.
+        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of
+            range, written arguments that overlap. It runs before every implementation, also of `launch`.
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
-        backward: ``backward(ctx, *gradients)`` returns a gradient or None for each argument of the schema. An
-            op that writes gets the gradients of the written arguments, in the order of the schema.
+        backward: ``backward(ctx, *gradients)`` returns a gradient, its `Terms` or None for each argument
+            of the schema. An op that writes gets the gradients of the written arguments, in their order.
         options: keyword arguments of every implementation, for ops that share their implementations.
     """
 
@@ -76,6 +93,7 @@ class Op:
         self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
         self._written = [(at, each) for at, each in self._tensors if each.is_written]
         self._first = self._tensors[0][0]
+        self._size = len(parameters)
         optional = tuple(each.name for _, each in self._tensors if each.is_optional)
 
         def validate(inputs: tuple[Any, ...]) -> None:
@@ -91,15 +109,19 @@ class Op:
             validate(inputs)
             return None if fake is None else fake(*inputs[:-1])
 
+        # a number that differs from call to call has torch.compile make one graph, not one a number
+        symbolic = re.sub(r"\bint\b", "SymInt", arguments)
         torch.library.custom_op(
             f"tritonrec::{self.name}",
             body,
             mutates_args=[each.name for _, each in self._written],
-            schema=f"({arguments}, str impl) -> {results}",
+            schema=f"({symbolic}, str impl) -> {results}",
         ).register_fake(fake_kernel)
         self._registered = getattr(torch.ops.tritonrec, self.name)
         self._has_derivative = backward is not None
+        self._validate = validate
         self._function = _function(self._registered, self._written, save, backward)
+        self._step = None if backward is None or self._written else _step(self, save, backward)
         # torch.compile tells by this signature that `forward` takes no context
         names = [each.name for each in parameters] + ["impl"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -111,12 +133,19 @@ class Op:
 
         Raises:
             TypeError: an argument that has to be a tensor is none.
-            ValueError: tensors on two devices, or sparse ones; a negated or conjugated view that is written to;
-                what the op's own checks refuse.
+            ValueError: tensors on two devices, or sparse ones; a negated or conjugated view that is written
+                to; arguments that the op's own checks refuse.
             RuntimeError: the op writes to floats and has no derivative, and an argument requires a gradient.
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
+        arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
+        if not torch.compiler.is_compiling() and current() is not None:
+            if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
+                self._validate((*arguments, impl))
+                return self.launch(*arguments, impl=impl)
+            if self._step is not None:
+                return self._step.apply(*arguments, impl)
         if has_floats and torch.is_grad_enabled():
             if self._written and not self._has_derivative:
                 self._refuse_gradients(arguments)
@@ -127,10 +156,17 @@ class Op:
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
         """The implementation that `impl` names, without `check`, derivative and dispatcher."""
+        arguments += (None,) * (self._size - len(arguments))
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
+        if _annotated:
+            with torch.profiler.record_function(f"tritonrec::{self.name}"):
+                return self._run(arguments, impl)
         return self._run(arguments, impl)
+
+    def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
+        return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
 
     def _run(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
         chosen = implementation(impl, arguments[self._first])
@@ -152,8 +188,9 @@ class Op:
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise not_a_tensor(name, tensor)
-            # The dispatcher would hand the op a copy, and lose what is written to it.
-            if parameter.is_written and (tensor.is_neg() or tensor.is_conj()):
+            # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
+            eager = not torch.compiler.is_compiling()
+            if parameter.is_written and eager and (tensor.is_neg() or tensor.is_conj()):
                 raise ValueError(
                     f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
                 )
@@ -162,14 +199,14 @@ class Op:
                 # A custom op drops tangents without a word, and so does a compiled autograd.Function.
                 if unpack_dual(tensor).tangent is not None:
                     raise NotImplementedError(
-                        f"tritonrec::{self.name} has no forward-mode derivative, and {name} came with a tangent "
-                        f"(torch.func.jvp, jacfwd, torch.autograd.forward_ad): take reverse mode "
+                        f"tritonrec::{self.name} has no forward-mode derivative, and {name} came with a "
+                        f"tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad): take reverse mode "
                         f"(torch.func.vjp, jacrev, backward), or give it .detach()"
                     )
         return has_floats
 
     def _refuse_gradients(self, arguments: tuple[Any, ...]) -> None:
-        """A tensor that is written in place would keep the graph it had before, which makes a wrong derivative.
+        """A tensor that is written in place would keep the graph it had before: a wrong derivative.
 
         Integers have no derivative: an op that writes to them alone takes what requires a gradient.
         """
@@ -179,9 +216,9 @@ class Op:
             arguments[at] is not None and arguments[at].is_floating_point() for at, _ in self._written
         ):
             raise RuntimeError(
-                f"tritonrec::{self.name} writes to {', '.join(each.name for _, each in self._written)} and has "
-                f"no derivative, and {', '.join(traced)} requires a gradient: call it under torch.no_grad(), "
-                f"or with .detach()"
+                f"tritonrec::{self.name} writes to {', '.join(each.name for _, each in self._written)} and "
+                f"has no derivative, and {', '.join(traced)} requires a gradient: call it under "
+                f"torch.no_grad(), or with .detach()"
             )
 
 
@@ -208,6 +245,8 @@ def _function(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if places and backward is not None:
                 ctx.mark_dirty(*(inputs[at] for at in places))
+            ctx.accumulator = current()
+            ctx.parameters = find_parameters(ctx.accumulator, inputs)
             if save is not None:
                 save(ctx, inputs, output)
 
@@ -215,11 +254,37 @@ def _function(
         def backward(ctx: Any, *gradients: Any) -> Any:
             if backward is None:
                 raise NotImplementedError(f"tritonrec::{name} has no derivative")
-            found = backward(ctx, *gradients)
-            return *(found if isinstance(found, tuple) else (found,)), None  # impl has none
+            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
 
     Differentiable.__name__ = Differentiable.__qualname__ = name
     return Differentiable
+
+
+def _step(
+    op: Op, save: Callable[..., None] | None, backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """The op as a step of autograd without the dispatcher, for a thread with an accumulator.
+
+    The older form, whose `forward` has the context: torch binds a signature at each call of the other one.
+    """
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            op._validate(inputs)
+            output = op.launch(*inputs[:-1], impl=inputs[-1])
+            ctx.accumulator = current()
+            ctx.parameters = find_parameters(ctx.accumulator, inputs)
+            if save is not None:
+                save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
+
+    Step.__name__ = Step.__qualname__ = op.name
+    return Step
 
 
 class _Parameter:

@@ -1,7 +1,7 @@
 """Modules over the ops, and the accumulator that makes their gradients exact."""
 
+from ..ops import GradientAccumulator
 from .dlrm import DLRM, DLRMConfig, partition_tables
-from .exact import GradientAccumulator, sum_by_sample
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
@@ -18,7 +18,7 @@ from .modules import (
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 from .transduction import RECOMPUTED
 
 __all__ = [
