@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "files": set(),
     "kernels": set(),
     "ops": {"kernels"},
-    "nn": {"ops"},
+    "nn": {"ops", "kernels"},
     "trace": {"ops", "kernels"},
     "data": {"ops", "kernels"},
     "distributed": {"ops", "trace"},

@@ -4,6 +4,7 @@ Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation`
 docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting.
 """
 
+from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, Registered, implementation
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
@@ -35,6 +36,7 @@ registered = Registered()  # for a torch.autograd.Function of one's own
 __all__ = [
     "FRACTION_BITS",
     "ExactSumError",
+    "GradientAccumulator",
     "HashTableFullError",
     "Impl",
     "add_packed_rows",

@@ -85,8 +85,8 @@ CALLS = {
     ),
     "hash_erase": ({**table(), "keys": whole(4, 2), "count": SCALAR}, ["slot_rows"], ops.hash_erase),
     "linear_weight_grad": (
-        {"grid": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
-        ["grid"],
+        {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
+        ["accumulator"],
         ops.linear_weight_grad,
     ),
     "hstu_attention_backward_into": (

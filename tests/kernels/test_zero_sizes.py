@@ -93,7 +93,7 @@ def differentiable():
             [*plain, some(outer)],
         )
         cases[f"norm_linear_silu {sizes}"] = (
-            lambda impl, *given: ops.norm_linear_silu(*given, EPS, (), impl),
+            lambda impl, *given: ops.norm_linear_silu(*given, EPS, (), impl=impl),
             [some(tokens, inner), some(inner), some(inner), some(outer, inner), some(outer)],
         )
     for tokens, dim in [(0, 3), (3, 0), (0, 0)]:
@@ -111,7 +111,7 @@ def differentiable():
             [some(tokens, dim), some(tokens, dim), some(tokens, count, dim)],
         )
     for shape in [(0,), (0, 3), (3, 0), ()]:
-        cases[f"silu {shape}"] = (lambda impl, x: ops.silu(x, impl), [some(*shape)])
+        cases[f"silu {shape}"] = (lambda impl, x: ops.silu(x, impl=impl), [some(*shape)])
     return cases
 
 

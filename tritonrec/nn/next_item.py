@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from .. import ops
-from .exact import sum_by_sample
 from .modules import LayerNorm, PositionalEmbedding
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 from .transduction import check_recompute
 
 

@@ -304,7 +304,7 @@ class WindowProgram:
         """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them
         the mean loss.
         """
-        parts = self.sums.take(self.model)
+        parts = self.flight.accumulator.take()
         losses = torch.cat([window.losses[i] for i in range(self.config.window_micro_batches)])
         window.dense_sums = [*parts.values(), self.sums.total(losses)]
         flat, reduce = torch.cat([part.reshape(-1) for part in window.dense_sums]), self.communicators.reduce

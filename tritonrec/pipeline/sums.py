@@ -151,19 +151,6 @@ class Sums:
                 raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
         return means
 
-    def take(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Summed gradients of this rank, of the parameters that require one; leaves none behind."""
-        taken = {}
-        for name, parameter in model.named_parameters():
-            if self.exact:
-                gradient = take_grid(name, parameter)
-            else:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = None
-            if parameter.requires_grad:
-                taken[name] = gradient
-        return taken
-
 
 def travel(
     sent: Sent | None,
@@ -177,19 +164,6 @@ def travel(
     if sent is not None:
         sent.bytes += (sum(send) - send[over.rank]) * values[:1].numel() * values.element_size()
     return over.all_to_all(values, send, receive, out)
-
-
-def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's gradient sum on the grid; its grid is zero afterwards."""
-    if parameter.grad is not None:
-        raise TypeError(
-            f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
-            "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
-        )
-    grid: torch.Tensor = parameter.grid  # type: ignore[attr-defined]
-    sums = grid.clone()
-    grid.zero_()
-    return sums
 
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
