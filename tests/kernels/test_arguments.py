@@ -122,6 +122,7 @@ def label(value):
     return value.__name__ if callable(value) else value
 
 
+@pytest.mark.smoke
 def test_every_op_of_tensors_is_here():
     numbers = {"derive_seed", "implementation", "registered"}
     looks = {"check_inserted", "check_summed", "packed_bytes"}  # at one tensor, which an op has made

@@ -5,6 +5,7 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_on_triton
 
 from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
 from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
@@ -81,8 +82,14 @@ def mask_of(impl, ids, positions, dim, p=P, seed=SEED):
 
 @pytest.mark.parametrize("dropping", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "no_columns"])
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    slow_on_triton(
+        IMPLS,
+        [name for name in SHAPES if name != "no_columns"],
+        ["empty", "one_row", "one_column", "block_plus_one"],
+    ),
+)
 def test_error_is_that_of_plain_float32(impl, name, gated, dropping):
     tensors = case(name)
     ids, positions = places(len(tensors[0])) if dropping else (None, None)
@@ -104,8 +111,7 @@ def test_no_columns(impl):
     assert norm_mul_dropout(x, u, weight, bias, impl=impl).shape == (3, 0)
 
 
-@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.999])
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
+@pytest.mark.parametrize(("impl", "p"), slow_on_triton(["cpu", TRITON], [1e-9, 0.1, 0.5, 0.999], [0.1]))
 def test_all_implementations_keep_the_same_columns(impl, p):
     for dim in (1, 2, 3, 4, 5, 37):
         ids, positions = places(12)
@@ -146,6 +152,7 @@ def test_the_mask_depends_on_seed_sample_and_position_alone(impl):
         assert ((change != mask).any(1)).all()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_backward_uses_the_mask_of_forward(impl):
     tensors = case("odd_dim")

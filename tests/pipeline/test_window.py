@@ -162,7 +162,7 @@ def test_grid_overflow_names_the_tensor():
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 1e12)
     with (
         trainer(parts_=made) as training,
-        pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer bits"),
+        pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer fraction bits"),
     ):
         training.step(batch_of(0, 3))
 

@@ -227,7 +227,7 @@ def test_what_is_left_is_every_kept_sample_in_its_order():
         left(kept, 5, 4)
 
 
-def test_memory_is_bounded_and_told():
+def test_memory_is_bounded_and_reported():
     watch, _ = follow()
     small = follow(SlipstreamConfig(**{**vars(CONFIG), "snapshot_mb": 0.001}))[0]
     assert small.nbytes <= 1000 < watch.nbytes
@@ -255,7 +255,7 @@ def test_settings_out_of_range_are_named(changes, message):
         SlipstreamConfig(**changes)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="alpha must be at most 26, the features, got 27"):
         follow(SlipstreamConfig(alpha=27))
     with pytest.raises(ValueError, match="mode 'reference' has none"):
