@@ -229,7 +229,9 @@ def test_fewer_bits_mean_coarser_sums():
         accumulator = GradientAccumulator(layer, bits)
         with accumulator.active():
             layer(x, offsets).square().sum().backward()
-        values.append([ops.from_fixed_point(sums, bits=bits) for sums in accumulator.take().values()])
+        values.append(
+            [ops.from_fixed_point(sums, fraction_bits=bits) for sums in accumulator.take().values()]
+        )
     for fine, coarse in zip(*values, strict=True):
         torch.testing.assert_close(fine, coarse, rtol=0, atol=4 * 2.0**-20)
         assert not torch.equal(fine, coarse)

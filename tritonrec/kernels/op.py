@@ -49,6 +49,10 @@ def annotated_launches() -> Iterator[None]:
         _annotated = False
 
 
+OPS: dict[str, Op] = {}
+"""Every record by its name, for tests and tools."""
+
+
 class Op:
     """A registered op of the namespace ``tritonrec``.
 
@@ -119,7 +123,7 @@ class Op:
             schema=f"({symbolic}, str impl) -> {results}",
         ).register_fake(fake_kernel)
         self._registered = getattr(torch.ops.tritonrec, self.name)
-        self._has_derivative = backward is not None
+        self.has_derivative = backward is not None
         self._validate = validate
         self._function = _function(self._registered, self._written, save, backward)
         self._step = None if backward is None or self._written else _step(self, save, backward)
@@ -128,6 +132,7 @@ class Op:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
         self._function.forward.__signature__ = signature  # type: ignore[attr-defined]
+        OPS[self.name] = self
 
     def __call__(self, *arguments: Any, impl: Impl = "auto") -> Any:
         """The registered op with its derivative.
@@ -148,10 +153,10 @@ class Op:
             if self._step is not None:
                 return self._step.apply(*arguments, impl)
         if has_floats and torch.is_grad_enabled():
-            if self._written and not self._has_derivative:
+            if self._written:
                 self._refuse_gradients(arguments)
             # torch.compile traces `backward` with the call, also one that raises
-            if self._has_derivative or not torch.compiler.is_compiling():
+            if self.has_derivative or not torch.compiler.is_compiling():
                 return self._function.apply(*arguments, impl)
         return self._registered(*arguments, impl)
 
@@ -209,8 +214,17 @@ class Op:
     def _refuse_gradients(self, arguments: tuple[Any, ...]) -> None:
         """A tensor that is written in place would keep the graph it had before: a wrong derivative.
 
-        Integers have no derivative: an op that writes to them alone takes what requires a gradient.
+        An op with a derivative extends the graph of a written tensor, and a leaf has none. Integers have no
+        derivative: an op that writes to them alone takes an argument that requires a gradient.
         """
+        if self.has_derivative:
+            for at, each in self._written:
+                if arguments[at].is_leaf and arguments[at].requires_grad:
+                    raise RuntimeError(
+                        f"{each.name} is a leaf that requires a gradient: give {each.name}.clone(), or call "
+                        f"under torch.no_grad()"
+                    )
+            return
         given = [(each.name, arguments[at]) for at, each in self._tensors if arguments[at] is not None]
         traced = [name for name, tensor in given if tensor.requires_grad]
         if traced and any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.gradients import Terms
-from tritonrec.kernels.segment_sum import segment_sum
+from tritonrec.kernels.rows.register import IndexedTerms
 
 
 class RowTerms(Terms):
@@ -24,28 +24,6 @@ class RowTerms(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`; terms are added in fixed point, so their order does not show."""
-        values = self._values.detach().flatten(1)
+        values = self._values.flatten(1)
         rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-        _add(values, rows, sums.view(1, -1), fraction_bits, name)
-
-
-class IndexedTerms(Terms):
-    """Terms (K, D), of which the k-th belongs to row ``rows[k]`` of a parameter (R, D)."""
-
-    def __init__(self, values: torch.Tensor, rows: torch.Tensor, num_rows: int):
-        self._values, self._rows, self._num_rows = values, rows, num_rows
-
-    def total(self) -> torch.Tensor:
-        """Sums (R, D), in order of occurrence."""
-        return segment_sum(self._values, self._rows, self._num_rows)
-
-    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
-        """As `Terms.add_to`."""
-        _add(self._values.detach(), self._rows, sums, fraction_bits, name)
-
-
-def _add(values: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor, bits: int, name: str) -> None:
-    segment_sum(
-        values.contiguous(), rows, len(sums), consistency="batch", out=sums, bits=bits,
-        name=f"gradient of {name}",
-    )  # fmt: skip
+        IndexedTerms(values, rows, 1, None).add_to(sums.view(1, -1), fraction_bits, name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..kernels.gradients import current, sum_terms
-from ..kernels.row_terms import IndexedTerms
 
 
 class Linear(torch.nn.Module):
@@ -104,7 +102,7 @@ class PositionalEmbedding(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """(L,) int64 -> (L, dim)."""
-        return _Lookup.apply(current(), self.weight, positions)
+        return ops.gather_rows(self.weight, positions)
 
 
 class RelativeBias(torch.nn.Module):
@@ -132,16 +130,3 @@ class RelativeAggregate(torch.nn.Module):
     ) -> torch.Tensor:
         """(L, H, D) -> (L, H, D), as `ops.relative_aggregate`."""
         return ops.relative_aggregate(v, self.weight, seq_offsets, max_seq_len, timestamps)
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, accumulator, weight, rows):
-        ctx.accumulator, ctx.weight = accumulator, weight
-        ctx.save_for_backward(rows)
-        return ops.gather_rows(weight, rows)
-
-    @staticmethod
-    def backward(ctx, dy):
-        terms = IndexedTerms(dy, ctx.saved_tensors[0], len(ctx.weight))
-        return None, sum_terms(ctx.accumulator, ctx.weight, terms), None

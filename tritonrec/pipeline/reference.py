@@ -79,8 +79,8 @@ class ReferenceTrainer:
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
-                        leaf.grad, places[number], len(keys), consistency="batch", bits=self.fraction_bits,
-                        name="embedding gradient",
+                        leaf.grad, places[number], len(keys), consistency="batch",
+                        fraction_bits=self.fraction_bits, name="embedding gradient",
                     )  # fmt: skip
 
         for group, _keys, found, values, sums, _places in shards:

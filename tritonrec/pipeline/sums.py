@@ -49,7 +49,7 @@ class Sums:
             len(out),
             consistency=self.config.consistency,
             out=out,
-            bits=self.config.fraction_bits,
+            fraction_bits=self.config.fraction_bits,
             name=name,
         )
 
@@ -88,7 +88,9 @@ class Sums:
         their_widths = travel(sent, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
         theirs = travel(sent, over, packed, *lengths)
-        ops.add_packed_rows(out, arriving, their_widths, theirs, name=name, bits=self.config.fraction_bits)
+        ops.add_packed_rows(
+            out, arriving, their_widths, theirs, name=name, fraction_bits=self.config.fraction_bits
+        )
 
     def means(
         self,
@@ -127,7 +129,12 @@ class Sums:
             return losses.double().sum().float().view(1)
         one = torch.zeros_like(losses, dtype=torch.int64)
         total = ops.segment_sum(
-            losses.unsqueeze(1), one, 1, consistency="batch", bits=LOSS_BITS, name="losses of the samples"
+            losses.unsqueeze(1),
+            one,
+            1,
+            consistency="batch",
+            fraction_bits=LOSS_BITS,
+            name="losses of the samples",
         )
         return total.view(1)
 

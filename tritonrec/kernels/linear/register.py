@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.fixed_point import check_bits
+from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
@@ -79,7 +79,7 @@ def _check_weight_grad(
             f"accumulator must be (out, in) for dy (L, out) and x (L, in), got "
             f"{tuple(accumulator.shape)}, dy {tuple(dy.shape)}, x {tuple(x.shape)}"
         )
-    check_bits(bits)
+    check_fraction_bits(bits)
 
 
 def _check_weight_grad_memory(accumulator, dy, x, seq_offsets, *_):

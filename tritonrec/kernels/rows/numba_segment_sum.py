@@ -6,9 +6,14 @@ the loop over occurrences never changes its order, so a vector width cannot chan
 """
 
 import numpy as np
+import torch
 
+from tritonrec.kernels.fixed_point.errors import report_sum
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.padding import first_valid
+from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
+from tritonrec.kernels.rows.reference import zero_sums
 
 from ..caches import njit
 
@@ -17,6 +22,47 @@ from ..caches import njit
 # 6.0 ms 16 ahead ("batch", one Zen 5 thread); where `out` fits the cache it costs up to 5 %. The request is
 # written out in each loop: as a function it halved the gain.
 AHEAD = 16
+
+
+def segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `tritonrec.kernels.rows.segment_sum`."""
+    out = zero_sums(values, num_segments, consistency)
+    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
+    return out
+
+
+def segment_sum_into(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+    status: torch.Tensor | None = None,
+) -> None:
+    """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
+    if values.numel() == 0 or out.numel() == 0:
+        return
+    values, segments = contiguous_rows(values), first_valid(segments, count)
+    arguments = (*flat_rows(out), *flat_rows(values), segments.contiguous().numpy(), np.uintp(out.shape[1]))
+    bad = -1
+    if consistency == "window":
+        add_window(*arguments)
+    elif values.dtype == torch.int64:
+        bad = add_batch_terms(*arguments)
+    else:
+        bad = add_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
+    report_sum(bad + 1, status, name, values, segments, fraction_bits)
 
 
 @njit(cache=True, nogil=True)
@@ -51,7 +97,7 @@ def add_batch(out, out_stride, values, value_stride, segments, dim, scale, limit
 
 @njit(cache=True, nogil=True)
 def add_batch_terms(out, out_stride, terms, term_stride, segments, dim):
-    """`add_batch` for values that lie on the grid already."""
+    """`add_batch` for values that are in fixed point already."""
     count = segments.shape[0]
     for i in range(count):
         if i + AHEAD < count:

@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_padding import num_valid
+
+BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 16, 128, 4
 
 
 @triton.jit
@@ -32,23 +33,25 @@ def _move_kernel(
     The rows of the source are 0, 1, 2, ... without GATHER, those of the destination without SCATTER.
     Behind the count a gathered row is zero, and nothing is scattered.
     """
-    num_held = num_valid(num_moves, count_ptr)
+    valid = num_valid(num_moves, count_ptr)
+    # int64 before the products with the strides, which pass 2**31 elements in tables of some gigabytes
     moves = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     if GATHER:
-        source_row = tl.load(source_rows_ptr + moves, mask=moves < num_held, other=0)
+        source_row = tl.load(source_rows_ptr + moves, mask=moves < valid, other=0)
     else:
         source_row = moves
     if SCATTER:
-        destination_row = tl.load(destination_rows_ptr + moves, mask=moves < num_held, other=0)
+        destination_row = tl.load(destination_rows_ptr + moves, mask=moves < valid, other=0)
     else:
         destination_row = moves
-    inside = (moves < num_held)[:, None] & (columns < dim)[None, :]
+    inside = (moves < valid)[:, None] & (columns < dim)[None, :]
     source = source_row[:, None] * source_row_stride + columns[None, :] * source_column_stride
     destination = (
         destination_row[:, None] * destination_row_stride + columns[None, :] * destination_column_stride
     )
     values = tl.load(source_ptr + source, mask=inside, other=0)
+    # a gather owns its output, so rows behind the count are zeros; a scatter must leave other rows alone
     if not SCATTER:
         inside = (moves < num_moves)[:, None] & (columns < dim)[None, :]
     tl.store(destination_ptr + destination, values, mask=inside)
@@ -59,9 +62,8 @@ def _move(source, source_rows, destination, destination_rows, count) -> None:
     dim, rows = destination.shape[1], source_rows if destination_rows is None else destination_rows
     if rows.numel() == 0 or dim == 0:
         return
-    block_dim = min(triton.next_power_of_2(dim), 128)
-    config = tuned.config("gather_rows", tuned.row_class(dim, most=128), rows.device)
-    grid = (triton.cdiv(rows.numel(), config["BLOCK_ROWS"]), triton.cdiv(dim, block_dim))
+    block_dim = min(triton.next_power_of_2(dim), BLOCK_DIM)
+    grid = (triton.cdiv(rows.numel(), BLOCK_ROWS), triton.cdiv(dim, block_dim))
     _move_kernel[grid](
         source,
         None if source_rows is None else source_rows.contiguous(),
@@ -74,13 +76,14 @@ def _move(source, source_rows, destination, destination_rows, count) -> None:
         *destination.stride(),
         GATHER=source_rows is not None,
         SCATTER=destination_rows is not None,
+        BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_DIM=block_dim,
-        **config,
+        num_warps=NUM_WARPS,
     )
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.gather_rows.gather_rows`."""
+    """See `tritonrec.kernels.rows.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
     _move(source, rows, out, None, count)
     return out
@@ -90,8 +93,8 @@ def scatter_rows(
     destination: torch.Tensor,
     rows: torch.Tensor,
     values: torch.Tensor,
+    source: torch.Tensor | None,
     count: torch.Tensor | None,
-    source: torch.Tensor | None = None,
 ) -> None:
-    """See `tritonrec.kernels.gather_rows.scatter_rows`."""
+    """See `tritonrec.kernels.rows.scatter_rows`."""
     _move(values, source, destination, rows, count)

@@ -12,11 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.fixed_point.errors import report_sum
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
 from tritonrec.kernels.padding import padding
+from tritonrec.kernels.row_layout import contiguous_rows
+from tritonrec.kernels.rows.reference import zero_sums
 
 MOST_PROGRAMS = 65535
+BLOCK_D, NUM_WARPS = 128, 4
 
 
 @triton.jit
@@ -32,7 +35,7 @@ def segment_sum_kernel(
     dim,
     scale,
     limit,
-    LEVEL: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -41,47 +44,75 @@ def segment_sum_kernel(
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for segment in range(first, num_segments, tl.num_programs(0)):
         to = out_ptr + segment * out_stride + column
+        # one program owns this row's columns, so a plain load and store accumulate into `out`
         total = tl.load(to, mask=inside, other=0)
         for i in range(tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)):
             row = tl.load(order_ptr + i)
+            # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
             value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
-            if LEVEL == "window":
+            if ADD == "floats":
                 total += value
             else:
                 term = value
                 fits = inside | True
-                if LEVEL == "round":
+                if ADD == "rounded":
                     term, fits = round_to_fixed_point(value, scale, limit)
+                # a wrapped sum has the sign that neither of its operands has
                 after = total + term
                 fits = fits & (((total ^ after) & (term ^ after)) >= 0)
                 bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
+                # added all the same: the first bad position is what counts, and the caller discards the sum
                 total = after
         tl.store(to, total, mask=inside)
-    if LEVEL != "window":
+    if ADD != "floats":
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 
 
 def segment_sum(
-    out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, bits: int, count: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Add into `out`; () int64, 1 + row * D + column of the first value that cannot be added, or 0.
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `tritonrec.kernels.rows.segment_sum`."""
+    out = zero_sums(values, num_segments, consistency)
+    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
+    return out
 
-    None at consistency "window", where every value can be.
-    """
+
+def segment_sum_into(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+    status: torch.Tensor | None = None,
+) -> None:
+    """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
     num_segments, dim = out.shape
+    if values.numel() == 0 or out.numel() == 0:
+        return
+    values, keys = contiguous_rows(values), segments
     if count is not None:
-        segments = torch.where(padding(segments.numel(), count), num_segments, segments)
-    order, starts = by_segment(segments, num_segments)
-    block = min(128, triton.next_power_of_2(dim))
+        # behind the last segment, so in no program's range; the host does not wait for the count
+        keys = torch.where(padding(segments.numel(), count), num_segments, segments)
+    order, starts = by_segment(keys, num_segments)
+    block = min(BLOCK_D, triton.next_power_of_2(dim))
     grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
-    exact = out.dtype == torch.int64
+    exact = consistency == "batch"
     bad = torch.empty(grid[0] * grid[1] if exact else 1, dtype=torch.int64, device=out.device)
     if not exact:
-        level = "window"
+        add = "floats"
     elif values.dtype == torch.float32:
-        level = "round"
+        add = "rounded"
     else:
-        level = "terms"
+        add = "terms"
     segment_sum_kernel[grid](
         out,
         values,
@@ -92,14 +123,15 @@ def segment_sum(
         values.stride(0),
         num_segments,
         dim,
-        2.0**bits,
-        2.0 ** (62 - bits),
-        LEVEL=level,
+        2.0**fraction_bits,
+        2.0 ** (62 - fraction_bits),
+        ADD=add,
         BLOCK_D=block,
-        **tuned.config("segment_sum", tuned.row_class(dim, most=128), out.device),
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-    return first_bad(bad) if exact else None
+    if exact:
+        report_sum(first_bad(bad), status, name, values, segments, fraction_bits)
 
 
 def by_segment(segments: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
