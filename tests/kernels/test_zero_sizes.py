@@ -80,7 +80,7 @@ def differentiable():
         for times in (None, torch.arange(tokens)):
             cases[f"relative {tokens, heads, dim} {times is None}"] = (
                 lambda impl, v, weights, n=tokens, t=times: ops.relative_aggregate(
-                    v, weights, offsets(n), 2, t, impl
+                    v, weights, offsets(n), 2, t, impl=impl
                 ),
                 [some(tokens, heads, dim), some(heads, 3)],
             )

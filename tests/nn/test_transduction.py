@@ -84,10 +84,9 @@ def assert_equal(got, want, what=""):
         assert torch.equal(got[name], value), f"{what} {name}"
 
 
-# ops.hstu_attention has no exact sums for its tables: the cuts below stand for it
 @pytest.mark.parametrize(
     ("name", "exactly"),
-    [("hstu", False), ("hstu", True), ("biased", False), ("fuxi", False), ("fuxi", True)],
+    [("hstu", False), ("hstu", True), ("biased", False), ("biased", True), ("fuxi", False), ("fuxi", True)],
 )
 def test_bits_are_those_of_the_single_steps(name, exactly):
     layer = make_layer(name)
