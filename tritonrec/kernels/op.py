@@ -13,10 +13,11 @@ in None for optional tensors that are left out at the end:
 - ``INTERSECT(left, right, impl="auto")`` is the op that users get: registered with torch, checked, and with
   its derivative. torch.compile, export, FakeTensor, torch.func and the profiler see it.
 - ``torch.ops.tritonrec.intersect(left, right, "auto")`` is the same without the derivative.
-- While a `kernels.gradients.Accumulator` is active, so in a trainer, ``INTERSECT(left, right)`` checks, runs
-  the implementation and differentiates without the dispatcher.
 - ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
   callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
+
+While a `kernels.gradients.Accumulator` is active, so in the forward and backward of a trainer, a call of the
+first kind checks, runs the implementation and differentiates without the dispatcher.
 """
 
 from __future__ import annotations

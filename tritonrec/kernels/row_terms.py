@@ -1,11 +1,11 @@
-"""Gradients that are sums over rows: one term for each token, sample or occurrence."""
+"""Gradients that are sums over rows: one term for each token or sample."""
 
 from __future__ import annotations
 
 import torch
 
 from tritonrec.kernels.gradients import Terms
-from tritonrec.kernels.rows.register import IndexedTerms
+from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
 
 
 class RowTerms(Terms):
@@ -24,6 +24,7 @@ class RowTerms(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`; terms are added in fixed point, so their order does not show."""
-        values = self._values.flatten(1)
+        values = self._values.detach().flatten(1)
         rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-        IndexedTerms(values, rows, 1, None).add_to(sums.view(1, -1), fraction_bits, name)
+        options = "batch", fraction_bits, f"gradient of {name}"
+        SEGMENT_SUM_INTO.launch(sums.view(1, -1), values, rows, 1, *options)

@@ -48,33 +48,29 @@ def _differentiate_gather(ctx, grad: torch.Tensor):
 
 
 class IndexedTerms(Terms):
-    """Terms (K, D) of a gradient, of which the k-th belongs to row ``rows[k]`` of a parameter (R, D)."""
+    """Terms (K, D), of which the k-th belongs to row ``rows[k]`` of a parameter (R, D)."""
 
     def __init__(
         self,
         values: torch.Tensor,
         rows: torch.Tensor,
         num_rows: int,
-        count: torch.Tensor | None,
+        count: torch.Tensor | None = None,
         impl: Impl = "auto",
     ):
-        self._values, self._arguments, self._impl = values, (rows, num_rows), impl
-        self._count = count
+        self._values, self._rows, self._num_rows = values, rows, num_rows
+        self._count, self._impl = count, impl
 
     def total(self) -> torch.Tensor:
         """Sums (R, D), in order of occurrence."""
-        return _sum_rows(self._values, *self._arguments, self._count, self._impl)
+        options = "window", FRACTION_BITS, "gradient", self._count
+        return SEGMENT_SUM(self._values, self._rows, self._num_rows, *options, impl=self._impl)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`."""
-        SEGMENT_SUM_INTO.launch(
-            sums, self._values.detach().contiguous(), *self._arguments, "batch", fraction_bits,
-            f"gradient of {name}", self._count, None, impl=self._impl,
-        )  # fmt: skip
-
-
-def _sum_rows(values, rows, num_rows, count, impl) -> torch.Tensor:
-    return SEGMENT_SUM(values, rows, num_rows, "window", FRACTION_BITS, "gradient", count, impl=impl)
+        options = "batch", fraction_bits, f"gradient of {name}", self._count
+        values = self._values.detach()
+        SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
 
 GATHER_ROWS = Op(
@@ -140,7 +136,7 @@ def _differentiate_scatter(ctx, grad: torch.Tensor):
                 f"scatter_rows with source is differentiable in float32 values, got {ctx.dtype}: use .float()"
             )
         if source is not None:
-            taken = _sum_rows(taken, source, ctx.num_values, count, ctx.impl)
+            taken = IndexedTerms(taken, source, ctx.num_values, count, ctx.impl).total()
     return kept, None, taken, None, None
 
 
