@@ -134,7 +134,7 @@ def test_every_package_has_a_rule():
         ("from .. import harness", "tritonrec.pipeline.trainer"),
         ("from tritonrec import ops", "tritonrec.kernels.unique.reference"),
         ("from ... import ops", "tritonrec.kernels.unique.reference"),
-        ("import tritonrec.embedding.table", "tritonrec.nn.layer"),
+        ("import tritonrec.kernels.unique", "tritonrec.distributed.groups"),
         ("if TYPE_CHECKING:\n    from ..data import JaggedBatch", "tritonrec.nn.layer"),
         ("def late():\n    from ..trace import read", "tritonrec.embedding.table"),
     ],

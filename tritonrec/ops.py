@@ -17,7 +17,7 @@ from .kernels.hash_table import (
     hash_grow,
     hash_insert,
 )
-from .kernels.hstu_attention import hstu_attention
+from .kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_linear_silu import norm_linear_silu
@@ -37,6 +37,8 @@ __all__ = [
     "FRACTION_BITS",
     "ExactSumError",
     "GradientAccumulator",
+    "HSTUBias",
+    "HSTUMask",
     "HashTableFullError",
     "Impl",
     "add_packed_rows",

@@ -53,13 +53,11 @@ def single_ops(layer: torch.nn.Module) -> Call:
         u, *vqk = uvqk.split(layer.sizes, 1)
         v, q, k = (part.unflatten(1, (config.heads, -1)) for part in vqk)
         bias = getattr(layer, "bias", None)
-        options = {} if bias is None else {
-            "pos_weights": bias.pos_weights, "ts_weights": bias.ts_weights, "timestamps": tokens.timestamps,
-            "query_timestamps": tokens.query_timestamps,
-        }  # fmt: skip
+        times = tokens.timestamps, tokens.query_timestamps
+        relative = None if bias is None else ops.HSTUBias(bias.pos_weights, bias.ts_weights, *times)
         attended = ops.hstu_attention(
             q, k, v, offsets, config.max_seq_len, alpha=config.qk_dim**-0.5,
-            scaling_seqlen=config.max_seq_len, num_targets=tokens.num_targets, **options,
+            scaling_seqlen=config.max_seq_len, mask=ops.HSTUMask(tokens.num_targets), bias=relative,
         ).flatten(1)  # fmt: skip
         if isinstance(layer, FuXiLayer):
             positional = layer.by_position(v, offsets, config.max_seq_len)

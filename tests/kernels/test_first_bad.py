@@ -191,5 +191,5 @@ def test_counts_of_tokens(impl):
     with pytest.raises(ValueError, match=r"num_targets\[1\] = 3 for a sequence with 1 tokens left"):
         ops.hstu_attention(
             q, q, q, offsets, 3, alpha=1.0, scaling_seqlen=1, impl=impl,
-            num_targets=on(impl, torch.tensor([2, 3, -9])),
+            mask=ops.HSTUMask(on(impl, torch.tensor([2, 3, -9]))),
         )  # fmt: skip

@@ -21,14 +21,15 @@ import torch
 
 from .. import ops
 from ..kernels.gradients import Accumulator, Terms, current, sum_terms
+from ..kernels.hstu_attention.call import Call as AttentionCall
+from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
+from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
 from ..kernels.linear.register import ProductTerms
 from ..kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_INTO
 from ..kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_INTO
 from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
 from ..kernels.row_terms import RowTerms
 from .tokens import Tokens
-
-_kernels = ops.registered
 
 RECOMPUTED = ("norm", "uvqk", "silu", "attention", "gate")
 CHANNELS = ("by_position", "by_time")  # beside attention
@@ -90,18 +91,17 @@ class Call(NamedTuple):
         sites = (self.tokens.sample_ids, self.tokens.positions) if self.dropout else (None, None)
         return self.dropout, self.seed, *sites
 
-    def attention(self, parameters: Parameters) -> dict[str, Any]:
-        """The arguments of attention after q, k and v, in the order of the op's schema."""
+    def attention(self, parameters: Parameters) -> AttentionCall:
+        """The arguments of attention after q, k and v."""
         timed = parameters.ts_weights is not None
-        return {
-            "seq_offsets": self.tokens.seq_offsets, "max_seq_len": self.max_seq_len,
-            "alpha": self.qk_dim**-0.5, "scaling_seqlen": self.max_seq_len, "mask_numbers": [1, 0, 0, 0],
-            "num_targets": self.tokens.num_targets, "num_contexts": None, "delta_offsets": None,
-            "attn_scale": None, "pos_weights": parameters.pos_weights, "ts_weights": parameters.ts_weights,
-            "timestamps": self.tokens.timestamps if timed else None,
-            "query_timestamps": self.tokens.query_timestamps if timed else None,
-            "bias_factor": 1.0, "deterministic": True, "impl": "auto",
-        }  # fmt: skip
+        bias = HSTUBias(
+            parameters.pos_weights, parameters.ts_weights, self.tokens.timestamps if timed else None,
+            self.tokens.query_timestamps if timed else None,
+        )  # fmt: skip
+        return describe(
+            self.tokens.seq_offsets, self.max_seq_len, alpha=self.qk_dim**-0.5,
+            scaling_seqlen=self.max_seq_len, mask=HSTUMask(self.tokens.num_targets), bias=bias,
+        )  # fmt: skip
 
     def tables(self, parameters: Parameters) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """(name, table, timestamps) of each channel beside attention."""
@@ -142,7 +142,7 @@ def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_l
 
 def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
     _, v, q, k = call.parts(uvqk)
-    attended = _kernels.hstu_attention(q, k, v, *call.attention(p).values()).flatten(1)
+    attended = HSTU_ATTENTION(q, k, v, *call.attention(p)).flatten(1)
     offsets = call.tokens.seq_offsets
     channels = [
         RELATIVE_AGGREGATE(v, table, offsets, call.max_seq_len, times).flatten(1)
@@ -162,7 +162,7 @@ def _attend_backward(
     """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
     (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
     *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
-    dpos, dts = _kernels.hstu_attention_backward_into(dq, dk, dv, dout, q, k, v, *call.attention(p).values())
+    dpos, dts = HSTU_ATTENTION_BACKWARD_INTO(dq, dk, dv, dout, q, k, v, *call.attention(p))
     terms: dict[str, Terms] = {"pos_weights": RowTerms(dpos), "ts_weights": RowTerms(dts)}
     of_channels: torch.Tensor | None = None
     for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
