@@ -4,6 +4,7 @@ Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation`
 docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting.
 """
 
+from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, Registered, implementation
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
@@ -16,7 +17,7 @@ from .kernels.hash_table import (
     hash_grow,
     hash_insert,
 )
-from .kernels.hstu_attention import hstu_attention
+from .kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 from .kernels.intersect import intersect
 from .kernels.linear import linear, linear_weight_grad
 from .kernels.norm_linear_silu import norm_linear_silu
@@ -35,6 +36,9 @@ registered = Registered()  # for a torch.autograd.Function of one's own
 __all__ = [
     "FRACTION_BITS",
     "ExactSumError",
+    "GradientAccumulator",
+    "HSTUBias",
+    "HSTUMask",
     "HashTableFullError",
     "Impl",
     "add_packed_rows",

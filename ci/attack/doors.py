@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -91,17 +92,14 @@ def _written(op: str) -> list[str]:
 
 
 def attention(**given: Any) -> torch.Tensor:
-    group, window, full, prefix = given.pop("mask_numbers")
-    given["bias_scaled_by_alpha"] = given.pop("bias_factor") != 1.0
+    given["scaled_by_alpha"] = given.pop("bias_factor") != 1.0
     if given["attn_scale"] is not None:
         given["scaling_seqlen"] = None
-    return ops.hstu_attention(
-        **given,
-        target_group_size=group,
-        max_attn_len=window,
-        min_full_attn_seq_len=full,
-        attn_prefix_len=prefix,
+    mask, bias = (
+        kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
+        for kind in (ops.HSTUMask, ops.HSTUBias)
     )
+    return ops.hstu_attention(**given, mask=mask, bias=bias)
 
 
 def insert(first_row: Any, next_row: Any, **given: Any) -> Any:

@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,14 @@ from doors import DISTINCT, DRAWN, ROUNDED, Call, calls
 from guarded import Arena
 from hostile import Hostile, replace, spoil
 
-from tritonrec.kernels.hstu_attention.masks import Mask
-from tritonrec.ops import ExactSumError
+from tritonrec.ops import ExactSumError, HSTUMask
 
 MEMORY = (
     12 << 30
 )  # address space of a worker: an allocation beyond it is an error, not the end of the machine
 # names in errors that are no names of a schema
 ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
-ALSO += Mask._fields
+ALSO += [field.name for field in fields(HSTUMask)]
 PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
 

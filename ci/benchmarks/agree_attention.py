@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from attention_references import (
     load,
 )  # fmt: skip
 
-from tritonrec.ops import hstu_attention
+from tritonrec.ops import HSTUBias, HSTUMask, hstu_attention
 
 LENGTHS = [70, 0, 4, 1, 17, 33, 3, 64]
 TARGETS = [30, 0, 1, 1, 0, 29, 0, 9]
@@ -106,10 +107,14 @@ def inputs(case: Case) -> tuple[dict[str, torch.Tensor], float]:
 def ours(case: Case, alpha: float, given: Tensors, impl: str) -> torch.Tensor:
     options = case.options | {name: given[name] for name in ("pos_weights", "ts_weights") if name in given}
     if "pos_weights" in options:
-        options["bias_scaled_by_alpha"] = case.scaled
+        options["scaled_by_alpha"] = case.scaled
     if "attn_scale" not in options:
         options["scaling_seqlen"] = N
     delta = None if case.queries is None else case.query_offsets
+    mask, bias = (
+        kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
+        for kind in (HSTUMask, HSTUBias)
+    )
     return hstu_attention(
         given["q"],
         given["k"],
@@ -119,6 +124,8 @@ def ours(case: Case, alpha: float, given: Tensors, impl: str) -> torch.Tensor:
         alpha=alpha,
         delta_offsets=delta,
         impl=impl,
+        mask=mask,
+        bias=bias,
         **options,
     )
 

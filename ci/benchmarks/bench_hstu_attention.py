@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec.kernels.hstu_attention import hstu_attention
+from tritonrec.kernels.hstu_attention import HSTUBias, hstu_attention
 
 # name: sequences, longest, heads, dim of a head, whether lengths have a long tail
 WORKLOADS = {
@@ -58,7 +58,7 @@ def jagged(tensor, offsets):
 
 def ours(q, k, v, offsets, longest, mask, alpha, weights=None, **options):
     return hstu_attention(
-        q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, pos_weights=weights, **options
+        q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, bias=HSTUBias(weights), **options
     )
 
 

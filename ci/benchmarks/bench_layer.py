@@ -8,7 +8,7 @@ once: float tensors of the layer, without its input (the residual stream has it 
 most" is what one layer's forward and backward hold at a time, by torch's profiler. Times
 are forward and backward of one layer on one thread, CPU time, as ratios to the layer made of single ops, in
 interleaved rounds; every variant must give the same bits before it is timed. "window" has float gradients,
-"batch" adds them sample by sample to the exact grids.
+"batch" adds them sample by sample to exact sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tritonrec import ops
-from tritonrec.nn import FuXiLayer, HSTUConfig, HSTULayer, Tokens, attach_grids, detach_grids
+from tritonrec.nn import FuXiLayer, GradientAccumulator, HSTUConfig, HSTULayer, Tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "models.md"
@@ -53,13 +53,11 @@ def single_ops(layer: torch.nn.Module) -> Call:
         u, *vqk = uvqk.split(layer.sizes, 1)
         v, q, k = (part.unflatten(1, (config.heads, -1)) for part in vqk)
         bias = getattr(layer, "bias", None)
-        options = {} if bias is None else {
-            "pos_weights": bias.pos_weights, "ts_weights": bias.ts_weights, "timestamps": tokens.timestamps,
-            "query_timestamps": tokens.query_timestamps,
-        }  # fmt: skip
+        times = tokens.timestamps, tokens.query_timestamps
+        relative = None if bias is None else ops.HSTUBias(bias.pos_weights, bias.ts_weights, *times)
         attended = ops.hstu_attention(
             q, k, v, offsets, config.max_seq_len, alpha=config.qk_dim**-0.5,
-            scaling_seqlen=config.max_seq_len, num_targets=tokens.num_targets, **options,
+            scaling_seqlen=config.max_seq_len, mask=ops.HSTUMask(tokens.num_targets), bias=relative,
         ).flatten(1)  # fmt: skip
         if isinstance(layer, FuXiLayer):
             positional = layer.by_position(v, offsets, config.max_seq_len)
@@ -115,12 +113,15 @@ def layer_with(config: HSTUConfig, recompute: tuple[str, ...]) -> HSTULayer:
     return HSTULayer(HSTUConfig(**{**vars(config), "recompute": recompute}))
 
 
-def step(layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: Call) -> list[torch.Tensor]:
-    """Forward and backward; dx and the gradients that are there."""
+def step(
+    layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: Call, bits: int | None = None
+) -> list[torch.Tensor]:
+    """Forward and backward as a trainer has them; dx and the parameters' gradients or sums."""
     x.grad = None
-    layer.zero_grad(set_to_none=True)
-    call(x, tokens, SEED).backward(x.detach())
-    return [x.grad, *(p.grid if hasattr(p, "grid") else p.grad for p in layer.parameters())]
+    accumulator = GradientAccumulator(layer, bits)
+    with accumulator.active():
+        call(x, tokens, SEED).backward(x.detach())
+    return [x.grad, *accumulator.take().values()]
 
 
 def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, list[float]]]:
@@ -134,18 +135,16 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, li
     sizes = [saved_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
     most = [most_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
     ratios: list[list[float]] = [[] for _ in variants]
-    for grids in (False, True):
-        for _, layer, _ in variants:
-            (attach_grids if grids else detach_grids)(layer)
-        want = [value.clone() for value in step(reference, x, tokens, variants[0][2])]
+    for bits in (None, ops.FRACTION_BITS):
+        want = [value.clone() for value in step(reference, x, tokens, variants[0][2], bits)]
         for name, layer, call in variants[1:]:
-            got = step(layer, x, tokens, call)
+            got = step(layer, x, tokens, call, bits)
             assert all(map(torch.equal, got, want)), f"other bits where {name} is computed again"
         times: list[list[float]] = [[] for _ in variants]
         for _ in range(rounds):
             for spent, (_, layer, call) in zip(times, variants, strict=True):
                 start = time.process_time()
-                step(layer, x, tokens, call)
+                step(layer, x, tokens, call, bits)
                 spent.append(time.process_time() - start)
         for found, spent in zip(ratios, times, strict=True):
             found.append(statistics.median(a / b for a, b in zip(spent, times[0], strict=True)))

@@ -3,17 +3,16 @@
 `judge` holds the worst element and the worst block of every result to twice the error of plain float32.
 """
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
 
-from tritonrec.kernels.hstu_attention import (
-    attention_backward,
-    attention_forward,
-    checks,
-)
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks
 from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -63,25 +62,33 @@ def make(lengths, targets, contexts, numbers, queries, bias, options, dims=(2, 8
     has_times = "times" in bias
     times = torch.randint(-3, 300, (tokens,), generator=generator).cumsum(0) if has_times else None
     scale = {"scales": torch.rand(rows, generator=generator) / N, "scale": torch.tensor(0.3)}
+    group, window, full, prefix = numbers
     return tensors, Call(
-        torch.tensor([0, *np.cumsum(lengths)]), longest, alpha, 1 if "scale" in options else N, list(numbers),
-        None if targets is None else torch.tensor(targets),
-        None if contexts is None else torch.tensor(contexts),
-        None if queries is None else torch.tensor([0, *np.cumsum(queries)]),
+        torch.tensor([0, *np.cumsum(lengths)]), longest, alpha, 1 if "scale" in options else N,
         next((scale[word] for word in options.split() if word in scale), None),
+        None if targets is None else torch.tensor(targets), group,
+        None if contexts is None else torch.tensor(contexts), window, full, prefix,
         draw(positions) if positions else None, draw(9) if has_times else None, times,
         torch.cat([times[1:], times[-1:]]) if has_times and "shifted" in options else None,
         alpha if "nvidia" in options else 1.0,
+        None if queries is None else torch.tensor([0, *np.cumsum(queries)]),
     )  # fmt: skip
+
+
+def grouped(**options):
+    """Options of `hstu_attention` by name, those of mask and bias in their objects."""
+    mask = {field.name: options.pop(field.name) for field in fields(HSTUMask) if field.name in options}
+    bias = {field.name: options.pop(field.name) for field in fields(HSTUBias) if field.name in options}
+    return {**options, "mask": HSTUMask(**mask), "bias": HSTUBias(**bias)}
 
 
 def run(impl, tensors, call):
     do, q, k, v = (on(impl, tensor) for tensor in tensors)
-    call = Call(*(on(impl, value) for value in call))._replace(impl=impl)
+    call = Call(*(on(impl, value) for value in call))
     if q.dtype != torch.float64:
-        checks.check_arguments(q, k, v, call, 0)
-    checks.check_values(q, k, call)
-    results = (attention_forward(q, k, v, call), *attention_backward(do, q, k, v, call))
+        checks.check(q, k, v, *call)
+    out = HSTU_ATTENTION.launch(q, k, v, *call, impl=impl)
+    results = (out, *HSTU_ATTENTION_BACKWARD.launch(do, q, k, v, *call, impl=impl))
     return [result.cpu() for result in results]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_cases import grouped
 from torch._library.custom_ops import OPDEFS
 
 from tritonrec import ops
@@ -26,7 +27,13 @@ KEYS, COUNT, OFFSETS = whole(3, -1, 3, 9), torch.tensor(2), whole(0, 3, 4)
 GRID = torch.zeros(2, 3, dtype=torch.int64)
 WIDTHS, PACKED = ops.pack_rows(GRID + 7, whole(1, 0))
 
+
 # op -> all of its tensors by name, and the rest
+def hstu_attention(**given):
+    """Its mask and bias by their fields."""
+    return ops.hstu_attention(**grouped(**given), scaling_seqlen=None if "attn_scale" in given else 3)
+
+
 CALLS = {
     ops.unique: ({"keys": KEYS, "count": COUNT}, {}),
     ops.owner_of: ({"keys": KEYS}, {"world_size": 3}),
@@ -78,7 +85,7 @@ CALLS = {
     ops.silu: ({"x": some(4)}, {}),
     ops.linear: ({"x": some(4, 3), "weight": some(2, 3), "bias": some(2)}, {}),
     ops.linear_weight_grad: (
-        {"grid": GRID.clone(), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
+        {"accumulator": GRID.clone(), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
         {},
     ),
     ops.norm_mul_dropout: (
@@ -95,7 +102,7 @@ CALLS = {
         {"v": some(4, 2, 3), "table": some(2, 5), "seq_offsets": OFFSETS, "timestamps": whole(1, 5, 7, 0)},
         {"max_seq_len": 3},
     ),
-    ops.hstu_attention: (
+    hstu_attention: (
         {"q": some(4, 2, 3), "k": some(4, 2, 3), "v": some(4, 2, 5), "seq_offsets": OFFSETS}
         | {"num_targets": whole(1, 0), "num_contexts": whole(0, 1), "delta_offsets": OFFSETS}
         | {"attn_scale": some(4), "pos_weights": some(5), "ts_weights": some(6)}

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tritonrec.kernels.hstu_attention import attention_backward
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.masks import Mask
+from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -37,7 +36,7 @@ def make(lengths, impl, biased=True):
         }
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     targets = torch.tensor(lengths, dtype=torch.int64) // 3
-    call = Call(offsets, max(longest, 1), 0.7, 9, list(Mask()), targets, **tables, impl=impl)
+    call = Call(offsets, max(longest, 1), 0.7, 9, num_targets=targets, **tables)
     if impl == "triton" and GPU:
         tensors = [tensor.cuda() for tensor in tensors]
         call = Call(*(value.cuda() if isinstance(value, torch.Tensor) else value for value in call))
@@ -61,9 +60,9 @@ def views(like):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, name, biased):
     (do, q, k, v), call = make(CASES[name], impl, biased)
-    expected = attention_backward(do, q, k, v, call)
+    expected = HSTU_ATTENTION_BACKWARD(do, q, k, v, *call, impl=impl)
     buffer, parts = views((q, k, v))
-    tables = into_op(*parts, do, q, k, v, *call)
+    tables = into_op(*parts, do, q, k, v, *call, impl)
     for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
         assert torch.equal(got, want), what
     assert int(buffer.isnan().sum()) == buffer.numel() - sum(part.numel() for part in parts)
@@ -76,11 +75,11 @@ def test_views_with_one_feature_a_head(impl):
     """The stride of a dimension of one element says nothing: here it is 2."""
     tensors, call = make(CASES["ragged"], impl)
     do, q, k, v = (tensor[..., :1].contiguous() for tensor in tensors)
-    expected = attention_backward(do, q, k, v, call)
+    expected = HSTU_ATTENTION_BACKWARD(do, q, k, v, *call, impl=impl)
     buffer = torch.full((len(q), 3 * HEADS, 4), float("nan"), device=q.device)
     parts = buffer[..., 1::2][..., :1].split(HEADS, 1)
     assert {part.stride(2) for part in parts} == {2} and not any(part.is_contiguous() for part in parts)
-    tables = into_op(*parts, do, q, k, v, *call)
+    tables = into_op(*parts, do, q, k, v, *call, impl)
     for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
         assert want.any() and torch.equal(got, want), what
     assert int(buffer.isnan().sum()) == 3 * buffer.numel() // 4
@@ -98,10 +97,10 @@ def test_a_view_that_does_not_fit_is_named(change, message):
     (do, q, k, v), call = make([5, 3], "cpu")
     outs = change(*(torch.empty_like(tensor) for tensor in (q, k, v)))
     with pytest.raises(ValueError, match=message):
-        into_op(*outs, do, q, k, v, *call)
+        into_op(*outs, do, q, k, v, *call, "cpu")
 
 
 def test_registration():
     (do, q, k, v), call = make([5, 3], "cpu")
     outs = [torch.empty_like(tensor) for tensor in (q, k, v)]
-    torch.library.opcheck(into_op.default, (*outs, do, q, k, v, *call))
+    torch.library.opcheck(into_op.default, (*outs, do, q, k, v, *call, "cpu"))

@@ -12,18 +12,20 @@ import re, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tritonrec.kernels.hstu_attention import triton_attention
-from tritonrec.kernels.hstu_attention.triton_tiles import order_kernel
+from tritonrec.kernels.hstu_attention.triton_bias import Bias
+from tritonrec.kernels.hstu_attention.triton_mask import Rules
+from tritonrec.kernels.hstu_attention.triton_tiles import Layout, order_kernel
 
 dtype, everything = getattr(torch, sys.argv[1]), sys.argv[2] == "everything"
 element = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
 ids, table = "*i64", "*fp32"
 described = {  # None: not asked for
-    "layout": (ids, ids, ids, ids) if everything else (ids, None, None, None),
-    "rules": ("i32",) * 5 if everything else (None, None, "i32", "i32", None),
-    "bias": tuple(
+    "layout": Layout(ids, ids, ids, ids) if everything else Layout(ids, None, None, None),
+    "rules": Rules(*("i32",) * 5) if everything else Rules(None, None, "i32", "i32", None),
+    "bias": Bias(*(
         kind if everything or not kind.startswith("*") else None
         for kind in (table, "i32", "i32", "i32", table, "i32", ids, ids, "fp32")
-    ),
+    )),
     "scales_ptr": table if everything else None,
 }
 names = {"tiles_ptr": ids, "count_ptr": ids, "offsets_ptr": ids, "rows_ptr": ids}
@@ -37,7 +39,7 @@ def compiled(kernel, config, atomic=False):
         if name in constants or kind is None:
             signature[name], constants[name] = "constexpr", constants.get(name)
         elif isinstance(kind, tuple):
-            signature[name] = tuple("constexpr" if part is None else part for part in kind)
+            signature[name] = type(kind)(*("constexpr" if part is None else part for part in kind))
             constants |= {(n, m): None for m, part in enumerate(kind) if part is None}
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32")
@@ -67,9 +69,9 @@ for dims in ((50, 64), (128, 128)):
         made = compiled(kernel, *how)
         assert made.metadata.shared <= 99 * 1024, (kernel, dims, made.metadata.shared)
         assert ("wgmma" in made.asm["ptx"]) == (dtype != torch.float32), (kernel, dims)
-compiled(order_kernel, {"OWN": 64, "BLOCK": 512})
+compiled(order_kernel, {"BLOCK_M": 64, "BLOCK": 512})
 if everything:
-    compiled(triton_attention.parts_kernel, {"OWN": 64, "ENTRIES": 64})
+    compiled(triton_attention.parts_kernel, {"BLOCK_M": 64, "ENTRIES": 64})
 """
 
 

@@ -40,8 +40,8 @@ CALLS = {
     ),
     "hstu_attention": (
         lambda q, k, v, pos, ts: ops.hstu_attention(
-            q, k, v, OFFSETS, 4, alpha=0.7, scaling_seqlen=4, pos_weights=pos, ts_weights=ts,
-            timestamps=torch.tensor([0, 3, 9, 2, 40]),
+            q, k, v, OFFSETS, 4, alpha=0.7, scaling_seqlen=4,
+            bias=ops.HSTUBias(pos, ts, torch.tensor([0, 3, 9, 2, 40])),
         ),
         {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)}
         | {"pos_weights": some(4), "ts_weights": some(5)},

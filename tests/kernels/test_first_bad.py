@@ -115,7 +115,7 @@ def test_gradients_of_samples(impl):
             grid[row, column] = 2**63 - 1
             x[2, column] = 1.0
         tensors = (on(impl, tensor) for tensor in (grid, dy, x, offsets))
-        assert index_of(ops.linear_weight_grad, *tensors, bits=BITS, impl=impl) == expected
+        assert index_of(ops.linear_weight_grad, *tensors, fraction_bits=BITS, impl=impl) == expected
 
 
 ROWS = torch.tensor([1, 0, 5, -1, 2**62])  # of three rows: the one at position 2 is the first outside
@@ -191,5 +191,5 @@ def test_counts_of_tokens(impl):
     with pytest.raises(ValueError, match=r"num_targets\[1\] = 3 for a sequence with 1 tokens left"):
         ops.hstu_attention(
             q, q, q, offsets, 3, alpha=1.0, scaling_seqlen=1, impl=impl,
-            num_targets=on(impl, torch.tensor([2, 3, -9])),
+            mask=ops.HSTUMask(on(impl, torch.tensor([2, 3, -9]))),
         )  # fmt: skip

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import grouped
 from hash_tables import EXTREMES, IMPLS, keys_of, on
 from test_arguments import whole
 
 from tritonrec import ops
+from tritonrec.kernels.hstu_attention.call import Call
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 registered = torch.ops.tritonrec
@@ -54,7 +56,7 @@ WILD = {
         1, 2, 3, torch.arange(9), torch.arange(4), 5, 9, "auto"
     ),
     "silu_backward": lambda door: door.silu_backward(torch.ones(2), torch.ones(10**7), "auto"),
-    "linear": lambda door: door.linear(torch.ones(2, 10**6), torch.ones(3, 4), None, "auto"),
+    "linear": lambda door: door.linear(torch.ones(2, 10**6), torch.ones(3, 4), None, None, "auto"),
     "linear_weight_grad": lambda door: door.linear_weight_grad(
         torch.zeros(2, 3, dtype=torch.int64), torch.ones(4, 2), torch.ones(1, 3), whole(0, 1), 36, "x", "auto"
     ),
@@ -66,8 +68,7 @@ WILD = {
         TOKENS, TOKENS, torch.ones(2, 5), whole(0, 10**8), 10**8, None, "auto"
     ),
     "hstu_attention_backward": lambda door: door.hstu_attention_backward(
-        TOKENS, TOKENS, TOKENS, TOKENS, whole(0, 10**9), 10**9, 0.5, 3, [1, 0, 0, 0], *[None] * 8, 1.0, True,
-        "auto",
+        TOKENS, TOKENS, TOKENS, TOKENS, *Call(whole(0, 10**9), 10**9, 0.5, 3), "auto"
     ),
     "sampled_softmax_backward": lambda door: door.sampled_softmax_backward(
         torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 10**6, 3).expand(2, -1, 3),
@@ -145,8 +146,8 @@ def test_limits_beyond_every_sequence_mean_no_limit(impl, number):
 
     def attend(**limits):
         return ops.hstu_attention(
-            q, q, q, offsets, 9, alpha=0.5, scaling_seqlen=3, num_contexts=contexts, num_targets=targets,
-            impl=impl, **limits,
+            q, q, q, offsets, 9, alpha=0.5, scaling_seqlen=3, impl=impl,
+            mask=ops.HSTUMask(num_contexts=contexts, num_targets=targets, **limits),
         )  # fmt: skip
 
     assert torch.equal(attend(max_attn_len=number), attend())
@@ -176,7 +177,7 @@ def test_numbers_of_attention_are_checked_by_name(changes, error, message):
         "alpha": 0.5,
     }
     with pytest.raises(error, match=message):
-        ops.hstu_attention(**{**given, **changes}, scaling_seqlen=3)
+        ops.hstu_attention(**grouped(**{**given, **changes}, scaling_seqlen=3))
 
 
 def test_more_segments_than_memory_has_addresses_for_are_refused():

@@ -5,14 +5,14 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from attention_cases import grouped
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
 
-from tritonrec.kernels.hstu_attention import hstu_attention
+from tritonrec.kernels.hstu_attention import HSTUMask, hstu_attention
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.masks import Mask
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -115,7 +115,7 @@ def attend(impl, *arguments):
     q, k, v, offsets, max_seq_len, alpha, normaliser, targets = arguments
     return hstu_attention(
         q, k, v, on(impl, offsets), max_seq_len, alpha=alpha, scaling_seqlen=normaliser,
-        num_targets=on(impl, targets), impl=impl,
+        mask=HSTUMask(on(impl, targets)), impl=impl,
     )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def test_every_element_is_written_and_nothing_else(impl, name):
     tensors, (offsets, longest, alpha, normaliser, targets) = case(name)
     expected = run(impl, tensors, (offsets, longest, alpha, normaliser, targets))
     do, q, k, v = (on(impl, tensor) for tensor in tensors)
-    call = Call(on(impl, offsets), longest, alpha, normaliser, list(Mask()), on(impl, targets))
+    call = Call(on(impl, offsets), longest, alpha, normaliser, num_targets=on(impl, targets))
     guarded = []
     for tensor in (v, q, k, v):
         tokens, heads, dim = tensor.shape
@@ -288,9 +288,9 @@ def test_what_does_not_fit_is_refused(impl, change, message):
         "q": torch.ones(5, 2, 4), "k": torch.ones(5, 2, 4), "v": torch.ones(5, 2, 3), "max_seq_len": 3,
         "seq_offsets": torch.tensor([0, 3, 5]), "alpha": 1.0, "scaling_seqlen": 4, "impl": impl,
     }  # fmt: skip
-    hstu_attention(**fits)
+    hstu_attention(**grouped(**fits))
     with pytest.raises(ValueError, match=message):
-        hstu_attention(**{**fits, **change})
+        hstu_attention(**grouped(**{**fits, **change}))
 
 
 @pytest.mark.parametrize(
@@ -315,12 +315,11 @@ def test_compiles_as_one_graph(impl):
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_registration(impl):
     (do, *leaves), rest = case("non_contiguous")
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    offsets, longest, alpha, normaliser, targets = rest
-    call = Call(offsets, longest, alpha, normaliser, list(Mask()), targets, impl=impl)
-    torch.library.opcheck(torch.ops.tritonrec.hstu_attention.default, (*leaves, *call))
     leaves = [leaf.detach() for leaf in leaves]
-    torch.library.opcheck(torch.ops.tritonrec.hstu_attention_backward.default, (do, *leaves, *call))
+    offsets, longest, alpha, normaliser, targets = rest
+    call = Call(offsets, longest, alpha, normaliser, num_targets=targets)
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention.default, (*leaves, *call, impl))
+    torch.library.opcheck(torch.ops.tritonrec.hstu_attention_backward.default, (do, *leaves, *call, impl))
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,10 +8,28 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.hstu_attention.masks import Mask, visible
+from tritonrec.kernels.hstu_attention import HSTUMask
+from tritonrec.kernels.hstu_attention.masks import visible
 from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
-from tritonrec.kernels.hstu_attention.triton_mask import block_of, walk_of_columns, walk_of_rows, whole
+from tritonrec.kernels.hstu_attention.triton_mask import (
+    Rules,
+    block_of,
+    walk_of_columns,
+    walk_of_rows,
+    whole,
+)
 from tritonrec.kernels.hstu_attention.triton_mask import visible as visible_block
+
+
+def Mask(group=1, max_attn_len=0, min_full_attn_seq_len=0, attn_prefix_len=0):
+    return HSTUMask(None, group, None, 0, max_attn_len, min_full_attn_seq_len, attn_prefix_len)
+
+
+def numbers_of(mask):
+    return (
+        mask.target_group_size, mask.max_attn_len, mask.min_full_attn_seq_len, mask.attn_prefix_len
+    )  # fmt: skip
+
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.mark.gpu if GPU else pytest.mark.interpreter
@@ -85,7 +103,7 @@ def test_spans_are_the_mask_and_runs_cover_them(sequence):
     length, targets, contexts, mask, queries = sequence
     hidden = length - queries
     spans = np.zeros((length, 4), np.int64)
-    find_spans(spans, hidden, length, length - targets, contexts, np.array(mask))
+    find_spans(spans, hidden, length, length - targets, contexts, np.array(numbers_of(mask)))
     seen = np.zeros((length, length), bool)
     for i in range(hidden, length):
         prefix, low, high, own = spans[i]
@@ -120,7 +138,7 @@ def mark_kernel(
         stop = tl.minimum(first + OWN, length)
         row = first + tl.arange(0, OWN)[:, None]
         walk = walk_of_rows(least, stop, history, contexts, rules, STEP)
-        for n in range(0, walk[0]):
+        for n in range(0, walk.count):
             start = block_of(n, walk) * STEP
             column = start + tl.arange(0, STEP)[None, :]
             inside = (row >= least) & (row < stop) & (column < length)
@@ -132,7 +150,7 @@ def mark_kernel(
         stop = tl.minimum(first + OWN, length)
         column = first + tl.arange(0, OWN)[None, :]
         walk = walk_of_columns(first, stop, length, history, contexts, hidden, rules, STEP)
-        for n in range(0, walk[0]):
+        for n in range(0, walk.count):
             start = block_of(n, walk) * STEP
             row = start + tl.arange(0, STEP)[:, None]
             inside = (row < length) & (column < stop)
@@ -145,8 +163,8 @@ def mark_kernel(
 def marked(length, targets, contexts, mask, queries, own, step):
     """Four (length, length) int32: seen, walked by rows, walked by columns, whole."""
     marks = torch.zeros(4, length, length, dtype=torch.int32, device=DEVICE)
-    group, window, full, prefix = mask
-    rules = (None if group == 1 else group, window or None, full, prefix, 1 if contexts else None)
+    group, window, full, prefix = numbers_of(mask)
+    rules = Rules(None if group == 1 else group, window or None, full, prefix, 1 if contexts else None)
     mark_kernel[(1,)](
         *marks, length, length - targets, contexts, length - queries, rules, OWN=own, STEP=step,
         BLOCK=triton.next_power_of_2(max(length, 1)),

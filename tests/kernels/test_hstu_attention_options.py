@@ -10,19 +10,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, judge, make, on, run
+from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, grouped, judge, make, on, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_except, slow_on_triton
 
-from tritonrec.kernels.hstu_attention import (
-    attention_backward,
-    attention_forward,
-    checks,
-    hstu_attention,
-    reference,
-)
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference
 from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
@@ -56,9 +51,9 @@ def test_the_reference_agrees_with_autograd(name):
     tables = [table for table in (call.pos_weights, call.ts_weights) if table is not None]
     for leaf in (*leaves, *tables):
         leaf.requires_grad_()
-    out = reference.forward(*leaves, call)
+    out = reference.hstu_attention(*leaves, *call)
     meant = torch.autograd.grad(out, [*leaves, *tables], do)
-    got = reference.backward(do, *(leaf.detach() for leaf in leaves), Call(*map(detached, call)))
+    got = reference.hstu_attention_backward(do, *map(detached, (*leaves, *call)))
     got = [*got[:3], *(table.sum(0) for table in got[3:] if table.numel())]
     for one, two in zip(got, meant, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
@@ -141,15 +136,15 @@ def test_conveniences_say_the_same():
     tensors, call = make(lengths, targets.tolist(), [3, 0, 1, 0], (1, 0, 0, 0), None, "", "")
     _, q, k, v = tensors
     got = hstu_attention(
-        q, k, v, call.seq_offsets, 9, alpha=call.alpha, scaling_seqlen=N, num_targets=targets,
-        contextual_seq_len=3,
+        q, k, v, call.seq_offsets, 9, alpha=call.alpha, scaling_seqlen=N,
+        mask=HSTUMask(targets, contextual_seq_len=3),
     )  # fmt: skip
-    assert torch.equal(got, attention_forward(q, k, v, call))
+    assert torch.equal(got, HSTU_ATTENTION(q, k, v, *call))
     scales = torch.full((16,), np.float32(1 / N))
     for scale in (scales, scales[:1]):
         scaled = hstu_attention(
-            q, k, v, call.seq_offsets, 9, alpha=call.alpha, attn_scale=scale, num_targets=targets,
-            num_contexts=call.num_contexts,
+            q, k, v, call.seq_offsets, 9, alpha=call.alpha, attn_scale=scale,
+            mask=HSTUMask(targets, num_contexts=call.num_contexts),
         )  # fmt: skip
         assert torch.equal(scaled, got)
 
@@ -160,11 +155,10 @@ def test_tables_get_gradients_through_autograd():
     tables = [table.clone().requires_grad_() for table in (call.pos_weights, call.ts_weights)]
     out = hstu_attention(
         q, k, v, call.seq_offsets, call.max_seq_len, alpha=call.alpha, attn_scale=call.attn_scale,
-        num_targets=call.num_targets, num_contexts=call.num_contexts, target_group_size=2, max_attn_len=12,
-        min_full_attn_seq_len=4, attn_prefix_len=2, pos_weights=tables[0], ts_weights=tables[1],
-        timestamps=call.timestamps, query_timestamps=call.query_timestamps, bias_scaled_by_alpha=True,
+        mask=HSTUMask(call.num_targets, 2, call.num_contexts, 0, 12, 4, 2),
+        bias=HSTUBias(*tables, call.timestamps, call.query_timestamps, scaled_by_alpha=True),
     )  # fmt: skip
-    by_sample = attention_backward(*tensors, call)[3:]
+    by_sample = HSTU_ATTENTION_BACKWARD(*tensors, *call)[3:]
     for got, parts in zip(torch.autograd.grad(out, tables, do), by_sample, strict=True):
         assert torch.equal(got, parts.sum(0))
 
@@ -239,13 +233,12 @@ def test_the_host_never_waits_for_the_device(monkeypatch, deterministic):
     tensors, call = make(*CASES["delta_of_everything"])
     do, q, k, v = (tensor.to("meta") for tensor in tensors)
     call = Call(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in call))
-    call = call._replace(impl="triton", deterministic=deterministic)
+    call = call._replace(deterministic=deterministic)
     with pytest.raises(RuntimeError):
         call.seq_offsets[0].item()
-    checks.check_arguments(q, k, v, call, 0)
-    checks.check_values(q, k, call)
-    attention_forward(q, k, v, call)
-    attention_backward(do, q, k, v, call)
+    checks.check(q, k, v, *call)
+    HSTU_ATTENTION.launch(q, k, v, *call, impl="triton")
+    HSTU_ATTENTION_BACKWARD.launch(do, q, k, v, *call, impl="triton")
     # a list of tiles before each kernel, and the sum of parts
     assert recorder.launches == 2 * (5 if deterministic else 4) + 1
 
@@ -279,6 +272,6 @@ def test_what_does_not_fit_is_refused(change, message):
         "q": torch.ones(5, 2, 4), "k": torch.ones(5, 2, 4), "v": torch.ones(5, 2, 3), "max_seq_len": 3,
         "seq_offsets": torch.tensor([0, 3, 5]), "alpha": 1.0, "scaling_seqlen": 4,
     }  # fmt: skip
-    hstu_attention(**fits)
+    hstu_attention(**grouped(**fits))
     with pytest.raises(ValueError, match=message):
-        hstu_attention(**{**fits, **change})
+        hstu_attention(**grouped(**{**fits, **change}))

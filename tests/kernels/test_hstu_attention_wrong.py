@@ -1,5 +1,6 @@
 """Attentions that are wrong in one term: `judge` must find each of them out."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -29,7 +30,7 @@ def with_rule(**steps):
 
     def change(visible, length, targets, contexts, mask):
         numbers = {name: getattr(mask, name) + step for name, step in steps.items()}
-        return visible(length, targets, contexts, mask._replace(**numbers))
+        return visible(length, targets, contexts, replace(mask, **numbers))
 
     return with_mask(change)
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.kernels.fixed_point import ExactSumError
-from tritonrec.kernels.linear import linear, linear_weight_grad, rows_times
+from tritonrec.kernels.linear import linear, linear_weight_grad
+from tritonrec.kernels.linear.register import LINEAR
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -71,13 +72,13 @@ def test_every_element_is_written_and_nothing_else(impl, monkeypatch):
     x, weight, bias, _ = (on(impl, tensor) for tensor in case("block_plus_one"))
     expected = linear(x, weight, bias, impl=impl)
     guarded = torch.full((35, 33), float("nan"), device=x.device)
-    if impl == "triton":
-        from tritonrec.kernels.linear import triton_linear
+    new_empty = torch.Tensor.new_empty
 
-        triton_linear.rows_times(x, weight.t(), bias, guarded[1:34])
-    else:
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_: guarded[1:34])
-        rows_times(x, weight.t(), bias, impl)
+    def guarded_output(tensor, *shape, **options):
+        return guarded[1:34] if shape == (33, 33) else new_empty(tensor, *shape, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_output)
+    LINEAR.launch(x, weight, bias, None, impl=impl)
     assert torch.equal(guarded[1:34], expected)
     assert guarded[0].isnan().all() and guarded[34].isnan().all()
 
@@ -100,8 +101,8 @@ def test_threads_change_no_bit(threads_one_and_two):
     offsets = torch.tensor([0, 7, 7, 200, 401])
 
     def run():
-        grid = torch.zeros(350, 96, dtype=torch.int64)
-        return linear(x, weight, bias), linear_weight_grad(grid, dy, x, offsets)
+        sums = torch.zeros(350, 96, dtype=torch.int64)
+        return linear(x, weight, bias), linear_weight_grad(sums, dy, x, offsets)
 
     for one, two in zip(*threads_one_and_two(run), strict=True):
         assert torch.equal(one, two)
@@ -153,12 +154,12 @@ def eighths(shape, generator):
 def test_weight_gradient_of_exact_products_is_exact(impl, name):
     generator = torch.Generator().manual_seed(3)
     dy, x = eighths((40, 35), generator), eighths((40, 33), generator)
-    grid = torch.randint(-(2**40), 2**40, (35, 33), generator=generator)
-    expected = grid + (dy.double().t() @ x.double() * 2**36).long()
+    sums = torch.randint(-(2**40), 2**40, (35, 33), generator=generator)
+    expected = sums + (dy.double().t() @ x.double() * 2**36).long()
     got = linear_weight_grad(
-        on(impl, grid), on(impl, dy), on(impl, x), on(impl, torch.tensor(OFFSETS[name])), impl=impl
+        on(impl, sums), on(impl, dy), on(impl, x), on(impl, torch.tensor(OFFSETS[name])), impl=impl
     )
-    assert got.data_ptr() == grid.data_ptr() or impl == "triton"
+    assert got.data_ptr() == sums.data_ptr() or impl == "triton"
     assert torch.equal(got.cpu(), expected)
 
 
@@ -178,9 +179,9 @@ def test_cpu_weight_gradient_has_the_bits_of_the_reference(name):
 def test_weight_gradient_error_is_that_of_plain_float32(impl):
     x, weight, _, dy = (on(impl, tensor) for tensor in case("odd_dim"))
     offsets = on(impl, torch.tensor(OFFSETS["empty_samples"]))
-    grid = linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
+    sums = linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
     exact = (dy.double().t() @ x.double()).cpu()
-    assert_error_at_most_twice(grid * 2.0**-36, dy.t() @ x, exact, "dweight")
+    assert_error_at_most_twice(sums * 2.0**-36, dy.t() @ x, exact, "dweight")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -190,13 +191,13 @@ def test_weight_gradient_does_not_depend_on_split_or_order(impl):
     samples = [slice(*pair) for pair in pairwise(ends)]
 
     def total(micro_batches):
-        grid = torch.zeros_like(weight, dtype=torch.int64)
+        sums = torch.zeros_like(weight, dtype=torch.int64)
         for members in micro_batches:
             rows = torch.cat([torch.arange(40)[samples[s]] for s in members])
             lengths = torch.tensor([0, *(samples[s].stop - samples[s].start for s in members)])
             some = on(impl, rows)
-            linear_weight_grad(grid, dy[some], x[some], on(impl, lengths.cumsum(0)), impl=impl)
-        return grid
+            linear_weight_grad(sums, dy[some], x[some], on(impl, lengths.cumsum(0)), impl=impl)
+        return sums
 
     whole = total([[0, 1, 2, 3, 4]])
     assert whole.any()
@@ -209,7 +210,7 @@ def test_weight_gradient_does_not_depend_on_split_or_order(impl):
     [
         (float("nan"), r"gradient of item_tower by sample\[2, 33, 0\] = nan is not finite"),
         (float("inf"), r"gradient of item_tower by sample\[2, 33, 0\] = (inf|nan) is not finite"),
-        (2.0**27, r"gradient of item_tower by sample\[2, 33, 0\] = .* the end of the grid"),
+        (2.0**27, r"gradient of item_tower by sample\[2, 33, 0\] = .* the end of fixed point"),
     ],
 )
 @pytest.mark.parametrize("impl", IMPLS)
@@ -217,10 +218,10 @@ def test_what_has_no_exact_sum_is_named(impl, value, message):
     dy, x = torch.ones(9, 35), torch.ones(9, 34)
     dy[7, 2] = value  # of sample 3: an earlier row, a later sample
     dy[4, 33] = value
-    grid = on(impl, torch.zeros(35, 34, dtype=torch.int64))
+    sums = on(impl, torch.zeros(35, 34, dtype=torch.int64))
     offsets = on(impl, torch.tensor([0, 2, 2, 5, 9]))
     with pytest.raises(ExactSumError, match=message) as caught:
-        linear_weight_grad(grid, on(impl, dy), on(impl, x), offsets, name="item_tower", impl=impl)
+        linear_weight_grad(sums, on(impl, dy), on(impl, x), offsets, name="item_tower", impl=impl)
     assert caught.value.index == (2, 33, 0)
 
 
@@ -232,9 +233,9 @@ def test_the_first_sample_is_named(impl, first, second):
     dy, x = torch.ones(9, 35), torch.ones(9, 34)
     dy[first], dy[second] = float("nan"), float("nan")
     ends = torch.tensor([0, 2, 2, 4, 5, 9])
-    grid = on(impl, torch.zeros(35, 34, dtype=torch.int64))
+    sums = on(impl, torch.zeros(35, 34, dtype=torch.int64))
     with pytest.raises(ExactSumError) as caught:
-        linear_weight_grad(grid, on(impl, dy), on(impl, x), on(impl, ends), impl=impl)
+        linear_weight_grad(sums, on(impl, dy), on(impl, x), on(impl, ends), impl=impl)
     assert caught.value.index == (2 if first[0] == 3 else 3, first[1], 0)
 
 
@@ -244,20 +245,20 @@ def test_a_sum_never_wraps(impl, sign):
     edge = 2**63 - 1 if sign > 0 else -(2**63)
     one = torch.ones(3, 1)
     for room, fits in ((2**36 * 3, True), (2**36 * 3 - 1, False)):
-        grid = on(impl, torch.zeros(34, 33, dtype=torch.int64))
-        grid[33, 32] = edge - sign * room
+        sums = on(impl, torch.zeros(34, 33, dtype=torch.int64))
+        sums[33, 32] = edge - sign * room
         arguments = (
             on(impl, sign * one.expand(3, 34)),
             on(impl, one.expand(3, 33)),
             on(impl, torch.arange(4)),
         )
         if fits:
-            assert linear_weight_grad(grid, *arguments, impl=impl)[33, 32] == edge
+            assert linear_weight_grad(sums, *arguments, impl=impl)[33, 32] == edge
             continue
         with pytest.raises(
             ExactSumError, match=r"weight by sample\[2, 33, 32\].*element \[33, 32\] of the sum"
         ):
-            linear_weight_grad(grid, *arguments, impl=impl)
+            linear_weight_grad(sums, *arguments, impl=impl)
 
 
 @settings(max_examples=60, deadline=None)
@@ -270,14 +271,14 @@ def test_any_cut_of_any_batch_adds_up_the_same(data):
     x = torch.randn(int(ends[-1]), inputs, generator=generator)
     dy = torch.randn(int(ends[-1]), outputs, generator=generator)
     weight = torch.randn(outputs, inputs, generator=generator)
-    whole, grid = (torch.zeros(outputs, inputs, dtype=torch.int64) for _ in range(2))
+    whole, sums = (torch.zeros(outputs, inputs, dtype=torch.int64) for _ in range(2))
     linear_weight_grad(whole, dy, x, ends)
     cut = data.draw(st.integers(0, len(lengths)))
     for part in (ends[cut:], ends[: cut + 1]):
         rows = slice(int(part[0]), int(part[-1]))
-        linear_weight_grad(grid, dy[rows], x[rows], part - part[0])
+        linear_weight_grad(sums, dy[rows], x[rows], part - part[0])
         assert torch.equal(linear(x[rows], weight), linear(x, weight)[rows])
-    assert torch.equal(grid, whole)
+    assert torch.equal(sums, whole)
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -292,14 +293,14 @@ def zeros(*shape, dtype=torch.float32):
         (lambda: linear(zeros(4, 3), zeros(2, 3), zeros(3)), r"bias must be \(2,\), got \(3,\)"),
         (lambda: linear(zeros(4, 3), zeros(2, 3).double()), "share a dtype"),
         (lambda: linear(zeros(4, 3).half(), zeros(2, 3).half(), impl="cpu"), "float32"),
-        (lambda: weight_grad(grid=zeros(2, 3)), "grid must be 2-D torch.int64"),
-        (lambda: weight_grad(grid=zeros(3, 2, dtype=torch.int64)), r"grid must be \(out, in\)"),
-        (lambda: weight_grad(grid=zeros(3, 2, dtype=torch.int64).t()), "contiguous rows"),
+        (lambda: weight_grad(accumulator=zeros(2, 3)), "accumulator must be 2-D torch.int64"),
+        (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64)), r"accumulator must be \(out, in\)"),
+        (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64).t()), "contiguous rows"),
         (lambda: weight_grad(dy=zeros(3, 2)), r"dy \(3, 2\), x \(4, 3\)"),
         (lambda: weight_grad(x=zeros(4, 3).double()), "x must be 2-D torch.float32"),
         (lambda: weight_grad(seq_offsets=torch.tensor([0, 3])), "seq_offsets must end at the 4 tokens"),
         (lambda: weight_grad(seq_offsets=torch.tensor([0, 3, 2, 4])), r"seq_offsets\[2\] = 2 comes after 3"),
-        (lambda: weight_grad(bits=63), "bits"),
+        (lambda: weight_grad(fraction_bits=63), "bits"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -309,7 +310,7 @@ def test_bad_arguments_are_named(call, message):
 
 def weight_grad(**change):
     arguments = {
-        "grid": zeros(2, 3, dtype=torch.int64),
+        "accumulator": zeros(2, 3, dtype=torch.int64),
         "dy": zeros(4, 2),
         "x": zeros(4, 3),
         "seq_offsets": torch.tensor([0, 4]),
@@ -323,19 +324,17 @@ def test_compiles_without_a_graph_break():
     for got, expected in zip(gradients(compiled, *tensors), gradients(linear, *tensors), strict=True):
         assert torch.equal(got, expected)
     x, weight, _, dy = tensors
-    grid, offsets = torch.zeros_like(weight, dtype=torch.int64), torch.tensor([0, 9, 40])
+    sums, offsets = torch.zeros_like(weight, dtype=torch.int64), torch.tensor([0, 9, 40])
     exact = torch.compile(linear_weight_grad, fullgraph=True, backend="aot_eager")
-    assert torch.equal(exact(grid.clone(), dy, x, offsets), linear_weight_grad(grid, dy, x, offsets))
+    assert torch.equal(exact(sums.clone(), dy, x, offsets), linear_weight_grad(sums, dy, x, offsets))
 
 
 def test_registration():
     x, weight, bias, dy = case("odd_dim")
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
-    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, bias, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, None, "cpu"))
-    grid = torch.zeros(35, 37, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, bias, None, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, None, torch.tensor([0, 40]), "cpu"))
+    sums = torch.zeros(35, 37, dtype=torch.int64)
     torch.library.opcheck(
         torch.ops.tritonrec.linear_weight_grad.default,
-        (grid, dy, x.detach(), torch.tensor([0, 9, 40]), 36, "weight", "cpu"),
+        (sums, dy, x, torch.tensor([0, 9, 40]), 36, "weight", "cpu"),
     )

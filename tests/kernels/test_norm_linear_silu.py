@@ -1,5 +1,6 @@
 """Norm, linear layer and SiLU as one op: the bits of the three, whatever is kept for backward."""
 
+from importlib import import_module
 from itertools import pairwise, product
 
 import pytest
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 from speeds import slow_on_triton
 
 from tritonrec import ops
-from tritonrec.kernels.norm_linear_silu import _outputs, norm_linear_silu
-from tritonrec.kernels.norm_mul_dropout import norm_backward, norm_forward
+from tritonrec.kernels.norm_linear_silu import norm_linear_silu
+from tritonrec.kernels.norm_linear_silu.reference import outputs
+from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["reference", "cpu", TRITON]
 EPS = 1e-5
+MODULES = {"cpu": "numba_norm_linear_silu", "triton": "triton_norm_linear_silu"}
 CHOICES = [(), ("norm",), ("linear",), ("norm", "linear")]
 
 # name: tokens, inputs, outputs
@@ -54,13 +57,13 @@ def gradients(call, tensors):
 
 
 def fused(impl, recompute=("norm",)):
-    return lambda *leaves: norm_linear_silu(*leaves, EPS, recompute, impl)
+    return lambda *leaves: norm_linear_silu(*leaves, EPS, recompute, impl=impl)
 
 
 def unfused(impl):
     def call(x, norm_weight, norm_bias, weight, bias):
         normed = ops.norm_mul_dropout(x, None, norm_weight, norm_bias, EPS, impl=impl)
-        return ops.silu(ops.linear(normed, weight, bias, impl), impl)
+        return ops.silu(ops.linear(normed, weight, bias, impl=impl), impl=impl)
 
     return call
 
@@ -123,7 +126,7 @@ def test_a_row_keeps_its_bits_in_any_batch(impl):
 def kept_and_poisoned(impl, x, weight, keep_normed, keep_linear):
     """Outputs of forward full of NaN, each with guard rows around it."""
     guards = []
-    for value in _outputs(x, weight, keep_normed, keep_linear):
+    for value in outputs(x, weight, keep_normed, keep_linear):
         whole = torch.full((len(value) + 4, *value.shape[1:]), float("nan"), device=x.device)
         guards.append((whole, whole[2 : len(value) + 2]))
     return guards
@@ -139,23 +142,22 @@ def test_every_element_is_written_and_nothing_else(impl, keep, monkeypatch):
     flags = (keep_normed, keep_linear)
     expected = op(*tensors[:-1], EPS, *flags, impl)
     guards = kept_and_poisoned(impl, x, weight, *flags)
-    from tritonrec.kernels import norm_linear_silu as folder
-
+    folder = import_module("tritonrec.kernels.norm_linear_silu." + MODULES[impl])
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "_outputs", lambda *_: tuple(inner for _, inner in guards))
-        folder._forward(*tensors[:-1], EPS, *flags, impl)
+        patch.setattr(folder, "outputs", lambda *_: tuple(inner for _, inner in guards))
+        folder.norm_linear_silu(*tensors[:-1], EPS, *flags)
     for (whole, inner), want in zip(guards, expected, strict=True):
         assert torch.equal(inner, want)
         assert whole[:2].isnan().all() and whole[-2:].isnan().all() and not inner.isnan().any()
     assert [len(value) for value in expected] == [33, 33 * keep_linear, 33 * keep_normed, 33, 33]
-    normed, means, rstds = norm_forward(
-        x, None, norm_weight, norm_bias, EPS, 0.0, 0, None, None, impl
+    normed, means, rstds = NORM_MUL_DROPOUT(
+        x, None, norm_weight, norm_bias, EPS, 0.0, 0, None, None, impl=impl
     )  # what is kept is what the single ops make
     assert torch.equal(expected[3], means) and torch.equal(expected[4], rstds)
     if keep_normed:
         assert torch.equal(expected[2], normed)
     if keep_linear:
-        assert torch.equal(expected[1], ops.linear(normed, weight, bias, impl))
+        assert torch.equal(expected[1], ops.linear(normed, weight, bias, impl=impl))
 
     around = torch.full((37, 33), float("nan"), device=x.device)
     dz = around[2:35]
@@ -164,12 +166,12 @@ def test_every_element_is_written_and_nothing_else(impl, keep, monkeypatch):
         dz, x, norm_weight, norm_bias, weight, bias, EPS, *expected[1:], impl
     )
     assert around[:2].isnan().all() and around[-2:].isnan().all()
-    leaf = ops.linear(normed, weight, bias, impl).requires_grad_()
-    (slope,) = torch.autograd.grad(ops.silu(leaf, impl), leaf, dy)
+    leaf = ops.linear(normed, weight, bias, impl=impl).requires_grad_()
+    (slope,) = torch.autograd.grad(ops.silu(leaf, impl=impl), leaf, dy)
     assert torch.equal(dz, slope)
-    terms = norm_backward(
-        ops.linear(slope, weight.t(), None, impl), x, None, norm_weight, norm_bias, 0.0, 0, None, None,
-        means, rstds, impl,
+    terms = NORM_MUL_DROPOUT_BACKWARD(
+        ops.linear(slope, weight.t(), None, impl=impl), x, None, norm_weight, norm_bias, 0.0, 0, None, None,
+        means, rstds, impl=impl,
     )  # fmt: skip
     for got, want in zip((dx, dnorm_weight, dnorm_bias), (terms[0], *terms[2:]), strict=True):
         assert torch.equal(got, want)
@@ -322,5 +324,4 @@ def test_registration(keep_normed, keep_linear):
     *leaves, dy = case("odd_dim")
     kept = op(*leaves, EPS, keep_normed, keep_linear, "cpu")[1:]
     torch.library.opcheck(backward_op.default, (dy, *leaves, EPS, *kept, "cpu"))
-    leaves = [leaf.requires_grad_() for leaf in leaves]
     torch.library.opcheck(op.default, (*leaves, EPS, keep_normed, keep_linear, "cpu"))

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
 
-from tritonrec.kernels.norm_mul_dropout import norm_backward, norm_forward, norm_mul_dropout
+from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
+from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -159,8 +160,10 @@ def test_backward_uses_the_mask_of_forward(impl):
     kept = mask_of(impl, ids, positions, 37)
     x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
     sites = on(impl, ids), on(impl, positions)
-    y, means, rstds = norm_forward(x, u, weight, bias, 1e-6, P, SEED, *sites, impl)
-    _, du, dweight, dbias = norm_backward(dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
+    y, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
+    _, du, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(
+        dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl=impl
+    )
     for value in (y, du, dweight, dbias):
         assert torch.equal(value.cpu() != 0, kept)
 
@@ -189,8 +192,10 @@ def test_a_row_keeps_its_bits_in_any_batch(impl, gated):
         x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
         some, gate = x[rows], u[rows] if gated else None
         at = [site[rows] for site in sites]
-        y, means, rstds = norm_forward(some, gate, weight, bias, 1e-6, P, SEED, *at, impl)
-        terms = norm_backward(dy[rows], some, gate, weight, bias, P, SEED, *at, means, rstds, impl)
+        y, means, rstds = NORM_MUL_DROPOUT.launch(some, gate, weight, bias, 1e-6, P, SEED, *at, impl=impl)
+        terms = NORM_MUL_DROPOUT_BACKWARD.launch(
+            dy[rows], some, gate, weight, bias, P, SEED, *at, means, rstds, impl=impl
+        )
         return y, means, rstds, *(term for term in terms if len(term) == len(rows))
 
     whole = run(on(impl, torch.arange(29)))
@@ -315,13 +320,14 @@ def test_compiles_without_a_graph_break(gated):
 def test_registration(gated):
     x, u, weight, bias, dy = case("odd_dim")
     gate, sites = u if gated else None, places(29)
-    _, means, rstds = norm_forward(x, gate, weight, bias, 1e-6, P, 5, *sites, "cpu")
+    _, means, rstds = NORM_MUL_DROPOUT.launch(x, gate, weight, bias, 1e-6, P, 5, *sites, impl="cpu")
     torch.library.opcheck(
         torch.ops.tritonrec.norm_mul_dropout_backward.default,
         (dy, x, gate, weight, bias, P, 5, *sites, means, rstds, "cpu"),
     )
-    leaves = [None if t is None else t.requires_grad_() for t in (x, gate, weight, bias)]
-    torch.library.opcheck(torch.ops.tritonrec.norm_mul_dropout.default, (*leaves, 1e-6, P, 5, *sites, "cpu"))
+    torch.library.opcheck(
+        torch.ops.tritonrec.norm_mul_dropout.default, (x, gate, weight, bias, 1e-6, P, 5, *sites, "cpu")
+    )
 
 
 @pytest.mark.parametrize("name", ["odd_dim", "one_column", "empty", "no_columns"])
@@ -331,9 +337,9 @@ def test_du_written_into_a_view(impl, name):
     x, u, weight, bias, dy = (on(impl, tensor) for tensor in case(name))
     tokens, dim = x.shape
     sites = [on(impl, site) for site in places(tokens)]
-    _, means, rstds = norm_forward(x, u, weight, bias, 1e-6, P, SEED, *sites, impl)
+    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
     rest = (dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
-    dx, du, dweight, dbias = norm_backward(*rest)
+    dx, du, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(*rest[:-1], impl=impl)
     buffer = torch.full((tokens, dim + 5), float("nan"), device=x.device)
     terms = torch.ops.tritonrec.norm_mul_dropout_backward_into(buffer[:, 2 : 2 + dim], *rest)
     assert torch.equal(buffer[:, 2 : 2 + dim], du) and int(buffer.isnan().sum()) == 5 * tokens
@@ -342,7 +348,7 @@ def test_du_written_into_a_view(impl, name):
 
 def test_a_view_that_does_not_fit_is_named():
     x, u, weight, bias, dy = case("odd_dim")
-    _, means, rstds = norm_forward(x, u, weight, bias, 1e-6, 0.0, 0, None, None, "cpu")
+    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, 0.0, 0, None, None, impl="cpu")
     rest = (dy, x, u, weight, bias, 0.0, 0, None, None, means, rstds, "cpu")
     into = torch.ops.tritonrec.norm_mul_dropout_backward_into
     with pytest.raises(ValueError, match=r"du must be \(29, 37\) torch.float32, got \(28, 37\)"):

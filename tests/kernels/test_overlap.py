@@ -9,6 +9,7 @@ from test_arguments import OFFSETS, PACKED, WIDTHS, some, table, whole
 
 from tritonrec import ops
 from tritonrec.kernels import launch, overlap
+from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 from tritonrec.kernels.overlap import check_no_overlap
 
@@ -21,10 +22,8 @@ def zeros(*shape):
 
 # op -> its tensors by name, the names of those that it writes to, and a call
 def attention(dq, dk, dv, do, q, k, v, seq_offsets, num_targets, pos_weights):
-    rest = None, None, None, pos_weights, None, None, None, 1.0, True, "cpu"
-    return registered.hstu_attention_backward_into(
-        dq, dk, dv, do, q, k, v, seq_offsets, 3, 0.5, 3, [1, 0, 0, 0], num_targets, *rest
-    )
+    call = Call(seq_offsets, 3, 0.5, 3, num_targets=num_targets, pos_weights=pos_weights)
+    return registered.hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *call, "cpu")
 
 
 def heads(number):
@@ -85,8 +84,8 @@ CALLS = {
     ),
     "hash_erase": ({**table(), "keys": whole(4, 2), "count": SCALAR}, ["slot_rows"], ops.hash_erase),
     "linear_weight_grad": (
-        {"grid": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
-        ["grid"],
+        {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
+        ["accumulator"],
         ops.linear_weight_grad,
     ),
     "hstu_attention_backward_into": (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonrec.kernels import hstu_attention as folder
 from tritonrec.kernels.dispatch import PLAIN_NUMBERS, in_plain_eager
-from tritonrec.kernels.hstu_attention import hstu_attention
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 
 OPS = ["hstu_attention", "hstu_attention_backward"]
 
@@ -47,8 +47,8 @@ def case():
 
     def attend(q, k, v, pos_weights, ts_weights):
         return hstu_attention(
-            q, k, v, offsets, 5, alpha=0.6, scaling_seqlen=7, num_targets=targets, pos_weights=pos_weights,
-            ts_weights=ts_weights, timestamps=times,
+            q, k, v, offsets, 5, alpha=0.6, scaling_seqlen=7, mask=HSTUMask(targets),
+            bias=HSTUBias(pos_weights, ts_weights, times),
         )  # fmt: skip
 
     return do, leaves, attend

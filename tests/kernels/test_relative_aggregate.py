@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
 
-from tritonrec.kernels.relative_aggregate import aggregate_backward, relative_aggregate
+from tritonrec.kernels.relative_aggregate import relative_aggregate
+from tritonrec.kernels.relative_aggregate.register import RELATIVE_AGGREGATE_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -116,8 +117,10 @@ def run(impl, tensors, rest):
     """out, dv and each sequence's dtable."""
     do, v, table = (on(impl, tensor.detach()) for tensor in tensors)
     offsets, longest, times = on(impl, rest[0]), rest[1], on(impl, rest[2])
-    out = relative_aggregate(v, table, offsets, longest, times, impl)
-    return [t.cpu() for t in (out, *aggregate_backward(do, v, table, offsets, longest, times, impl))]
+    out = relative_aggregate(v, table, offsets, longest, times, impl=impl)
+    return [
+        t.cpu() for t in (out, *RELATIVE_AGGREGATE_BACKWARD(do, v, table, offsets, longest, times, impl=impl))
+    ]
 
 
 @lru_cache
@@ -198,7 +201,7 @@ def test_threads_do_not_change_a_bit(threads_one_and_two):
 def test_autograd_adds_the_sequences(impl):
     (do, v, table), (offsets, longest, times) = case("non_contiguous")
     leaves = [on(impl, tensor.clone()).requires_grad_() for tensor in (v, table)]
-    out = relative_aggregate(*leaves, on(impl, offsets), longest, on(impl, times), impl)
+    out = relative_aggregate(*leaves, on(impl, offsets), longest, on(impl, times), impl=impl)
     dv, dtable = torch.autograd.grad(out, leaves, on(impl, do))
     expected = run(impl, (do, v, table), (offsets, longest, times))
     assert torch.equal(dv.cpu(), expected[1])
@@ -308,7 +311,7 @@ def test_compiles_as_one_graph():
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_registration(impl, name):
     (do, *leaves), rest = case(name)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    leaves = [leaf.detach() for leaf in leaves]
     torch.library.opcheck(torch.ops.tritonrec.relative_aggregate.default, (*leaves, *rest, impl))
     leaves = [leaf.detach() for leaf in leaves]
     backward = torch.ops.tritonrec.relative_aggregate_backward.default

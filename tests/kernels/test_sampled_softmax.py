@@ -203,5 +203,4 @@ def test_registration():
     *tensors, valid, dloss = case("odd_dim")
     backward = torch.ops.tritonrec.sampled_softmax_backward.default
     torch.library.opcheck(backward, (dloss, *tensors, valid, 1.4, "cpu"))
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    torch.library.opcheck(torch.ops.tritonrec.sampled_softmax.default, (*leaves, valid, 1.4, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.sampled_softmax.default, (*tensors, valid, 1.4, "cpu"))

@@ -35,7 +35,7 @@ def both(call, x, dy):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_error_is_that_of_plain_float32(impl, shape):
     x, dy = numbers(shape)
-    got = both(lambda t: silu(t, impl), on(impl, x), on(impl, dy))
+    got = both(lambda t: silu(t, impl=impl), on(impl, x), on(impl, dy))
     plain = both(torch.nn.functional.silu, x, dy)
     exact = both(torch.nn.functional.silu, x.double(), dy.double())
     for what, *values in zip(("y", "dx"), got, plain, exact, strict=True):
@@ -46,7 +46,7 @@ def test_error_is_that_of_plain_float32(impl, shape):
 def test_relative_error_stays_small_down_to_the_end_of_exp(impl):
     x = torch.linspace(-85, 85, 3001)
     exact = x.double() / (1 + torch.exp(-x.double()))
-    relative = (silu(on(impl, x), impl).cpu().double() - exact).abs() / exact.abs().clamp_min(1e-38)
+    relative = (silu(on(impl, x), impl=impl).cpu().double() - exact).abs() / exact.abs().clamp_min(1e-38)
     assert relative.max() < 4 * 2.0**-23, f"x = {x[relative.argmax()]}: {relative.max()}"
 
 
@@ -54,19 +54,19 @@ def test_relative_error_stays_small_down_to_the_end_of_exp(impl):
 def test_triton_has_the_bits_of_the_cpu(impl):
     x, dy = numbers((41, 101), 1)
     x.view(-1)[:6] = torch.tensor([0.0, -0.0, 88.5, -88.5, 3e38, -3e38])
-    got = both(lambda t: silu(t, impl), on(impl, x), on(impl, dy))
-    for one, other in zip(got, both(lambda t: silu(t, "cpu"), x, dy), strict=True):
+    got = both(lambda t: silu(t, impl=impl), on(impl, x), on(impl, dy))
+    for one, other in zip(got, both(lambda t: silu(t, impl="cpu"), x, dy), strict=True):
         assert torch.equal(one.cpu(), other)
 
 
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_a_value_keeps_its_bits_in_any_place(impl):
     x, dy = (on(impl, tensor) for tensor in numbers((37, 41), 2))
-    y, dx = both(lambda t: silu(t, impl), x, dy)
+    y, dx = both(lambda t: silu(t, impl=impl), x, dy)
     generator = torch.Generator().manual_seed(3)
     for count in (1, 2, 3, 17, 36):
         rows = on(impl, torch.randperm(37, generator=generator)[:count])
-        some = both(lambda t: silu(t, impl), x[rows, 3:], dy[rows, 3:])
+        some = both(lambda t: silu(t, impl=impl), x[rows, 3:], dy[rows, 3:])
         assert torch.equal(some[0], y[rows, 3:]) and torch.equal(some[1], dx[rows, 3:]), count
 
 
@@ -80,8 +80,10 @@ def test_threads_change_no_bit(threads_one_and_two):
 def test_non_contiguous_and_not_a_number(impl):
     x, _ = numbers((12, 34), 5)
     for strided in (x.t(), x[::2, 1::3], x[:1].expand(5, 34)):
-        assert torch.equal(silu(on(impl, strided), impl), silu(on(impl, strided.contiguous()), impl))
-    assert silu(on(impl, torch.tensor([float("nan"), 1.0])), impl).isnan().tolist() == [True, False]
+        assert torch.equal(
+            silu(on(impl, strided), impl=impl), silu(on(impl, strided.contiguous()), impl=impl)
+        )
+    assert silu(on(impl, torch.tensor([float("nan"), 1.0])), impl=impl).isnan().tolist() == [True, False]
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,5 +112,5 @@ def test_compiles_without_a_graph_break():
 
 def test_registration():
     x, dy = numbers((7, 13))
-    torch.library.opcheck(torch.ops.tritonrec.silu.default, (x.clone().requires_grad_(), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.silu.default, (x, "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.silu_backward.default, (dy, x, "cpu"))

@@ -6,6 +6,7 @@ from test_op import Noted
 from torch._library.custom_ops import OPDEFS
 
 from tritonrec import ops
+from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 
 GPU = torch.cuda.is_available()
@@ -176,7 +177,7 @@ def table(*shape):
 
 OFFSETS = whole(0, 2, 3)
 NORM = (some(3, 4), some(4), some(4), some(2, 4), some(2), 1e-6)
-ATTENTION = (OFFSETS, 2, 0.5, 2, [1, 0, 0, 0], *[None] * 8, 1.0, True, "cpu")
+ATTENTION = (*Call(OFFSETS, 2, 0.5, 2), "cpu")
 KEYS = (torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int32))
 
 # registered op -> arguments; those that are floats and tensors are tried one by one

@@ -44,7 +44,7 @@ def attention(tokens, heads, dim_qk, dim_v, biased):
         times = None if ts is None else torch.arange(tokens)
         return ops.hstu_attention(
             q, k, v, offsets(tokens), 2, alpha=0.5, scaling_seqlen=2, impl=impl,
-            pos_weights=pos, ts_weights=ts, timestamps=times,
+            bias=ops.HSTUBias(pos, ts, times),
         )  # fmt: skip
 
     return call, [*(some(*shape) for shape in shapes), *tables]
@@ -80,7 +80,7 @@ def differentiable():
         for times in (None, torch.arange(tokens)):
             cases[f"relative {tokens, heads, dim} {times is None}"] = (
                 lambda impl, v, weights, n=tokens, t=times: ops.relative_aggregate(
-                    v, weights, offsets(n), 2, t, impl
+                    v, weights, offsets(n), 2, t, impl=impl
                 ),
                 [some(tokens, heads, dim), some(heads, 3)],
             )
@@ -93,7 +93,7 @@ def differentiable():
             [*plain, some(outer)],
         )
         cases[f"norm_linear_silu {sizes}"] = (
-            lambda impl, *given: ops.norm_linear_silu(*given, EPS, (), impl),
+            lambda impl, *given: ops.norm_linear_silu(*given, EPS, (), impl=impl),
             [some(tokens, inner), some(inner), some(inner), some(outer, inner), some(outer)],
         )
     for tokens, dim in [(0, 3), (3, 0), (0, 0)]:
@@ -111,7 +111,7 @@ def differentiable():
             [some(tokens, dim), some(tokens, dim), some(tokens, count, dim)],
         )
     for shape in [(0,), (0, 3), (3, 0), ()]:
-        cases[f"silu {shape}"] = (lambda impl, x: ops.silu(x, impl), [some(*shape)])
+        cases[f"silu {shape}"] = (lambda impl, x: ops.silu(x, impl=impl), [some(*shape)])
     return cases
 
 
@@ -230,7 +230,7 @@ def test_implementations_agree(name, impl):
 
 def test_attention_of_no_features_is_its_bias():
     """One token sees itself, with a bias of 2: silu(2) times its value."""
-    tables = {"pos_weights": torch.tensor([2.0]), "impl": "cpu"}
+    tables = {"bias": ops.HSTUBias(torch.tensor([2.0])), "impl": "cpu"}
     q, v = torch.zeros(1, 1, 0), torch.tensor([[[3.0, -1.0]]])
     out = ops.hstu_attention(q, q, v, torch.tensor([0, 1]), 1, alpha=0.5, scaling_seqlen=1, **tables)
     expected = torch.nn.functional.silu(torch.tensor(2.0)) * v

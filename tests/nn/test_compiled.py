@@ -30,15 +30,15 @@ class Encoder(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "grids"),
+    ("name", "exactly"),
     slow_except([("hstu", True)], [("hstu", False), ("biased", False), ("fuxi", False), ("hstu", True)]),
 )
-def test_a_model_that_holds_a_layer_keeps_its_bits(name, grids):
+def test_a_model_that_holds_a_layer_keeps_its_bits(name, exactly):
     model = Encoder(name)
     call = compiled(model)
     for lengths in (LENGTHS, [0, 4, 2]):
         x, tokens = make_tokens(name, lengths)
-        got, want = run(model, x, tokens, grids, call), run(model, x, tokens, grids)
+        got, want = run(model, x, tokens, exactly, call), run(model, x, tokens, exactly)
         assert_equal(got, want, f"{lengths}")
         assert all(value.any() for value in want.values())
 

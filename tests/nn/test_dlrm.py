@@ -9,7 +9,7 @@ import torch
 
 from tritonrec import ops
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
-from tritonrec.nn import DLRM, DLRMConfig, attach_grids
+from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.nn.dlrm import _matmul, interact, partition_tables
 
 CONFIGS = {
@@ -71,11 +71,11 @@ def oracle_logit(model, dense, rows):
     return mlp(model.top, torch.cat([*x, torch.stack(pairs)]))[0]
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_forward_and_gradients_are_the_formula(config, grids):
+def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     model, (batch, rows) = make_model(config), make_batch(config)
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     losses, gradients = run(model, batch, rows)
     exact = make_model(config).double()
     leaves = {name: part.double().requires_grad_() for name, part in rows.items()}
@@ -97,16 +97,16 @@ def test_forward_and_gradients_are_the_formula(config, grids):
     for name, leaf in leaves.items():
         close(gradients[name], leaf.grad, name)
     for name, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[name]) if grids else model.get_parameter(name).grad
+        own = ops.from_fixed_point(attached[name]) if exactly else model.get_parameter(name).grad
         close(own, parameter.grad, name)
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, exactly):
     model, (batch, rows) = make_model(config), make_batch(config)
-    if grids:
-        attach_grids(model)
+    if exactly:
+        accumulate(model)
     losses, gradients = run(model, batch, rows)
     assert losses.unique().numel() == SAMPLES
     for subset in ([5], [0, 1], [36, 2, 17], [*range(0, 37, 2)], [*range(36, -1, -1)], [*range(16)]):
@@ -118,17 +118,17 @@ def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_grids_do_not_depend_on_the_split(config):
+def test_exact_sums_do_not_depend_on_the_split(accumulate, config):
     model, (batch, rows) = make_model(config), make_batch(config)
-    whole = attach_grids(model)
+    whole = accumulate(model)
     run(model, batch, rows)
-    parts = attach_grids(model)
+    parts = accumulate(model)
     for subset in ([*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]):
         at = torch.tensor(subset, dtype=torch.int64)
         run(model, batch.select(at), {name: part[at] for name, part in rows.items()})
     assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, grid in whole.items():
-        assert grid.any() and torch.equal(parts[name], grid), name
+    for name, total in whole.items():
+        assert total.any() and torch.equal(parts[name], total), name
 
 
 @pytest.mark.parametrize("vectors", [1, 2, 4, 22, 27])
@@ -169,13 +169,13 @@ def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():
     assert interact(vectors[:, :1]).shape == (1, 0)
 
 
-@pytest.mark.parametrize("grids", [False, True])
-def test_an_empty_batch_has_no_losses_and_no_gradients(grids):
+@pytest.mark.parametrize("exactly", [False, True])
+def test_an_empty_batch_has_no_losses_and_no_gradients(accumulate, exactly):
     model = make_model(CONFIGS["criteo"])
-    grid = attach_grids(model) if grids else {}
+    total = accumulate(model) if exactly else {}
     losses, gradients = run(model, *make_batch(CONFIGS["criteo"], 0))
     assert losses.shape == (0,) and all(part.shape == (0, 16) for part in gradients.values())
-    assert not any(part.any() for part in grid.values())
+    assert not any(part.any() for part in total.values())
 
 
 def test_what_does_not_fit_is_refused():

@@ -17,7 +17,6 @@ from tritonrec.nn import (
     HSTUConfig,
     RelativeAggregate,
     Tokens,
-    attach_grids,
 )
 
 SIZES = {
@@ -106,11 +105,11 @@ def oracle(model, batch, rows):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_gradients_are_the_formula(name, grids):
+def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
     model, (batch, rows) = make_model(name).eval(), make_batch()
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     losses, _, gradient = run(model, batch, rows)
     exact, leaf = make_model(name).double(), rows.double().requires_grad_()
     expected = oracle(exact, batch, leaf)
@@ -124,16 +123,16 @@ def test_forward_and_gradients_are_the_formula(name, grids):
     close(losses, expected.detach(), "losses")
     close(gradient, parts_of(batch, leaf.grad), "rows")
     for what, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[what]) if grids else model.get_parameter(what).grad
+        own = ops.from_fixed_point(attached[what]) if exactly else model.get_parameter(what).grad
         assert parameter.grad.any(), what
         close(own, parameter.grad, what)
 
 
-@pytest.mark.parametrize("grids", [False, True])
-def test_a_sample_keeps_its_bits_in_any_batch(grids):
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly):
     model, (batch, rows) = make_model(), make_batch()
-    if grids:
-        attach_grids(model)
+    if exactly:
+        accumulate(model)
     losses, hidden, gradient = run(model, batch, rows)
     assert losses.unique().numel() == 1 + sum(length > 0 for length in LENGTHS)
     for subset in [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6]]:
@@ -143,16 +142,16 @@ def test_a_sample_keeps_its_bits_in_any_batch(grids):
 
 
 @pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
-def test_grids_do_not_depend_on_the_split(split):
+def test_exact_sums_do_not_depend_on_the_split(accumulate, split):
     model, (batch, rows) = make_model(), make_batch()
-    whole = attach_grids(model)
+    whole = accumulate(model)
     run(model, batch, rows)
-    parts = attach_grids(model)
+    parts = accumulate(model)
     for subset in split:
         run(model, *select(batch, rows, subset))
     assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, grid in whole.items():
-        assert grid.any() and torch.equal(parts[name], grid), name
+    for name, total in whole.items():
+        assert total.any() and torch.equal(parts[name], total), name
 
 
 def test_a_token_sees_no_later_token_nor_its_time():
@@ -182,14 +181,14 @@ def test_only_differences_of_times_matter():
     assert torch.equal(one, two) and not torch.equal(one, run(model, batch, rows)[0])
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_empty_batches_and_samples(lengths, grids):
+def test_empty_batches_and_samples(accumulate, lengths, exactly):
     model, (batch, rows) = make_model(), make_batch(lengths)
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     losses, hidden, gradient = run(model, batch, rows)
     assert losses.tolist() == [0.0] * len(lengths)
-    assert len(hidden) == len(gradient) == 0 and not any(grid.any() for grid in attached.values())
+    assert len(hidden) == len(gradient) == 0 and not any(total.any() for total in attached.values())
 
 
 def test_layers_draw_masks_of_their_own():
@@ -223,15 +222,15 @@ def test_where_tokens_stand():
 
 
 @pytest.mark.parametrize("times", [None, torch.tensor([0, 1, 9, 2])])
-def test_the_table_takes_each_samples_gradient_rounded_once(times):
+def test_the_table_takes_each_samples_gradient_rounded_once(accumulate, times):
     module = RelativeAggregate(1, 3)
     v, dy = torch.tensor([0.02, 0.02, 5.0, 7.0]).reshape(4, 1, 1), torch.ones(4, 1, 1)
-    grids = attach_grids(module, bits=4)
+    sums = accumulate(module, 4)
     module(v, torch.tensor([0, 2, 4]), 2, times).backward(dy)
-    gradient = ops.from_fixed_point(grids["weight"], fraction_bits=4)
+    gradient = ops.from_fixed_point(sums["weight"], fraction_bits=4)
     # 0.02 + 0.02 is nearer to 1/16 than to 0, each of them alone is not
     expected = [1 / 16 + 12, 0 + 5, 0] if times is None else [1 / 16 + 17, 0, 0]
     assert gradient.tolist() == [expected]
-    attach_grids(module)
+    accumulate(module)
     with pytest.raises(ops.ExactSumError, match=r"gradient of weight.*inf"):
         module(v * float("inf"), torch.tensor([0, 2, 4]), 2, times).backward(dy)

@@ -8,7 +8,7 @@ import torch
 
 from tritonrec import ops
 from tritonrec.data import ImpressionBatch, KeyedJaggedTensor, Lookup
-from tritonrec.nn import GRM, GRMConfig, attach_grids, detach_grids
+from tritonrec.nn import GRM, GRMConfig
 
 CONFIG = GRMConfig(
     dim=10, context_dim=6, context=("age", "city"), tasks=("click", "conversion"), experts=3, top_k=2,
@@ -124,11 +124,11 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_forward_and_gradients_are_the_formula(config, grids):
+def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     model = make_model(config).eval()
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     batch, rows = make_batch(config=config)
     losses, logits, gradients = run(model, batch, rows)
     exact = make_model(config).double()
@@ -146,7 +146,7 @@ def test_forward_and_gradients_are_the_formula(config, grids):
     for name, leaf in leaves.items():
         close(gradients[name], leaf.grad, name)
     for name, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[name]) if grids else model.get_parameter(name).grad
+        own = ops.from_fixed_point(attached[name]) if exactly else model.get_parameter(name).grad
         assert parameter.grad.any(), name
         close(own, parameter.grad, name)
 
@@ -154,12 +154,12 @@ def test_forward_and_gradients_are_the_formula(config, grids):
 SUBSETS = [[3], [2], [1, 4], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, exactly):
     model, (batch, rows) = make_model(config), make_batch(config=config)
-    if grids:
-        attach_grids(model)
+    if exactly:
+        accumulate(model)
     losses, logits, gradients = run(model, batch, rows)
     assert losses.unique().numel() == 1 + sum(count > 0 for count in EXPOSED)
     for subset in SUBSETS:
@@ -172,16 +172,16 @@ def test_a_sample_keeps_its_bits_in_any_batch(config, grids):
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIGS["biased"]], ids=["full", "biased"])
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_grids_do_not_depend_on_the_split(split, config):
+def test_exact_sums_do_not_depend_on_the_split(accumulate, split, config):
     model, (batch, rows) = make_model(config), make_batch()
-    whole = attach_grids(model)
+    whole = accumulate(model)
     run(model, batch, rows)
-    parts = attach_grids(model)
+    parts = accumulate(model)
     for subset in split:
         run(model, *select(batch, rows, subset))
     assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, grid in whole.items():
-        assert grid.any() and torch.equal(parts[name], grid), name
+    for name, total in whole.items():
+        assert total.any() and torch.equal(parts[name], total), name
 
 
 def changed_logits(history, exposed, feature, row):
@@ -235,15 +235,15 @@ def test_rows_are_those_of_the_lookups():
         assert {name: len(part) for name, part in rows.items()} == asked
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [0, 0]), ([3, 0], [0, 0])])
-def test_empty_batches_and_samples(lengths, grids):
+def test_empty_batches_and_samples(accumulate, lengths, exactly):
     model = make_model()
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     batch, rows = make_batch(*lengths)
     losses, logits, gradients = run(model, batch, rows)
     assert losses.tolist() == [0.0] * len(lengths[0]) and logits.shape == (0, 2)
-    assert not any(grid.any() for grid in attached.values())
+    assert not any(total.any() for total in attached.values())
     assert not any(gradient.any() for gradient in gradients.values())
 
 
@@ -265,9 +265,9 @@ def test_what_does_not_fit_is_refused():
         GRM(replace(CONFIG, context=("item", "age")))
 
 
-def test_without_grids_nothing_is_left():
+def test_without_an_accumulator_gradients_are_ordinary(accumulate):
     model, (batch, rows) = make_model(), make_batch()
-    attach_grids(model)
-    detach_grids(model)
+    accumulate(model)
+    accumulate(None)
     run(model, batch, rows)
     assert all(parameter.grad.any() for parameter in model.parameters())

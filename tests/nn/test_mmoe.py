@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.nn import MMoE, attach_grids
+from tritonrec.nn import MMoE
 
 DIM, TASKS, EXPERTS, TOP_K, HIDDEN = 7, 2, 5, 2, 9
 LENGTHS = [4, 0, 1, 13, 0, 6]
@@ -37,15 +37,15 @@ def run(model, x, offsets, dy):
     return logits.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
-def test_forward_and_gradients_are_the_formula(top_k, renormalise, grids):
+def test_forward_and_gradients_are_the_formula(accumulate, top_k, renormalise, exactly):
     model = make_model(top_k=top_k, renormalise=renormalise)
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     x, dy = numbers()
     logits, dx = run(model, x, OFFSETS, dy)
-    got = {name: ops.from_fixed_point(grid) for name, grid in attached.items()} or {
+    got = {name: ops.from_fixed_point(total) for name, total in attached.items()} or {
         name: parameter.grad for name, parameter in model.named_parameters()
     }
     exact = make_model(top_k=top_k, renormalise=renormalise).double()
@@ -66,12 +66,12 @@ def test_forward_and_gradients_are_the_formula(top_k, renormalise, grids):
         close(got[name], parameter.grad, name)
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("top_k", [1, 3, EXPERTS])
-def test_a_sample_keeps_its_bits_in_any_batch(top_k, grids):
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, top_k, exactly):
     model = make_model(top_k=top_k)
-    if grids:
-        attach_grids(model)
+    if exactly:
+        accumulate(model)
     x, dy = numbers()
     whole = run(model, x, OFFSETS, dy)
     spans = list(pairwise(OFFSETS.tolist()))
@@ -83,17 +83,17 @@ def test_a_sample_keeps_its_bits_in_any_batch(top_k, grids):
 
 
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_grids_do_not_depend_on_the_split(split):
+def test_exact_sums_do_not_depend_on_the_split(accumulate, split):
     model, (x, dy) = make_model(), numbers()
-    whole = attach_grids(model)
+    whole = accumulate(model)
     run(model, x, OFFSETS, dy)
     spans = list(pairwise(OFFSETS.tolist()))
-    parts = attach_grids(model)
+    parts = accumulate(model)
     for subset in split:
         rows = torch.cat([torch.arange(0), *(torch.arange(*spans[b]) for b in subset)])
         run(model, x[rows], torch.tensor([0, *(LENGTHS[b] for b in subset)]).cumsum(0), dy[rows])
-    for name, grid in whole.items():
-        assert grid.any() and torch.equal(parts[name], grid), name
+    for name, total in whole.items():
+        assert total.any() and torch.equal(parts[name], total), name
 
 
 def test_of_equal_scores_the_lower_expert_wins():
@@ -123,7 +123,7 @@ def test_weights_are_those_of_the_softmax(renormalise):
         torch.testing.assert_close(weights[row].double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_an_expert_that_nobody_chose_gets_no_gradient_and_sees_no_row(monkeypatch):
+def test_an_expert_that_nobody_chose_gets_no_gradient_and_sees_no_row(accumulate, monkeypatch):
     model, (x, dy) = make_model(), numbers()
     with torch.no_grad():
         for gate in model.gates:
@@ -134,10 +134,10 @@ def test_an_expert_that_nobody_chose_gets_no_gradient_and_sees_no_row(monkeypatc
         monkeypatch.setattr(
             expert, "forward", lambda rows, offsets, f=forward: seen.append(len(rows)) or f(rows, offsets)
         )
-    grids = attach_grids(model)
+    sums = accumulate(model)
     run(model, x, OFFSETS, dy)
     assert seen == [len(x), len(x), 0, 0, 0]
-    assert {name for name, grid in grids.items() if not grid.any()} == {
+    assert {name for name, total in sums.items() if not total.any()} == {
         f"experts.{e}.{layer}.{part}"
         for e in (2, 3, 4)
         for layer in ("inner", "outer")
@@ -145,15 +145,15 @@ def test_an_expert_that_nobody_chose_gets_no_gradient_and_sees_no_row(monkeypatc
     }
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_empty(lengths, grids):
+def test_empty(accumulate, lengths, exactly):
     model = make_model()
-    attached = attach_grids(model) if grids else {}
+    attached = accumulate(model) if exactly else {}
     x, dy = numbers(0)
     logits, dx = run(model, x, torch.tensor([0, *lengths]).cumsum(0), dy)
     assert logits.shape == (0, TASKS) and dx.shape == (0, DIM)
-    assert not any(grid.any() for grid in attached.values())
+    assert not any(total.any() for total in attached.values())
 
 
 def test_numbers_of_experts_that_do_not_fit_are_refused():

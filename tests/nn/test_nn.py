@@ -1,23 +1,23 @@
 """HSTU and its modules: a sample's bits depend on that sample alone, exact gradients on no split."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from tritonrec import ops
 from tritonrec.data import JaggedBatch
 from tritonrec.nn import (
     HSTU,
     GatedNorm,
+    GradientAccumulator,
     HSTUConfig,
     HSTULayer,
     LayerNorm,
     Linear,
     PositionalEmbedding,
-    attach_grids,
-    detach_grids,
-    has_grid,
     sum_by_sample,
 )
 
@@ -79,11 +79,11 @@ def run(model, batch):
 SUBSETS = [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6], [0, 1, 2, 3, 5, 6]]
 
 
-@pytest.mark.parametrize("grids", [False, True])
-def test_a_sample_keeps_its_bits_in_any_batch(grids):
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly):
     model, batch = make_model(), make_batch()
-    if grids:
-        attach_grids(model)
+    if exactly:
+        accumulate(model)
     whole = run(model, batch)
     assert all(one[0] != 0 for one, length in zip(whole, LENGTHS, strict=True) if length)
     for subset in SUBSETS:
@@ -92,12 +92,13 @@ def test_a_sample_keeps_its_bits_in_any_batch(grids):
                 assert torch.equal(one, other), (subset, place)
 
 
-def grids_of(model, batch, micro_batches):
-    grids = attach_grids(model)
-    for members in micro_batches:
-        part = batch.select(torch.tensor(members, dtype=torch.int64))
-        model(part, {"item": rows_of(part)}, SEED).sum().backward()
-    return grids
+def exact_sums(model, batch, micro_batches):
+    accumulator = GradientAccumulator(model)
+    with accumulator.active():
+        for members in micro_batches:
+            part = batch.select(torch.tensor(members, dtype=torch.int64))
+            model(part, {"item": rows_of(part)}, SEED).sum().backward()
+    return accumulator.take()
 
 
 @pytest.mark.parametrize(
@@ -108,24 +109,23 @@ def grids_of(model, batch, micro_batches):
         [[3, 1], [], [0, 6], [5, 2, 4]],
     ],
 )
-def test_grids_do_not_depend_on_the_split(micro_batches):
+def test_exact_sums_do_not_depend_on_the_split(micro_batches):
     model, batch = make_model(), make_batch()
-    whole = grids_of(model, batch, [range(7)])
-    parts = grids_of(model, batch, micro_batches)
+    whole = exact_sums(model, batch, [range(7)])
+    parts = exact_sums(model, batch, micro_batches)
     assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, grid in whole.items():
-        assert grid.any(), name
-        assert torch.equal(parts[name], grid), name
+    for name, sums in whole.items():
+        assert sums.any(), name
+        assert torch.equal(parts[name], sums), name
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_exact_gradients_are_those_of_autograd():
     model, batch = make_model(), make_batch()
-    grids = {name: grid.clone() for name, grid in grids_of(model, batch, [range(7)]).items()}
-    detach_grids(model)
+    sums = exact_sums(model, batch, [range(7)])
     model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
     for name, parameter in model.named_parameters():
-        exact = ops.from_fixed_point(grids[name])
+        exact = ops.from_fixed_point(sums[name])
         torch.testing.assert_close(
             parameter.grad, exact, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -154,38 +154,94 @@ def test_autograd_agrees_with_finite_differences():
     assert abs(difference - slope) < 0.01 * abs(slope) + 0.1, (difference, slope)
 
 
-def test_attaching_again_starts_from_zero_and_detaching_leaves_nothing():
+def test_sums_start_from_zero_and_nothing_hangs_on_the_parameters():
     model, batch = make_model(), make_batch()
-    first = grids_of(model, batch, [range(7)])
-    second = attach_grids(model, bits=30)
-    assert all(has_grid(parameter) for parameter in model.parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.grid is second[name] and not parameter.grid.any() and first[name].any()
-        assert parameter.grid.dtype == torch.int64 and parameter.grid.shape == parameter.shape
-        parameter.grad = torch.ones_like(parameter)
-    assert all(parameter.grad is None for parameter in model.parameters() if attach_grids(model))
-    detach_grids(model)
-    detach_grids(model)
+    accumulator = GradientAccumulator(model)
+    for _ in range(2):
+        with accumulator.active():
+            model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
+        sums = accumulator.take()
+        assert not any(left.any() for left in accumulator.sums.values())
+        for name, parameter in model.named_parameters():
+            assert sums[name].dtype == torch.int64 and sums[name].shape == parameter.shape
+            assert sums[name].any() and parameter.grad is None and not vars(parameter)
+
+
+def test_a_step_beside_an_accumulator_is_an_ordinary_one():
+    model, batch = make_model(), make_batch()
+    accumulator = GradientAccumulator(model)
     for parameter in model.parameters():
-        assert not has_grid(parameter) and not {"fraction_bits", "grid_name"} & vars(parameter).keys()
+        parameter.grad = torch.full_like(parameter, 3.0)
+    with accumulator.empty_gradients():
+        with accumulator.active():
+            model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    before = {name: sums.clone() for name, sums in accumulator.sums.items()}
+    assert all(bool((parameter.grad == 3).all()) for parameter in model.parameters())
+    model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
+    assert all(bool((parameter.grad != 3).any()) for parameter in model.parameters())
+    assert all(torch.equal(accumulator.sums[name], sums) for name, sums in before.items())
 
 
-def test_fewer_bits_mean_a_coarser_grid():
+def test_an_accumulator_belongs_to_the_thread_that_entered_it():
+    model, batch = make_model(), make_batch()
+    accumulator = GradientAccumulator(model)
+
+    def step():
+        model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
+
+    with accumulator.active():
+        with ThreadPoolExecutor(1) as other:
+            other.submit(step).result()
+        assert all(parameter.grad.any() for parameter in model.parameters())
+        assert not any(sums.any() for sums in accumulator.sums.values())
+
+
+def test_an_ordinary_gradient_beside_an_exact_one_is_refused():
+    layer = Linear(3, 2)
+    accumulator = GradientAccumulator(layer)
+    with accumulator.active():
+        (layer.weight * 2).sum().backward()
+    with pytest.raises(TypeError, match="parameter weight got an ordinary float32 gradient"):
+        accumulator.take()
+
+
+def test_a_checkpointed_part_of_a_model_is_summed_exactly():
+    """Its forward is computed again in backward, on whatever thread that runs."""
+    layer, x, offsets = Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 4])
+    found = []
+    for reentrant in (None, False, True):
+        accumulator, leaf = GradientAccumulator(layer), x.clone().requires_grad_()
+        with accumulator.active():
+            if reentrant is None:
+                out = layer(leaf, offsets)
+            else:
+                out = torch.utils.checkpoint.checkpoint(layer, leaf, offsets, use_reentrant=reentrant)
+            out.square().sum().backward()
+        found.append(accumulator.take())
+    for sums in found[1:]:
+        assert all(sums[name].any() and torch.equal(sums[name], found[0][name]) for name in found[0])
+
+
+def test_fewer_bits_mean_coarser_sums():
     layer = Linear(3, 2)
     x, offsets = torch.randn(4, 3), torch.tensor([0, 4])
     values = []
     for bits in (36, 20):
-        grids = attach_grids(layer, bits)
-        layer(x, offsets).square().sum().backward()
-        values.append([ops.from_fixed_point(grid, fraction_bits=bits) for grid in grids.values()])
+        accumulator = GradientAccumulator(layer, bits)
+        with accumulator.active():
+            layer(x, offsets).square().sum().backward()
+        values.append(
+            [ops.from_fixed_point(sums, fraction_bits=bits) for sums in accumulator.take().values()]
+        )
     for fine, coarse in zip(*values, strict=True):
         torch.testing.assert_close(fine, coarse, rtol=0, atol=4 * 2.0**-20)
         assert not torch.equal(fine, coarse)
 
 
-def test_what_has_no_exact_sum_names_its_parameter():
+def test_what_has_no_exact_sum_names_its_parameter(accumulate):
     model, batch = make_model(), make_batch()
-    attach_grids(model)
+    accumulate(model)
     with pytest.raises(ops.ExactSumError, match=r"norm\.weight"):
         (model(batch, {"item": rows_of(batch)}, SEED) * 1e30).sum().backward()
 
@@ -221,16 +277,16 @@ def test_a_token_sees_no_later_token():
     assert torch.equal(before[:4], after[:4]) and not torch.equal(before[4:], after[4:])
 
 
-@pytest.mark.parametrize("grids", [False, True])
+@pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_empty_batches_and_samples(lengths, grids):
+def test_empty_batches_and_samples(accumulate, lengths, exactly):
     model, batch = make_model(), make_batch(lengths)
-    attached = attach_grids(model) if grids else {}
+    sums = accumulate(model) if exactly else {}
     rows = rows_of(batch)
     losses = model(batch, {"item": rows}, SEED)
     losses.sum().backward()
     assert losses.tolist() == [0.0] * len(lengths) and rows.grad.shape == (0, CONFIG.dim)
-    assert not any(grid.any() for grid in attached.values())
+    assert not any(total.any() for total in sums.values())
 
 
 def test_a_sample_that_is_too_long_is_refused():
@@ -239,12 +295,12 @@ def test_a_sample_that_is_too_long_is_refused():
         model(batch, {"item": rows_of(batch)}, SEED)
 
 
-def test_an_exact_linear_needs_offsets():
+def test_an_exact_linear_needs_offsets(accumulate):
     layer = Linear(3, 2)
     assert layer(torch.ones(4, 3)).shape == (4, 2)
-    attach_grids(layer)
-    with pytest.raises(ValueError, match="needs seq_offsets"):
-        layer(torch.ones(4, 3))
+    accumulate(layer)
+    with pytest.raises(ValueError, match="needs seq_offsets to tell samples apart: weight"):
+        layer(torch.ones(4, 3)).sum().backward()
 
 
 def test_modules_are_their_formulas():
@@ -267,12 +323,12 @@ def test_modules_are_their_formulas():
     assert torch.equal(table(positions), table.weight[positions])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_repeated_positions_add_up(exact):
+@pytest.mark.parametrize("exactly", [False, True])
+def test_repeated_positions_add_up(accumulate, exactly):
     table = PositionalEmbedding(4, 2)
-    grids = attach_grids(table) if exact else {}
+    sums = accumulate(table) if exactly else {}
     (table(torch.tensor([3, 0, 3])) * torch.tensor([[1.0], [2.0], [4.0]])).sum().backward()
-    gradient = ops.from_fixed_point(grids["weight"]) if exact else table.weight.grad
+    gradient = ops.from_fixed_point(sums["weight"]) if exactly else table.weight.grad
     assert gradient.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
 
 

@@ -1,11 +1,11 @@
 """The fused layer: bits of its single steps, whatever is kept for backward and however a batch is cut."""
 
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import formulas
 import pytest
@@ -20,11 +20,10 @@ from tritonrec import ops
 from tritonrec.nn import (
     FuXiConfig,
     FuXiLayer,
+    GradientAccumulator,
     HSTUConfig,
     HSTULayer,
     Tokens,
-    attach_grids,
-    exact,
     transduction,
 )
 
@@ -66,16 +65,15 @@ def make_tokens(name, lengths=LENGTHS, samples=None):
     return x, placed.asking_at_next() if name == "biased" else placed
 
 
-def run(layer, x, tokens, grids=False, call=None):
-    """Output, dx, and the parameters' gradients or grids, by name."""
-    attached = attach_grids(layer) if grids else {}
+def run(layer, x, tokens, exactly=False, call=None):
+    """Output, dx, and the parameters' gradients or exact sums, by name."""
+    accumulator = GradientAccumulator(layer, ops.FRACTION_BITS if exactly else None)
     x = x.clone().requires_grad_()
-    out = (call or layer)(x, tokens, SEED)
-    dout = torch.randn(1000, out.shape[1], generator=torch.Generator().manual_seed(2))
-    out.backward(dout[tokens.positions * 7 + (tokens.sample_ids + 5) // 1000])  # goes with its token
-    named = {
-        name: attached[name] if grids else parameter.grad for name, parameter in layer.named_parameters()
-    }
+    with accumulator.active() if exactly else nullcontext():
+        out = (call or layer)(x, tokens, SEED)
+        dout = torch.randn(1000, out.shape[1], generator=torch.Generator().manual_seed(2))
+        out.backward(dout[tokens.positions * 7 + (tokens.sample_ids + 5) // 1000])  # goes with its token
+    named = accumulator.take()
     layer.zero_grad(set_to_none=True)
     return {"out": out.detach(), "dx": x.grad, **named}
 
@@ -86,28 +84,27 @@ def assert_equal(got, want, what=""):
         assert torch.equal(got[name], value), f"{what} {name}"
 
 
-# ops.hstu_attention has no grids for its tables: with them, the cuts below stand for it
 @pytest.mark.parametrize(
-    ("name", "grids"),
-    [("hstu", False), ("hstu", True), ("biased", False), ("fuxi", False), ("fuxi", True)],
+    ("name", "exactly"),
+    [("hstu", False), ("hstu", True), ("biased", False), ("biased", True), ("fuxi", False), ("fuxi", True)],
 )
-def test_bits_are_those_of_the_single_steps(name, grids):
+def test_bits_are_those_of_the_single_steps(name, exactly):
     layer = make_layer(name)
     x, tokens = make_tokens(name)
-    got = run(layer, x, tokens, grids)
+    got = run(layer, x, tokens, exactly)
     assert all(value.any() for value in got.values())
-    assert_equal(got, run(layer, x, tokens, grids, single_ops(layer)))
+    assert_equal(got, run(layer, x, tokens, exactly, single_ops(layer)))
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_recomputed_changes_no_bit(name):
     """All 32 choices of HSTU; the others where they differ from it."""
     x, tokens = make_tokens(name)
-    want = {grids: run(make_layer(name), x, tokens, grids) for grids in (False, True)}
+    want = {exactly: run(make_layer(name), x, tokens, exactly) for exactly in (False, True)}
     for names in CHOICES if name == "hstu" else [CHOICES[4], CHOICES[-1], ("attention", "uvqk"), NAMES]:
         layer = make_layer(name, recompute=names)
-        for grids, expected in want.items():
-            assert_equal(run(layer, x, tokens, grids), expected, f"{names}")
+        for exactly, expected in want.items():
+            assert_equal(run(layer, x, tokens, exactly), expected, f"{names}")
 
 
 @pytest.mark.parametrize("name", ["hstu", "biased"])
@@ -157,15 +154,15 @@ CUTS = [[[6, 5, 4, 3, 2, 1, 0]], [[b] for b in range(7)], [[3, 1], [], [0, 6], [
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_grids_do_not_depend_on_the_cut(name, cut):
+def test_exact_sums_do_not_depend_on_the_cut(name, cut):
     """Rows of output and dx, too, belong to their sample alone: dropout and times ask for nobody else."""
     layer = make_layer(name, recompute=("norm", "attention"))
     x, tokens = make_tokens(name)
-    whole = run(layer, x, tokens, grids=True)
+    whole = run(layer, x, tokens, exactly=True)
     sums = {key: torch.zeros_like(value) for key, value in whole.items() if value.dtype == torch.int64}
     bounds = list(pairwise(torch.tensor([0, *LENGTHS]).cumsum(0).tolist()))
     for samples in cut:
-        some = run(layer, *make_tokens(name, samples=samples), grids=True)
+        some = run(layer, *make_tokens(name, samples=samples), exactly=True)
         rows = torch.cat([torch.arange(0), *(torch.arange(*bounds[b]) for b in samples)])
         for key, value in some.items():
             if key in sums:
@@ -211,9 +208,9 @@ def test_error_is_that_of_plain_float32(name):
 def test_exact_gradients_of_the_tables_are_those_of_autograd():
     layer = make_layer("biased")
     x, tokens = make_tokens("biased")
-    floats, grids = run(layer, x, tokens), run(layer, x, tokens, grids=True)
+    floats, sums = run(layer, x, tokens), run(layer, x, tokens, exactly=True)
     for name in ("bias.pos_weights", "bias.ts_weights"):
-        torch.testing.assert_close(floats[name], ops.from_fixed_point(grids[name]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(floats[name], ops.from_fixed_point(sums[name]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_asks_at_the_time_of_its_next():
@@ -251,12 +248,6 @@ def test_what_to_recompute_is_checked(config):
     assert config(recompute=["gate"]).recompute == config(recompute="gate").recompute == ("gate",)
 
 
-def test_gradients_without_grids_are_sums():
-    weight = torch.nn.Parameter(torch.zeros(3, 2))
-    terms = torch.randn(4, 3, 2)
-    assert torch.equal(exact.add_or_sum(weight, terms), terms.sum(0))
-
-
 def test_the_page_shows_the_bytes_that_are_kept():
     """docs/models.md has a table for each size, and in it a row for each choice."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
@@ -291,12 +282,3 @@ def test_a_second_derivative_is_refused():
     out = layer(x, tokens, SEED)
     with pytest.raises(RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no derivati"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_what_attention_is_told_comes_in_the_order_of_its_schema():
-    call = transduction.Call(*[None] * len(transduction.Call._fields))
-    call = call._replace(tokens=SimpleNamespace(seq_offsets=None, num_targets=None), qk_dim=4)
-    parameters = transduction.Parameters(*[None] * len(transduction.Parameters._fields))
-    for op, tensors in (("hstu_attention", 3), ("hstu_attention_backward_into", 7)):
-        schema = getattr(torch.ops.tritonrec, op).default._schema
-        assert list(call.attention(parameters)) == [argument.name for argument in schema.arguments][tensors:]

@@ -6,7 +6,8 @@ from trainer_parts import DIM, EVERY, Ranker, batches, parts, same, trained, tra
 
 from tritonrec import checkpoint
 from tritonrec.embedding import DenseOptimizer, RowOptimizer
-from tritonrec.nn.exact import add_or_sum
+from tritonrec.kernels.gradients import current, sum_terms
+from tritonrec.kernels.row_terms import RowTerms
 
 
 def reversed_order(values):
@@ -56,18 +57,20 @@ def test_an_update_and_a_load_reach_the_parameter_in_any_order_of_memory(shape, 
 
 
 class _Scale(torch.autograd.Function):
-    """Rows (L, 6) times a parameter of shape (1, 2, 3), whose gradient is exact where it has a grid."""
+    """Rows (L, 6) times a parameter of shape (1, 2, 3), whose gradient an accumulator adds up."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.accumulator, ctx.weight = current(), weight
         return x * weight.reshape(1, -1)
 
     @staticmethod
     def backward(ctx, dy):
         terms = (dy * ctx.saved_tensors[0]).view(-1, 1, 2, 3)
-        return dy * ctx.weight.detach().reshape(1, -1), add_or_sum(ctx.weight, terms)
+        return dy * ctx.weight.detach().reshape(1, -1), sum_terms(
+            ctx.accumulator, ctx.weight, RowTerms(terms)
+        )
 
 
 class Ordered(Ranker):

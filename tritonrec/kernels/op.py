@@ -15,13 +15,17 @@ in None for optional tensors that are left out at the end:
 - ``torch.ops.tritonrec.intersect(left, right, "auto")`` is the same without the derivative.
 - ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
   callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
+
+While a `kernels.gradients.Accumulator` is active, so in the forward and backward of a trainer, a call of the
+first kind checks, runs the implementation and differentiates without the dispatcher.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +34,21 @@ from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.gradients import current, find_parameters, finish
+
+_annotated = False
+
+
+@contextmanager
+def annotated_launches() -> Iterator[None]:
+    """Inside, in all threads, torch's profiler sees launches as it sees registered ops, by name."""
+    global _annotated
+    _annotated = True
+    try:
+        yield
+    finally:
+        _annotated = False
+
 
 OPS: dict[str, Op] = {}
 """Every record by its name, for tests and tools."""
@@ -50,8 +69,8 @@ class Op:
         check_memory: raises where an implementation would leave or overwrite memory: row numbers out of
             range, written arguments that overlap. It runs before every implementation, also of `launch`.
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
-        backward: ``backward(ctx, *gradients)`` returns a gradient or None for each argument of the schema. An
-            op that writes gets the gradients of the written arguments, in the order of the schema.
+        backward: ``backward(ctx, *gradients)`` returns a gradient, its `Terms` or None for each argument
+            of the schema. An op that writes gets the gradients of the written arguments, in their order.
         options: keyword arguments of every implementation, for ops that share their implementations.
     """
 
@@ -106,7 +125,9 @@ class Op:
         ).register_fake(fake_kernel)
         self._registered = getattr(torch.ops.tritonrec, self.name)
         self.has_derivative = backward is not None
+        self._validate = validate
         self._function = _function(self._registered, self._written, save, backward)
+        self._step = None if backward is None or self._written else _step(self, save, backward)
         # torch.compile tells by this signature that `forward` takes no context
         names = [each.name for each in parameters] + ["impl"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -126,6 +147,12 @@ class Op:
         """
         arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
+        if not torch.compiler.is_compiling() and current() is not None:
+            if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
+                self._validate((*arguments, impl))
+                return self.launch(*arguments, impl=impl)
+            if self._step is not None:
+                return self._step.apply(*arguments, impl)
         if has_floats and torch.is_grad_enabled():
             if self._written:
                 self._refuse_gradients(arguments)
@@ -140,7 +167,13 @@ class Op:
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
+        if _annotated:
+            with torch.profiler.record_function(f"tritonrec::{self.name}"):
+                return self._run(arguments, impl)
         return self._run(arguments, impl)
+
+    def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
+        return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
 
     def _run(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
         chosen = implementation(impl, arguments[self._first])
@@ -228,6 +261,8 @@ def _function(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if places and backward is not None:
                 ctx.mark_dirty(*(inputs[at] for at in places))
+            ctx.accumulator = current()
+            ctx.parameters = find_parameters(ctx.accumulator, inputs)
             if save is not None:
                 save(ctx, inputs, output)
 
@@ -235,11 +270,37 @@ def _function(
         def backward(ctx: Any, *gradients: Any) -> Any:
             if backward is None:
                 raise NotImplementedError(f"tritonrec::{name} has no derivative")
-            found = backward(ctx, *gradients)
-            return *(found if isinstance(found, tuple) else (found,)), None  # impl has none
+            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
 
     Differentiable.__name__ = Differentiable.__qualname__ = name
     return Differentiable
+
+
+def _step(
+    op: Op, save: Callable[..., None] | None, backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """The op as a step of autograd without the dispatcher, for a thread with an accumulator.
+
+    The older form, whose `forward` has the context: torch binds a signature at each call of the other one.
+    """
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            op._validate(inputs)
+            output = op.launch(*inputs[:-1], impl=inputs[-1])
+            ctx.accumulator = current()
+            ctx.parameters = find_parameters(ctx.accumulator, inputs)
+            if save is not None:
+                save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
+
+    Step.__name__ = Step.__qualname__ = op.name
+    return Step
 
 
 class _Parameter:

@@ -49,6 +49,11 @@ def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if _has_contiguous_rows(matrix) else matrix.contiguous()
 
 
+def flat(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a flat array, a view where it is contiguous."""
+    return tensor.detach().contiguous().view(-1).numpy()
+
+
 def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:
     """A CPU matrix with contiguous rows as a flat array and a row stride: row r starts at r * stride.
 

@@ -1,7 +1,7 @@
-"""Modules over the ops, and the grids that make their gradients exact."""
+"""Modules over the ops, and the accumulator that makes their gradients exact."""
 
+from ..ops import GradientAccumulator
 from .dlrm import DLRM, DLRMConfig, partition_tables
-from .exact import attach_grids, detach_grids, has_grid, own_gradients, sum_by_sample
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
@@ -18,7 +18,7 @@ from .modules import (
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 from .transduction import RECOMPUTED
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "GRMConfig",
     "GatedMLP",
     "GatedNorm",
+    "GradientAccumulator",
     "HSTUConfig",
     "HSTULayer",
     "LayerConfig",
@@ -45,11 +46,7 @@ __all__ = [
     "RelativeAggregate",
     "RelativeBias",
     "Tokens",
-    "attach_grids",
     "binary_cross_entropy",
-    "detach_grids",
-    "has_grid",
-    "own_gradients",
     "partition_tables",
     "sigmoid",
     "sum_by_sample",

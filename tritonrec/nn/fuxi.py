@@ -22,7 +22,7 @@ import torch
 from .modules import GatedMLP, GatedNorm, LayerNorm, Linear, RelativeAggregate
 from .next_item import LayerConfig, NextItemModel
 from .tokens import Tokens
-from .transduction import transduce
+from .transduction import hstu_layer
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FuXiLayer(torch.nn.Module):
         if tokens.timestamps is None or tokens.num_targets is not None:
             raise ValueError("a FuXi layer needs the tokens' timestamps and has no mask for targets")
         tables = {"by_position": self.by_position.weight, "by_time": self.by_time.weight}
-        y = transduce(self, x, tokens, seed, **tables)
+        y = hstu_layer(self, x, tokens, seed, **tables)
         return y + self.ffn(self.ffn_norm(y), tokens.seq_offsets)
 
 

@@ -26,13 +26,12 @@ from typing import Protocol
 import torch
 
 from .. import ops
-from .exact import sum_by_sample
 from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import LayerNorm, Linear, PositionalEmbedding
 from .next_item import LayerConfig
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 
 OLDEST = -(2**63)  # the time of contextual tokens, which have none
 

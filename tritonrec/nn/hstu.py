@@ -21,7 +21,7 @@ from ..settings import setting
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
 from .tokens import Tokens
-from .transduction import transduce
+from .transduction import hstu_layer
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class HSTULayer(torch.nn.Module):
     def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
         """`tokens` with timestamps where there is a relative bias; `seed`: of this layer's dropout."""
         if self.bias is None:
-            return transduce(self, x, tokens, seed)
+            return hstu_layer(self, x, tokens, seed)
         if tokens.timestamps is None:
             raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
         tables = {"pos_weights": self.bias.pos_weights, "ts_weights": self.bias.ts_weights}
-        return transduce(self, x, tokens, seed, **tables)
+        return hstu_layer(self, x, tokens, seed, **tables)
 
 
 class HSTU(NextItemModel):

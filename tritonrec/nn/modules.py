@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from . import exact
 
 
 class Linear(torch.nn.Module):
@@ -26,7 +25,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(L, in) -> (L, out); `seq_offsets` (B + 1,) tell which rows are one sample's."""
-        return exact.linear(x, self.weight, self.bias, seq_offsets)
+        return ops.linear(x, self.weight, self.bias, seq_offsets)
 
 
 class MLP(torch.nn.Module):
@@ -67,7 +66,7 @@ class LayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(L, dim) -> (L, dim)."""
-        return exact.norm_mul_dropout(x, None, self.weight, self.bias, self.eps)
+        return ops.norm_mul_dropout(x, None, self.weight, self.bias, self.eps)
 
 
 class GatedNorm(torch.nn.Module):
@@ -89,7 +88,7 @@ class GatedNorm(torch.nn.Module):
     ) -> torch.Tensor:
         """x, u (L, dim); sample_ids, positions (L,) int64 of each token."""
         dropout = self.dropout if self.training else 0.0
-        return exact.norm_mul_dropout(
+        return ops.norm_mul_dropout(
             x, u, self.weight, self.bias, self.eps, dropout, seed, sample_ids, positions
         )
 
@@ -103,7 +102,7 @@ class PositionalEmbedding(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """(L,) int64 -> (L, dim)."""
-        return exact.lookup(self.weight, positions)
+        return ops.gather_rows(self.weight, positions)
 
 
 class RelativeBias(torch.nn.Module):
@@ -130,4 +129,4 @@ class RelativeAggregate(torch.nn.Module):
         timestamps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(L, H, D) -> (L, H, D), as `ops.relative_aggregate`."""
-        return exact.relative_aggregate(v, self.weight, seq_offsets, max_seq_len, timestamps)
+        return ops.relative_aggregate(v, self.weight, seq_offsets, max_seq_len, timestamps)

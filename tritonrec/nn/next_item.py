@@ -15,9 +15,8 @@ import torch
 
 from .. import ops
 from ..settings import setting
-from .exact import sum_by_sample
 from .modules import LayerNorm, PositionalEmbedding
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 from .transduction import check_recompute
 
 

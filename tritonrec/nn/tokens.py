@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import ops
+
 
 class Tokens(NamedTuple):
     """Where the tokens (L,) of a batch stand. All int64; nothing here depends on a sample's neighbours."""
@@ -49,3 +51,10 @@ class Tokens(NamedTuple):
         last = self.positions.roll(-1) == 0
         times = torch.where(last, self.timestamps, self.timestamps.roll(-1))
         return self._replace(query_timestamps=times)
+
+
+def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+    """Sums (B,) of each sample's values (L,), in the order of its tokens; 0 for an empty sample."""
+    lengths = seq_offsets[1:] - seq_offsets[:-1]
+    samples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return ops.segment_sum(values.unsqueeze(1), samples, len(lengths)).squeeze(1)

@@ -20,10 +20,16 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from .exact import add_or_sum, linear_gradients
+from ..kernels.gradients import Accumulator, Terms, current, sum_terms
+from ..kernels.hstu_attention.call import Call as AttentionCall
+from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
+from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
+from ..kernels.linear.register import ProductTerms
+from ..kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_INTO
+from ..kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_INTO
+from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
+from ..kernels.row_terms import RowTerms
 from .tokens import Tokens
-
-_kernels = ops.registered
 
 RECOMPUTED = ("norm", "uvqk", "silu", "attention", "gate")
 CHANNELS = ("by_position", "by_time")  # beside attention
@@ -85,18 +91,17 @@ class Call(NamedTuple):
         sites = (self.tokens.sample_ids, self.tokens.positions) if self.dropout else (None, None)
         return self.dropout, self.seed, *sites
 
-    def attention(self, parameters: Parameters) -> dict[str, Any]:
-        """The arguments of attention after q, k and v, in the order of the op's schema."""
+    def attention(self, parameters: Parameters) -> AttentionCall:
+        """The arguments of attention after q, k and v."""
         timed = parameters.ts_weights is not None
-        return {
-            "seq_offsets": self.tokens.seq_offsets, "max_seq_len": self.max_seq_len,
-            "alpha": self.qk_dim**-0.5, "scaling_seqlen": self.max_seq_len, "mask_numbers": [1, 0, 0, 0],
-            "num_targets": self.tokens.num_targets, "num_contexts": None, "delta_offsets": None,
-            "attn_scale": None, "pos_weights": parameters.pos_weights, "ts_weights": parameters.ts_weights,
-            "timestamps": self.tokens.timestamps if timed else None,
-            "query_timestamps": self.tokens.query_timestamps if timed else None,
-            "bias_factor": 1.0, "deterministic": True, "impl": "auto",
-        }  # fmt: skip
+        bias = HSTUBias(
+            parameters.pos_weights, parameters.ts_weights, self.tokens.timestamps if timed else None,
+            self.tokens.query_timestamps if timed else None,
+        )  # fmt: skip
+        return describe(
+            self.tokens.seq_offsets, self.max_seq_len, alpha=self.qk_dim**-0.5,
+            scaling_seqlen=self.max_seq_len, mask=HSTUMask(self.tokens.num_targets), bias=bias,
+        )  # fmt: skip
 
     def tables(self, parameters: Parameters) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """(name, table, timestamps) of each channel beside attention."""
@@ -105,8 +110,11 @@ class Call(NamedTuple):
         return [channel for channel in every if channel[1] is not None]
 
 
-def transduce(layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: torch.Tensor) -> torch.Tensor:
-    """(L, d) -> (L, d), the residual added. With grids, gradients of parameters go there, sample by sample.
+def hstu_layer(
+    layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: torch.Tensor
+) -> torch.Tensor:
+    """(L, d) -> (L, d), the residual added. Gradients of parameters go to the active
+    accumulator, where there is one, sample by sample.
 
     Args:
         layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
@@ -123,21 +131,21 @@ def transduce(layer: Any, x: torch.Tensor, tokens: Tokens, seed: int, **tables: 
         config.recompute if torch.is_grad_enabled() else RECOMPUTED,
         channels=1 + sum(name in CHANNELS for name in tables),
     )  # fmt: skip
-    return _Transduction.apply(call, x, *parameters)
+    return _HSTULayer.apply(current(), call, x, *parameters)
 
 
 def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_linear: bool):
-    return _kernels.norm_linear_silu(
-        x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, keep_normed, keep_linear, "auto"
+    return NORM_LINEAR_SILU(
+        x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, keep_normed, keep_linear
     )
 
 
 def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
     _, v, q, k = call.parts(uvqk)
-    attended = _kernels.hstu_attention(q, k, v, *call.attention(p).values()).flatten(1)
+    attended = HSTU_ATTENTION(q, k, v, *call.attention(p)).flatten(1)
     offsets = call.tokens.seq_offsets
     channels = [
-        _kernels.relative_aggregate(v, table, offsets, call.max_seq_len, times, "auto").flatten(1)
+        RELATIVE_AGGREGATE(v, table, offsets, call.max_seq_len, times).flatten(1)
         for _, table, times in call.tables(p)
     ]
     return torch.cat([*channels, attended], 1) if channels else attended
@@ -145,33 +153,32 @@ def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
 
 def _gate(attended: torch.Tensor, uvqk: torch.Tensor, p: Parameters, call: Call):
     u = call.parts(uvqk)[0]
-    return _kernels.norm_mul_dropout(
-        attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws(), "auto"
-    )
+    return NORM_MUL_DROPOUT(attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws())
 
 
 def _attend_backward(
     dattended: torch.Tensor, uvqk: torch.Tensor, duvqk: torch.Tensor, p: Parameters, call: Call
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Terms]:
     """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
     (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
     *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
-    dpos, dts = _kernels.hstu_attention_backward_into(dq, dk, dv, dout, q, k, v, *call.attention(p).values())
-    terms = {"pos_weights": dpos, "ts_weights": dts}
+    dpos, dts = HSTU_ATTENTION_BACKWARD_INTO(dq, dk, dv, dout, q, k, v, *call.attention(p))
+    terms: dict[str, Terms] = {"pos_weights": RowTerms(dpos), "ts_weights": RowTerms(dts)}
     of_channels: torch.Tensor | None = None
     for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
-        dvalues, terms[name] = _kernels.relative_aggregate_backward(
-            dchannel, v, table, call.tokens.seq_offsets, call.max_seq_len, times, "auto"
+        dvalues, dtable = RELATIVE_AGGREGATE_BACKWARD(
+            dchannel, v, table, call.tokens.seq_offsets, call.max_seq_len, times
         )
+        terms[name] = RowTerms(dtable)
         of_channels = dvalues if of_channels is None else of_channels.add_(dvalues)
     if of_channels is not None:
         dv += of_channels
     return terms
 
 
-class _Transduction(torch.autograd.Function):
+class _HSTULayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: Call, x, *parameters):
+    def forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
         p, again = Parameters(*parameters), call.recompute
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
         attended = _attend(uvqk, p, call)
@@ -180,12 +187,12 @@ class _Transduction(torch.autograd.Function):
         stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
         kept = (None if name in again else value for name, value in stages.items())
         ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
-        ctx.call, ctx.own = call, p  # the grids are these tensors', not those of what was saved of them
+        ctx.accumulator, ctx.call, ctx.own = accumulator, call, p  # an accumulator knows these very tensors
         return out.add_(x)
 
     @staticmethod
     def backward(ctx, dy):
-        call, own, dy = ctx.call, ctx.own, dy.contiguous()
+        accumulator, call, own, dy = ctx.accumulator, ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
         # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
@@ -193,15 +200,14 @@ class _Transduction(torch.autograd.Function):
         p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
         grads: dict[str, torch.Tensor | None] = {}
 
-        def take(**terms: torch.Tensor) -> None:
-            parameters = {name: getattr(own, name) for name in terms}
-            grads.update({n: add_or_sum(p, terms[n]) for n, p in parameters.items() if p is not None})
+        def take(**terms: Terms) -> None:
+            for name, gradient in terms.items():
+                if (parameter := getattr(own, name)) is not None:
+                    grads[name] = sum_terms(accumulator, parameter, gradient)
 
         def take_linear(name: str, dout: torch.Tensor, inner: torch.Tensor) -> None:
-            weight, bias = name + "_weight", name + "_bias"
-            grads[weight], grads[bias] = linear_gradients(
-                getattr(own, weight), getattr(own, bias), dout, inner, call.tokens.seq_offsets
-            )
+            product = ProductTerms(dout, inner, call.tokens.seq_offsets)
+            take(**{f"{name}_weight": product, f"{name}_bias": RowTerms(dout)})
 
         if uvqk is None and z is not None:
             uvqk = ops.silu(z)
@@ -214,20 +220,20 @@ class _Transduction(torch.autograd.Function):
         del gated
 
         duvqk = torch.empty_like(uvqk)
-        dattended, dweight, dbias = _kernels.norm_mul_dropout_backward_into(
+        dattended, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD_INTO(
             call.parts(duvqk)[0], ops.linear(dy, p.output_weight.t()), attended, call.parts(uvqk)[0],
-            p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds, "auto",
+            p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds,
         )  # fmt: skip
-        take(gate_weight=dweight, gate_bias=dbias)
+        take(gate_weight=RowTerms(dweight), gate_bias=RowTerms(dbias))
         del attended, dweight, dbias
         take(**_attend_backward(dattended, uvqk, duvqk, p, call))
         del uvqk, dattended
 
         z, kept = x.new_empty(0, duvqk.shape[1]) if z is None else z, normed is not None
-        dx, dweight, dbias, again = _kernels.norm_linear_silu_backward_into(
+        dx, dweight, dbias, again = NORM_LINEAR_SILU_BACKWARD_INTO(
             duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
-            normed if kept else x.new_empty(0, x.shape[1]), means, rstds, "auto",
+            normed if kept else x.new_empty(0, x.shape[1]), means, rstds,
         )  # fmt: skip
-        take(norm_weight=dweight, norm_bias=dbias)
+        take(norm_weight=RowTerms(dweight), norm_bias=RowTerms(dbias))
         take_linear("uvqk", duvqk, normed if kept else again)
-        return None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
+        return None, None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
+from ..kernels import launch
 from .streams import to_device
 
 MAX_FIRST_USE = 256
@@ -103,7 +103,7 @@ def plan_input_dist(
     """
     lengths = [len(part) for part in keys]
     if first_use:
-        distinct, inverse, _counts = ops.unique(torch.cat(keys))
+        distinct, inverse, _counts = launch.unique(torch.cat(keys))
         device = distinct.device
         using = torch.repeat_interleave(
             torch.arange(len(keys), device=device), torch.tensor(lengths, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ def plan_input_dist(
         for part in keys:
             inverse = torch.arange(len(part), device=part.device)
             if dedup:
-                part, inverse, _counts = ops.unique(part)
+                part, inverse, _counts = launch.unique(part)
             fresh.append(part)
             inverses.append(inverse + start)
             start += len(part)
@@ -126,7 +126,7 @@ def plan_input_dist(
     splits: Splits = []
     start = 0
     for part in fresh:
-        permutation, counts = ops.bucketize(ids_of(part), world_size)
+        permutation, counts = launch.bucketize(ids_of(part), world_size)
         source[start : start + len(part)] = start + permutation
         splits.append(counts.tolist())
         start += len(part)

@@ -17,7 +17,7 @@ import torch
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
-from ..nn import own_gradients
+from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -28,7 +28,7 @@ class Flight:
 
     Args:
         model, tables, dense: what is trained.
-        bits: grid of the dense gradients, None for float32 ones.
+        bits: fraction bits of the dense gradients, None for float32 ones.
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
     """
@@ -50,6 +50,7 @@ class Flight:
         self._trained: list[bool] = []
         self._caller = 0
         self.under_way = False
+        self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
     @property
     def last_update(self) -> int:
@@ -72,7 +73,8 @@ class Flight:
                 inside.callback(guard.end)
             self.dense.begin(self._steps)
             inside.callback(self.dense.in_flight.end)
-            inside.enter_context(own_gradients(self.model, self._bits))
+            self.accumulator = GradientAccumulator(self.model, self._bits)
+            inside.enter_context(self.accumulator.empty_gradients())
             self._modules = list(self.model.named_modules())
             self._modes = self._training()
             self._trained = self._requires_grad()
@@ -99,7 +101,8 @@ class Flight:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
         self.check_modes()
         try:
-            losses = train_micro_batch(self.model, batch, rows, seed, settings)
+            with self.accumulator.active():
+                losses = train_micro_batch(self.model, batch, rows, seed, settings)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.detect_changes()
             self.dense.check_unchanged()

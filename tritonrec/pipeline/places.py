@@ -68,14 +68,13 @@ class Dense:
 @place("run")
 @dataclass(frozen=True)
 class DenseGradient:
-    """The sums of gradients that backward passes leave with the model's parameters."""
+    """The sums of the dense gradients that backward passes leave in the accumulator of the flight."""
 
-    model: torch.nn.Module
-    sums: Sums
+    flight: Flight
 
     def take(self) -> dict[str, torch.Tensor]:
         """The sums by parameter; they start from zero again."""
-        return self.sums.take(self.model)
+        return self.flight.accumulator.take()
 
 
 Tables = NewType("Tables", list[DynamicTable])

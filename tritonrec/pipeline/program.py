@@ -65,7 +65,7 @@ class Program:
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
             at.Dense: at.Dense(flight, dense),
-            at.DenseGradient: at.DenseGradient(model, self.sums),
+            at.DenseGradient: at.DenseGradient(flight),
             at.RoutingGroup: communicators.routing,
             at.ReplicaRoutingGroup: communicators.replica_routing,
             at.RetrievalGroup: communicators.retrieval,

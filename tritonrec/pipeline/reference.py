@@ -9,12 +9,11 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..nn import own_gradients
+from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .program import Program
 from .stages.window import DROPOUT_STREAM
-from .sums import take_grid
 
 
 class ReferenceTrainer:
@@ -44,12 +43,15 @@ class ReferenceTrainer:
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
         """One update from `batches`, the whole global batch of each; returns their losses (B,).
 
-        The model's gradients go to grids meanwhile (`own_gradients`); `settings` hold while it computes.
+        `settings` hold while the model computes.
         """
-        with own_gradients(self.model, self.fraction_bits):
-            return self._step(batches, settings or CallerSettings())
+        accumulator = GradientAccumulator(self.model, self.fraction_bits)
+        with accumulator.empty_gradients():
+            return self._step(batches, settings or CallerSettings(), accumulator)
 
-    def _step(self, batches: list[Batch], settings: CallerSettings) -> list[torch.Tensor]:
+    def _step(
+        self, batches: list[Batch], settings: CallerSettings, accumulator: GradientAccumulator
+    ) -> list[torch.Tensor]:
         update = batches[0].step // self.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
         lookups = [batch.lookups() for batch in batches]
@@ -72,7 +74,8 @@ class ReferenceTrainer:
             ]
             seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
             by_feature = self.tables.by_feature(rows, lookups[number])
-            losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
+            with accumulator.active():
+                losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
@@ -88,11 +91,10 @@ class ReferenceTrainer:
                 group.table.round_low_precision(values, found.low_precision)
             group.table.update(found.handles, values)
 
-        dense = {}
-        for name, parameter in self.model.named_parameters():
-            sum_of_terms = take_grid(name, parameter)
-            if parameter.requires_grad:
-                dense[name] = ops.from_fixed_point(sum_of_terms, terms, self.fraction_bits)
+        dense = {
+            name: ops.from_fixed_point(sums, terms, self.fraction_bits)
+            for name, sums in accumulator.take().items()
+        }
         self.dense.step(dense, update + 1)
         return losses
 

@@ -12,6 +12,7 @@ import torch
 
 from .. import ops
 from ..distributed import Communicator
+from ..kernels import launch
 from .reduce_scatter import ReduceScatter
 from .streams import to_device
 from .window import LookupCounts, WindowConfig
@@ -43,15 +44,8 @@ class Sums:
 
     def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
-        ops.segment_sum(
-            values,
-            rows,
-            len(out),
-            consistency=self.config.consistency,
-            out=out,
-            fraction_bits=self.config.fraction_bits,
-            name=name,
-        )
+        config = self.config
+        launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
 
     def send_to_owners(
         self,
@@ -75,23 +69,21 @@ class Sums:
                 `output_splits` has how many from each.
         """
         if not self.exact:
-            gathered = ops.gather_rows(values, rows)
+            gathered = launch.gather_rows(values, rows)
             received = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
             self.add(received, targets, out, name)
             return
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)
-        self.add(ops.gather_rows(values, own), to_own, out, name)
+        self.add(launch.gather_rows(values, own), to_own, out, name)
         if over.world_size == 1:
             return
         dim = values.shape[1]
-        widths, packed = ops.pack_rows(values, others)
+        widths, packed = launch.pack_rows(values, others)
         their_widths = counted_all_to_all(sent, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
         theirs = counted_all_to_all(sent, over, packed, *lengths)
-        ops.add_packed_rows(
-            out, to_others, their_widths, theirs, name=name, fraction_bits=self.config.fraction_bits
-        )
+        launch.add_packed_rows(out, to_others, their_widths, theirs, name, self.config.fraction_bits)
 
     def all_reduce_mean(
         self,
@@ -154,19 +146,6 @@ class Sums:
                 raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
         return means
 
-    def take(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Summed gradients of this rank, of the parameters that require one; leaves none behind."""
-        taken = {}
-        for name, parameter in model.named_parameters():
-            if self.exact:
-                gradient = take_grid(name, parameter)
-            else:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = None
-            if parameter.requires_grad:
-                taken[name] = gradient
-        return taken
-
 
 def counted_all_to_all(
     sent: LookupCounts | None,
@@ -181,19 +160,6 @@ def counted_all_to_all(
         others = sum(input_splits) - input_splits[over.rank]
         sent.row_bytes += others * values[:1].numel() * values.element_size()
     return over.all_to_all(values, input_splits, output_splits, out)
-
-
-def take_grid(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's gradient sum on the grid; its grid is zero afterwards."""
-    if parameter.grad is not None:
-        raise TypeError(
-            f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's cut; "
-            "batch consistency needs it from a module of tritonrec.nn, or use consistency='window'"
-        )
-    grid: torch.Tensor = parameter.grid  # type: ignore[attr-defined]
-    sums = grid.clone()
-    grid.zero_()
-    return sums
 
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

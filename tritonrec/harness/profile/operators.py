@@ -15,6 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from ...files import ScratchFolder
+from ...kernels.op import annotated_launches
 from ...trace import Recorder
 
 MAIN = "main"
@@ -35,7 +36,10 @@ def operators(recorder: Recorder) -> Iterator[dict[int, str]]:
     names: dict[int, str] = {}
     before = _offset_ns()
     everywhere = _ExperimentalConfig(profile_all_threads=True)  # the lanes' threads are up already
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler:
+    with (
+        profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler,
+        annotated_launches(),
+    ):
         yield names
     offset = (before + _offset_ns()) // 2
     with ScratchFolder() as scratch:
@@ -57,7 +61,8 @@ def name_threads(names: dict[int, str]) -> None:
 def _record(recorder: Recorder, content: dict[str, Any], names: dict[int, str], offset: int) -> None:
     base = content["baseTimeNanoseconds"] - offset
     for event in content["traceEvents"]:
-        if event.get("cat") == "cpu_op" and event["ph"] == "X":
+        ours = event.get("cat") == "user_annotation" and event["name"].startswith("tritonrec::")
+        if (event.get("cat") == "cpu_op" or ours) and event["ph"] == "X":
             start, duration = int(event["ts"] * 1000), int(event["dur"] * 1000)
             thread = names.get(event["tid"], f"thread {event['tid']}")
             recorder.operator(thread, event["name"], base + start, base + start + duration)

@@ -11,7 +11,6 @@ import torch
 from ...data import Batch
 from ...distributed import Communicators
 from ...embedding import DenseOptimizer, FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
-from ...nn import detach_grids
 from ...pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 from .cases import Case
 from .run_case import compare_run
@@ -115,7 +114,6 @@ def first_not_invariant(
 
     Looks at float outputs whose rows are those of the samples alone, in any order; others are passed over.
     """
-    detach_grids(model)
     tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
 
     def outputs(of: Batch) -> list[tuple[str, torch.Tensor]]:

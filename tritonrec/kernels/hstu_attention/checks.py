@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import check_shape, check_tensors, check_whole
+from tritonrec.kernels.arguments import check_shape, check_whole
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.masks import Mask
 from tritonrec.kernels.offsets import (
     check_lengths,
     check_max_seq_len,
@@ -16,22 +15,14 @@ from tritonrec.kernels.offsets import (
 from tritonrec.kernels.overlap import check_no_overlap
 
 INTEGERS = (torch.int32, torch.int64)
-OPTIONAL = (
-    "num_targets", "num_contexts", "delta_offsets", "attn_scale", "pos_weights", "ts_weights", "timestamps",
-    "query_timestamps",
-)  # fmt: skip
+NUMBERS = {  # of the mask, and the least of each
+    "target_group_size": 1, "max_attn_len": 0, "min_full_attn_seq_len": 0, "attn_prefix_len": 0,
+}  # fmt: skip
 
 
-def check_arguments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, contextual_seq_len: int = 0
-) -> None:
+def check(q, k, v, *described) -> None:
     """Refuse what does not fit, by shapes, dtypes and numbers: no value of a tensor is read."""
-    check_tensors(
-        OPTIONAL, q=q, k=k, v=v, seq_offsets=call.seq_offsets, num_targets=call.num_targets,
-        num_contexts=call.num_contexts, delta_offsets=call.delta_offsets, attn_scale=call.attn_scale,
-        pos_weights=call.pos_weights, ts_weights=call.ts_weights, timestamps=call.timestamps,
-        query_timestamps=call.query_timestamps,
-    )  # fmt: skip
+    call = Call(*described)
     check_offsets_shape("seq_offsets", call.seq_offsets)
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
@@ -49,13 +40,11 @@ def check_arguments(
     check_max_seq_len(call.max_seq_len)
     if not 1 <= call.scaling_seqlen < 1 << 63:
         raise ValueError(f"scaling_seqlen must be at least 1 and an int64, got {call.scaling_seqlen}")
-    if len(call.mask_numbers) != len(Mask._fields):
-        raise ValueError(f"mask_numbers must be {len(Mask._fields)}, {Mask._fields}, got {call.mask_numbers}")
-    check_whole(**dict(zip(Mask._fields, call.mask_numbers, strict=True)))
-    if call.mask_numbers[0] < 1 or min(*call.mask_numbers, contextual_seq_len) < 0:
-        numbers = {**call.mask._asdict(), "contextual_seq_len": contextual_seq_len}
-        name = next(n for n, count in numbers.items() if count < (n == "target_group_size"))
-        raise ValueError(f"{name} must be at least {int(name == 'target_group_size')}, got {numbers[name]}")
+    for name, least in NUMBERS.items():
+        number = getattr(call, name)
+        check_whole(**{name: number})
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
     for name, counts in (("num_targets", call.num_targets), ("num_contexts", call.num_contexts)):
         if counts is None:
             continue
@@ -107,8 +96,9 @@ def _check_bias(tokens: int, call: Call) -> None:
             raise ValueError(f"{name} must be ({tokens},) int64, got {tuple(times.shape)} {times.dtype}")
 
 
-def check_values(q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
+def check_memory(q, k, v, *described) -> None:
     """Refuse offsets and counts that do not fit; on an accelerator the checks are queued on the device."""
+    call = Call(*described)
     check_offsets("seq_offsets", call.seq_offsets, len(k))
     check_lengths(call.seq_offsets, call.max_seq_len)
     if call.delta_offsets is call.num_targets is call.num_contexts is None:
@@ -129,28 +119,28 @@ def check_values(q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
         _check_counts("num_contexts", call.num_contexts, lengths)
 
 
-def check_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
-    """As `check_arguments` and `check_values`, and `do` like the output."""
-    check_arguments(q, k, v, call)
-    check_tensors(q=q, do=do)
+def check_backward(do, q, k, v, *described) -> None:
+    """As `check`, and `do` like the output."""
+    check(q, k, v, *described)
     check_shape("do", do, (*q.shape[:2], v.shape[2]), v.dtype)
-    check_values(q, k, call)
 
 
-def check_into(
-    into: dict[str, torch.Tensor], do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    call: Call,
-) -> None:  # fmt: skip
-    """Refuse tensors for dq, dk and dv that do not fit q, k and v, or share memory with an argument."""
-    check_tensors(q=q, **into)
-    for (name, to), of in zip(into.items(), (q, k, v), strict=True):
+def check_into(dq, dk, dv, do, q, k, v, *described) -> None:
+    """As `check_backward`, and dq, dk and dv like q, k and v."""
+    check_backward(do, q, k, v, *described)
+    for name, to, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
             raise ValueError(
                 f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
                 f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
             )
-    tensors = {n: x for n, x in call._asdict().items() if isinstance(x, torch.Tensor)}
-    check_no_overlap(into, {"do": do, "q": q, "k": k, "v": v, **tensors})
+
+
+def check_memory_into(dq, dk, dv, do, q, k, v, *described) -> None:
+    """As `check_memory`, and no argument shares memory with dq, dk or dv."""
+    tensors = {n: x for n, x in Call(*described)._asdict().items() if isinstance(x, torch.Tensor)}
+    check_no_overlap({"dq": dq, "dk": dk, "dv": dv}, {"do": do, "q": q, "k": k, "v": v, **tensors})
+    check_memory(q, k, v, *described)
 
 
 def _check_counts(name: str, counts: torch.Tensor, most: torch.Tensor) -> None:

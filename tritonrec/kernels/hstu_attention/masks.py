@@ -21,21 +21,12 @@ as they come before it. Prefix and window together are the semi-local attention 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class Mask(NamedTuple):
-    """What the masks of all sequences share; 0 switches a rule off."""
-
-    target_group_size: int = 1
-    max_attn_len: int = 0
-    min_full_attn_seq_len: int = 0
-    attn_prefix_len: int = 0
+from tritonrec.kernels.hstu_attention.call import HSTUMask
 
 
-def visible(length: int, targets: int, contexts: int, mask: Mask) -> torch.Tensor:
+def visible(length: int, targets: int, contexts: int, mask: HSTUMask) -> torch.Tensor:
     """(length, length) bool for one sequence: the query of a row sees the key of a column."""
     place = torch.arange(length)
     row, column = place[:, None], place[None, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritonrec.kernels.hstu_attention.call import Call
@@ -54,9 +56,11 @@ class _Sequence:
         return s if self.bias is None else s + (call.bias_factor * self.bias).to(s.dtype)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+def hstu_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any) -> torch.Tensor:
+    """See `tritonrec.kernels.hstu_attention.op.hstu_attention`; `described` are the fields of a `Call`."""
+    call = Call(*described)
     out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    for b in range(len(call.seq_offsets) - 1):
+    for b in range(call.num_sequences):
         sequence = _Sequence(call, b, q)
         for h in range(q.shape[1]):
             s = sequence.scores(call, q, k, h)
@@ -65,12 +69,24 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> to
     return out
 
 
-def backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+def hstu_attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))
+    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries)."""
+    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
+    return dq, dk, dv, *hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described)
+
+
+def hstu_attention_backward_into(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, *described: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Each sequence's gradients of the tables; overwrites dq, dk and dv."""
+    call = Call(*described)
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
     dpos, dts = call.new_table_gradients(q.dtype if q.dtype == torch.float64 else torch.float32)
-    for b in range(len(call.seq_offsets) - 1):
+    for b in range(call.num_sequences):
         sequence = _Sequence(call, b, q)
         for h in range(q.shape[1]):
             rows, columns = sequence.rows, sequence.columns
@@ -85,4 +101,4 @@ def backward(
                 if name in sequence.places:
                     terms = (call.bias_factor * ds).flatten().to(table.dtype)
                     table[b].index_add_(0, sequence.places[name].flatten(), terms)
-    return dq, dk, dv, dpos, dts
+    return dpos, dts

@@ -15,37 +15,47 @@ from __future__ import annotations
 import torch
 import triton
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.hstu_attention.call import Call, is_zero
 from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
+from tritonrec.kernels.hstu_attention.triton_bias import Bias
 from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
+from tritonrec.kernels.hstu_attention.triton_mask import Rules
 from tritonrec.kernels.hstu_attention.triton_tables import parts_kernel, positions_kernel, times_kernel
-from tritonrec.kernels.hstu_attention.triton_tiles import Tiles
+from tritonrec.kernels.hstu_attention.triton_tiles import Layout, Tiles
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def configuration(
-    dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False, device: torch.device = CPU
-) -> dict[str, int]:
-    """Block sizes and warps: by what is asked for and by the device, so that no batch changes a result.
+def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False) -> dict[str, int]:
+    """Block sizes and warps: by what is asked for, so that no batch changes a result.
 
+    Chosen by hand, by what compiles for sm_90 with its matrix instructions and few spills; nothing was timed.
     `heavy`: two accumulators, or a bias beside the scores.
     """
     block_qk = max(16, triton.next_power_of_2(dim_qk))
     block_v = max(16, triton.next_power_of_2(dim_v))
-    klass = f"{str(dtype).removeprefix('torch.')} {tuned.row_class(max(block_qk, block_v), most=256)}"
-    config = tuned.config("hstu_attention", klass + " heavy" * heavy, device)
-    return {**config, "BLOCK_QK": block_qk, "BLOCK_V": block_v, "enable_fp_fusion": False}
+    widest = max(block_qk, block_v)
+    if dtype == torch.float32:  # has no such instructions, and twice the bytes: narrow steps
+        block_m, block_n, num_warps = (32 if widest > 64 else 64), 16, (8 if widest > 128 else 4)
+    elif widest > 128:
+        block_m, block_n, num_warps = 32, (16 if heavy and dtype == torch.bfloat16 else 32), 8
+    elif heavy or widest > 64:
+        block_m, block_n, num_warps = 64, 32, 8
+    else:
+        block_m, block_n, num_warps = 64, 64, 4
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_QK": block_qk, "BLOCK_V": block_v,
+        "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
-def table_configuration(
-    dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int, device: torch.device = CPU
-) -> dict[str, int]:
+def table_configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int) -> dict[str, int]:
     """As `configuration`, for the gradients of a table."""
-    config = configuration(dim_qk, dim_v, dtype, True, device)
-    own = 32 if dtype == torch.float32 or config["OWN"] == 32 else 64
-    return config | {"OWN": own, "STEP": min(own, config["STEP"]), "ENTRIES": triton.next_power_of_2(entries)}
+    config = configuration(dim_qk, dim_v, dtype, True)
+    own = 32 if dtype == torch.float32 or config["BLOCK_M"] == 32 else 64
+    return config | {
+        "BLOCK_M": own, "BLOCK_N": min(own, config["BLOCK_N"]), "ENTRIES": triton.next_power_of_2(entries)
+    }  # fmt: skip
 
 
 def check(q: torch.Tensor, v: torch.Tensor) -> None:
@@ -68,32 +78,38 @@ class Description:
         def contiguous(tensor):
             return None if tensor is None else tensor.detach().contiguous()
 
-        group, window, full, prefix = call.mask
         offsets = (call.seq_offsets, call.delta_offsets, call.num_targets, call.num_contexts)
-        self.layout = tuple(map(contiguous, offsets))
-        contextual = None if call.num_contexts is None else 1
-        self.rules = (None if group == 1 else group, window or None, full, prefix, contextual)
-        pos, ts = contiguous(call.pos_weights), contiguous(call.ts_weights)
-        base, sign = (0, 0) if pos is None else call.position_index
-        times = contiguous(call.timestamps)
-        row_times = times if call.query_timestamps is None else contiguous(call.query_timestamps)
-        self.bias = (
-            pos, base, sign, 0 if pos is None else len(pos) - 1, ts, 0 if ts is None else len(ts) - 1,
-            row_times, times, float(call.bias_factor),
+        self.layout = Layout(*map(contiguous, offsets))
+        mask = call.mask
+        self.rules = Rules(
+            group=None if mask.target_group_size == 1 else mask.target_group_size,
+            window=mask.max_attn_len or None, full=mask.min_full_attn_seq_len, prefix=mask.attn_prefix_len,
+            contextual=None if call.num_contexts is None else 1,
+        )  # fmt: skip
+        pos, ts, times = map(contiguous, (call.pos_weights, call.ts_weights, call.timestamps))
+        base, sign = call.position_index
+        self.bias = Bias(
+            pos_ptr=pos, base=base, sign=sign, most=0 if pos is None else len(pos) - 1,
+            ts_ptr=ts, last=0 if ts is None else len(ts) - 1,
+            row_times_ptr=times if call.query_timestamps is None else contiguous(call.query_timestamps),
+            times_ptr=times, factor=float(call.bias_factor),
         )  # fmt: skip
         self.scales = None
         if call.attn_scale is not None:
             self.scales = call.attn_scale.expand(queries).contiguous()
-        self.numbers = (float(call.alpha), 1.0 if self.scales is not None else 1.0 / call.scaling_seqlen)
+        self.alpha = float(call.alpha)
+        self.scale = 1.0 if self.scales is not None else 1.0 / call.scaling_seqlen
 
 
 def launch(kernel, tensors, described, tiles, heads, config, **constants) -> None:
-    """A program for each tile and head that there can be."""
+    """A program for each tile and head that there can be; `tensors` by the names of their pointers."""
     q, v = tensors["q"], tensors["v"]
-    strides = (tensor.stride() for tensor in tensors.values() if tensor.dim() == 3)  # of tables none
+    pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    strides = {f"{name}_strides": t.stride() for name, t in tensors.items() if t.dim() == 3}  # of tables none
     kernel[tiles.grid(heads)](
-        *tensors.values(), *strides, described.layout, described.rules, described.bias, described.scales,
-        tiles.listed, tiles.count, q.shape[1], q.shape[2], v.shape[2], *described.numbers,
+        **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
+        scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
+        dim_qk=q.shape[2], dim_v=v.shape[2], alpha=described.alpha, scale=described.scale,
         WIDEN=q.device.type == "cpu", **config, **constants,
     )  # fmt: skip
 
@@ -101,8 +117,8 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
 def forward(q, k, v, call, out) -> None:
     """Overwrite `out` (M, H, Dv), whatever it held."""
     check(q, v)
-    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias, q.device)
-    tiles = Tiles(call, len(q), config["OWN"], by_query=True)
+    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias)
+    tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     launch(forward_kernel, tensors, Description(call, len(q)), tiles, q.shape[1], config)
 
@@ -116,26 +132,54 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
     if call.deterministic:
-        config = configuration(*dims, call.has_bias, q.device)
-        tiles = Tiles(call, len(q), config["OWN"], by_query=True)
+        config = configuration(*dims, call.has_bias)
+        tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
     summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    config = configuration(*dims, True, q.device)
-    tiles = Tiles(call, len(k), config["OWN"], by_query=False)
+    config = configuration(*dims, True)
+    tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
     launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=not call.deterministic)
     if not call.deterministic:
         dq.copy_(summed)
     if call.pos_weights is not None:
-        config = table_configuration(*dims, 1, q.device)
-        tiles = Tiles(call, len(k), config["OWN"], by_query=False)
+        config = table_configuration(*dims, 1)
+        tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
         launch(positions_kernel, {**inputs, "dpos": dpos}, described, tiles, 1, config)
     if call.ts_weights is not None:
-        config = table_configuration(*dims, dts.shape[1], q.device)
-        tiles = Tiles(call, len(q), config["OWN"], by_query=True)
-        parts = len(k) // config["OWN"] + call.num_sequences + 1
+        config = table_configuration(*dims, dts.shape[1])
+        tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
+        parts = len(k) // config["BLOCK_M"] + call.num_sequences + 1
         parts = torch.empty(parts, config["ENTRIES"], dtype=torch.float32, device=q.device)
         launch(times_kernel, {**inputs, "parts": parts}, described, tiles, 1, config)
         parts_kernel[(call.num_sequences,)](
-            parts, dts, described.layout, dts.shape[1], OWN=config["OWN"], ENTRIES=config["ENTRIES"]
+            parts, dts, described.layout, dts.shape[1], BLOCK_M=config["BLOCK_M"], ENTRIES=config["ENTRIES"]
         )
+
+
+def hstu_attention(q, k, v, *described):
+    """See `tritonrec.kernels.hstu_attention.op.hstu_attention`; `described` are the fields of a `Call`."""
+    shape = (*q.shape[:2], v.shape[2])
+    if is_zero(q, v):
+        return v.new_zeros(shape)
+    out = v.new_empty(shape)
+    forward(q, k, v, Call(*described), out)
+    return out
+
+
+def hstu_attention_backward(do, q, k, v, *described):
+    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries) float32."""
+    into = tuple(each.new_empty(each.shape) for each in (q, k, v))
+    return *into, *hstu_attention_backward_into(*into, do, q, k, v, *described)
+
+
+def hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described):
+    """Each sequence's gradients of the tables; overwrites dq, dk and dv, of any strides but the last."""
+    call = Call(*described)
+    dpos, dts = call.new_table_gradients()
+    if is_zero(q, v):
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    else:
+        backward(do, q, k, v, call, dq, dk, dv, dpos, dts)
+    return dpos, dts

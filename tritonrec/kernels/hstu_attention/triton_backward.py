@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """HSTU attention's gradients in Triton.
 
-    rows      owns OWN queries, walks the keys they see       dQ
-    columns   owns OWN keys, walks the queries that see them  dK, dV, and with ATOMIC dQ by float32 atomics
+    rows      owns BLOCK_M queries, walks the keys they see          dQ
+    columns   owns BLOCK_M keys, walks the queries that see them     dK, dV, and with ATOMIC dQ by atomics
 
 SiLU needs no statistics of a row, so dQ and dK, dV can be summed apart: seven matrix products instead of
 five, no lock, no atomic, and no output that has to be zero before.
@@ -40,7 +40,7 @@ def slope(x):
 def rows_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides, dq_strides, layout,
     rules, bias, scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dQ = alpha * scale * dS K, the walk of the forward kernel."""
@@ -48,25 +48,25 @@ def rows_kernel(
         level, sequence = find_tile(tile // num_heads, tiles_ptr)
         head = tile % num_heads
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
-        first = (level + hidden // OWN) * OWN
-        row = first + tl.arange(0, OWN)
-        row_stop = tl.minimum(first + OWN, length)
+        first = (level + hidden // BLOCK_M) * BLOCK_M
+        row = first + tl.arange(0, BLOCK_M)
+        row_stop = tl.minimum(first + BLOCK_M, length)
         least = tl.maximum(first, hidden)
-        row_time = load_times(bias[6], begin, row, length)
+        row_time = load_times(bias.row_times_ptr, begin, row, length)
         q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
         do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
-        dq = tl.zeros((OWN, BLOCK_QK), tl.float32)
-        walk = walk_of_rows(least, row_stop, history, contexts, rules, STEP)
-        for n in range(0, walk[0]):
-            start = block_of(n, walk) * STEP
-            column = start + tl.arange(0, STEP)
+        dq = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
+        walk = walk_of_rows(least, row_stop, history, contexts, rules, BLOCK_N)
+        for n in range(0, walk.count):
+            start = block_of(n, walk) * BLOCK_N
+            column = start + tl.arange(0, BLOCK_N)
             k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
             v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
-            column_time = load_times(bias[7], begin, column, length)
+            column_time = load_times(bias.times_ptr, begin, column, length)
             x = alpha * product(q, tl.trans(k), WIDEN)
             x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
             ds = product(do, tl.trans(v), WIDEN) * slope(x)
-            if not whole(least, row_stop - 1, start, start + STEP, history, rules):
+            if not whole(least, row_stop - 1, start, start + BLOCK_N, history, rules):
                 ds = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), ds, 0.0)
             dq += product(ds.to(k.dtype), k, WIDEN)
         dq = dq * (load_scales(scales_ptr, origin, row, length, hidden) * (alpha * scale))[:, None]
@@ -78,7 +78,7 @@ def columns_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides,
     dk_strides, dv_strides, dq_strides, layout, rules, bias, scales_ptr, tiles_ptr, count_ptr, num_heads,
     dim_qk, dim_v, alpha, scale,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDEN: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dK = alpha * scale * dS^T Q and dV = scale * P^T dO; keys are the rows of every matrix here."""
@@ -87,30 +87,31 @@ def columns_kernel(
         head = tile % num_heads
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
         # here the first blocks have the longest walks
-        first = ((length + OWN - 1) // OWN - 1 - level) * OWN
-        column = first + tl.arange(0, OWN)
-        column_stop = tl.minimum(first + OWN, length)
-        column_time = load_times(bias[7], begin, column, length)
+        first = ((length + BLOCK_M - 1) // BLOCK_M - 1 - level) * BLOCK_M
+        column = first + tl.arange(0, BLOCK_M)
+        column_stop = tl.minimum(first + BLOCK_M, length)
+        column_time = load_times(bias.times_ptr, begin, column, length)
         k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
         v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
-        dk = tl.zeros((OWN, BLOCK_QK), tl.float32)
-        dv = tl.zeros((OWN, BLOCK_V), tl.float32)
-        walk = walk_of_columns(first, column_stop, length, history, contexts, hidden, rules, STEP)
-        for n in range(0, walk[0]):
-            start = block_of(n, walk) * STEP
-            row = start + tl.arange(0, STEP)
+        dk = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
+        dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        walk = walk_of_columns(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
+        for n in range(0, walk.count):
+            start = block_of(n, walk) * BLOCK_N
+            row = start + tl.arange(0, BLOCK_N)
             q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
             do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
-            row_time = load_times(bias[6], begin, row, length)
+            row_time = load_times(bias.row_times_ptr, begin, row, length)
             x = alpha * product(k, tl.trans(q), WIDEN)
             x = add_bias(x, row[None, :], column[:, None], row_time[None, :], column_time[:, None], bias)
             p = x * sigmoid(x)
             ds = product(v, tl.trans(do), WIDEN) * slope(x)
+            # a scale per token differs along the sums of dK and dV, so it goes into each term
             if scales_ptr is not None:
                 of_row = load_scales(scales_ptr, origin, row, length, hidden)[None, :]
                 p *= of_row
                 ds *= of_row
-            if not whole(start, tl.minimum(start + STEP, length) - 1, first, column_stop, history, rules):
+            if not whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, column_stop, history, rules):
                 seen = visible(row[None, :], column[:, None], history, contexts, rules)
                 p = tl.where(seen, p, 0.0)
                 ds = tl.where(seen, ds, 0.0)

@@ -1,13 +1,29 @@
 # mypy: ignore-errors
 """The relative bias of HSTU attention in Triton, computed pair by pair from timestamps and two tables.
 
-`bias` are (pos_ptr, base, sign, most, ts_ptr, last, row_times_ptr, times_ptr, factor), see `bias_of`; a None
-compiles its part away. Buckets are exact: a difference of two int64 times is read as the uint64 it is, and
-its highest bit found by a conversion that cannot round up.
+A None in a `Bias` compiles its part away. Buckets are exact: a difference of two int64 times is read as the
+uint64 it is, and its highest bit found by a conversion that cannot round up.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+
+class Bias(NamedTuple):
+    """The tables of the bias, and where a pair finds its entries."""
+
+    pos_ptr: torch.Tensor | None
+    base: int  # a pair's entry is base + sign * (column - row), at most `most`
+    sign: int
+    most: int
+    ts_ptr: torch.Tensor | None
+    last: int  # bucket
+    row_times_ptr: torch.Tensor | None
+    times_ptr: torch.Tensor | None
+    factor: float
 
 
 @triton.jit
@@ -33,25 +49,23 @@ def load_times(times_ptr, begin, row, length):
 @triton.jit
 def position_of(row, column, bias):
     """Entry of the table of positions."""
-    _, base, sign, most, _, _, _, _, _ = bias
-    return tl.minimum(tl.maximum(base + sign * (column - row), 0), most)
+    return tl.minimum(tl.maximum(bias.base + bias.sign * (column - row), 0), bias.most)
 
 
 @triton.jit
 def bucket_of(row_time, column_time, bias):
     """Entry of the table of times."""
-    _, _, _, _, _, last, _, _, _ = bias
-    return tl.minimum(log2_of_difference(row_time, column_time), last)
+    return tl.minimum(log2_of_difference(row_time, column_time), bias.last)
 
 
 @triton.jit
 def add_bias(x, row, column, row_time, column_time, bias):
     """x + factor * bias for places and times of two shapes that broadcast."""
-    pos_ptr, _, _, _, ts_ptr, _, _, _, factor = bias
-    if pos_ptr is not None:
-        x += factor * tl.load(pos_ptr + position_of(row, column, bias))
-    if ts_ptr is not None:
-        x += factor * tl.load(ts_ptr + bucket_of(row_time, column_time, bias))
+    # Entries are looked up for hidden pairs too: the indices are clamped, and the mask comes later.
+    if bias.pos_ptr is not None:
+        x += bias.factor * tl.load(bias.pos_ptr + position_of(row, column, bias))
+    if bias.ts_ptr is not None:
+        x += bias.factor * tl.load(bias.ts_ptr + bucket_of(row_time, column_time, bias))
     return x
 
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""HSTU attention's output in Triton: a program owns OWN queries of a head and walks the keys they see."""
+"""HSTU attention's output in Triton: a program owns BLOCK_M queries of a head and walks the keys they see."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def product(a, b, WIDEN: tl.constexpr):
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_strides, k_strides, v_strides, out_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """O = silu(alpha Q K^T + factor bias) * mask @ V * scale."""
@@ -35,24 +35,24 @@ def forward_kernel(
         level, sequence = find_tile(tile // num_heads, tiles_ptr)
         head = tile % num_heads
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
-        first = (level + hidden // OWN) * OWN
-        row = first + tl.arange(0, OWN)
-        row_stop = tl.minimum(first + OWN, length)
+        first = (level + hidden // BLOCK_M) * BLOCK_M
+        row = first + tl.arange(0, BLOCK_M)
+        row_stop = tl.minimum(first + BLOCK_M, length)
         least = tl.maximum(first, hidden)
-        row_time = load_times(bias[6], begin, row, length)
+        row_time = load_times(bias.row_times_ptr, begin, row, length)
         q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
-        acc = tl.zeros((OWN, BLOCK_V), tl.float32)
-        walk = walk_of_rows(least, row_stop, history, contexts, rules, STEP)
-        for n in range(0, walk[0]):
-            start = block_of(n, walk) * STEP
-            column = start + tl.arange(0, STEP)
+        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        walk = walk_of_rows(least, row_stop, history, contexts, rules, BLOCK_N)
+        for n in range(0, walk.count):
+            start = block_of(n, walk) * BLOCK_N
+            column = start + tl.arange(0, BLOCK_N)
             k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
             v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
-            column_time = load_times(bias[7], begin, column, length)
+            column_time = load_times(bias.times_ptr, begin, column, length)
             x = alpha * product(q, tl.trans(k), WIDEN)
             x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
             p = x * sigmoid(x)
-            if not whole(least, row_stop - 1, start, start + STEP, history, rules):
+            if not whole(least, row_stop - 1, start, start + BLOCK_N, history, rules):
                 p = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), p, 0.0)
             acc += product(p.to(v.dtype), v, WIDEN)
         acc = acc * (load_scales(scales_ptr, origin, row, length, hidden) * scale)[:, None]

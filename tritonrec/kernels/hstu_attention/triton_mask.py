@@ -2,17 +2,39 @@
 """`masks.visible` in Triton: one mask function, and the blocks of keys or queries worth walking.
 
 A query sees [0, prefix), [low, high) and [own, row]: tokens that the window does not hide, the history in its
-window, and the targets of its group up to itself. `rules` are (target_group_size, max_attn_len,
-min_full_attn_seq_len, attn_prefix_len, whether there are contextual tokens), and `contexts` a sequence's
-number of those; a None compiles its rule away.
+window, and the targets of its group up to itself. A None in `Rules` compiles its rule away; `contexts` are a
+sequence's contextual tokens.
 
-A walk is up to three runs of blocks: ``(total, start, cut, jump, cut, jump)``, the n-th block being start + n
-plus each jump from its cut on. It holds every block with a visible pair, perhaps others. `whole` says of a
-block that every pair of it is visible, and then no mask is computed.
+A walk is up to three runs of blocks, the n-th block being start + n plus each jump from its cut on. It holds
+every block with a visible pair, perhaps others. `whole` says of a block that every pair of it is visible, and
+then no mask is computed.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Rules(NamedTuple):
+    """The numbers of a mask (`call.HSTUMask`)."""
+
+    group: int | None  # target_group_size, None for 1
+    window: int | None  # max_attn_len, None without
+    full: int  # min_full_attn_seq_len
+    prefix: int  # attn_prefix_len
+    contextual: int | None  # 1 where there are contextual tokens
+
+
+class Walk(NamedTuple):
+    """Blocks to visit."""
+
+    count: int
+    start: int
+    cut: int
+    jump: int
+    cut_2: int
+    jump_2: int
 
 
 @triton.jit
@@ -24,21 +46,20 @@ def shift_of(contexts):
 @triton.jit
 def visible(row, column, history, contexts, rules):
     """Whether queries `row` see keys `column`, of two shapes that broadcast."""
-    group, window, full, prefix, contextual = rules
     high = tl.minimum(row + 1, history)
-    if contextual is not None:
+    if rules.contextual is not None:
         high = tl.where(row < contexts, history, high)
     seen = column < high
-    if window is not None:
+    if rules.window is not None:
         at = tl.minimum(row, history)
-        hides = (at > window + shift_of(contexts)) & ((full == 0) | (at < history - full))
-        if contextual is not None:
+        hides = (at > rules.window + shift_of(contexts)) & ((rules.full == 0) | (at < history - rules.full))
+        if rules.contextual is not None:
             hides = hides & (row >= contexts)
-        low = tl.where(hides, at - window, 0)
-        seen = seen & ((column >= low) | (column < prefix))
+        low = tl.where(hides, at - rules.window, 0)
+        seen = seen & ((column >= low) | (column < rules.prefix))
     own = row
-    if group is not None:
-        own = tl.where(row < history, row, history + (row - history) // group * group)
+    if rules.group is not None:
+        own = tl.where(row < history, row, history + (row - history) // rules.group * rules.group)
     return seen | ((column >= own) & (column <= row))
 
 
@@ -48,11 +69,11 @@ def whole(row, last_row, column, column_stop, history, rules):
 
     A True is always right; some blocks that contextual tokens or a group see whole get a False.
     """
-    _, window, full, prefix, _ = rules
     all_see = (column_stop <= row + 1) & (column_stop <= history)
-    if window is not None:
-        near = tl.minimum(last_row, history) - window <= column
-        all_see = all_see & (near | ((full > 0) & (row >= history - full)) | (column_stop <= prefix))
+    if rules.window is not None:
+        near = tl.minimum(last_row, history) - rules.window <= column
+        near = near | ((rules.full > 0) & (row >= history - rules.full))
+        all_see = all_see & (near | (column_stop <= rules.prefix))
     return all_see
 
 
@@ -66,66 +87,72 @@ def join(start, stop, start_2, stop_2, start_3, stop_3):
     stop_3 = tl.maximum(stop_3, start_3)
     cut = stop - start
     cut_2 = cut + stop_2 - start_2
-    return cut_2 + stop_3 - start_3, start, cut, start_2 - stop, cut_2, start_3 - stop_2
+    return Walk(cut_2 + stop_3 - start_3, start, cut, start_2 - stop, cut_2, start_3 - stop_2)
 
 
 @triton.jit
 def block_of(n, walk):
     """The n-th block of a walk."""
-    _, start, cut, jump, cut_2, jump_2 = walk
-    return start + n + tl.where(n >= cut, jump, 0) + tl.where(n >= cut_2, jump_2, 0)
+    return walk.start + n + tl.where(n >= walk.cut, walk.jump, 0) + tl.where(n >= walk.cut_2, walk.jump_2, 0)
 
 
 @triton.jit
-def walk_of_rows(row, row_stop, history, contexts, rules, STEP: tl.constexpr):
-    """Blocks of STEP keys that queries [row, row_stop) may see."""
-    group, window, full, prefix, contextual = rules
+def walk_of_rows(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr):
+    """Blocks of BLOCK_N keys that queries [row, row_stop) may see."""
     high = tl.minimum(row_stop, history)
-    if contextual is not None:
+    if rules.contextual is not None:
         high = tl.where(row < contexts, history, high)
     low = 0
     head = 0
-    if window is not None:
+    if rules.window is not None:
         at = tl.minimum(row, history)
-        hides = at > window + shift_of(contexts)
-        hides = hides & ((full == 0) | (tl.minimum(row_stop - 1, history) < history - full))
-        if contextual is not None:
+        hides = at > rules.window + shift_of(contexts)
+        hides = hides & ((rules.full == 0) | (tl.minimum(row_stop - 1, history) < history - rules.full))
+        if rules.contextual is not None:
             hides = hides & (row >= contexts)
-        low = tl.where(hides, at - window, 0)
-        head = tl.minimum(prefix, low)
+        low = tl.where(hides, at - rules.window, 0)
+        head = tl.minimum(rules.prefix, low)
     own = tl.maximum(row, history)
-    if group is not None:
-        own = history + (own - history) // group * group
-    tail = tl.where(row_stop > history, (row_stop + STEP - 1) // STEP, 0)
-    return join(0, (head + STEP - 1) // STEP, low // STEP, (high + STEP - 1) // STEP, own // STEP, tail)
+    if rules.group is not None:
+        own = history + (own - history) // rules.group * rules.group
+    tail = tl.where(row_stop > history, (row_stop + BLOCK_N - 1) // BLOCK_N, 0)
+    return join(
+        0,
+        (head + BLOCK_N - 1) // BLOCK_N,
+        low // BLOCK_N,
+        (high + BLOCK_N - 1) // BLOCK_N,
+        own // BLOCK_N,
+        tail,
+    )
 
 
 @triton.jit
-def walk_of_columns(column, column_stop, length, history, contexts, hidden, rules, STEP: tl.constexpr):
-    """Blocks of STEP queries, none before place `hidden`, that may see keys [column, column_stop)."""
-    group, window, full, prefix, contextual = rules
-    least = hidden // STEP
+def walk_of_columns(column, column_stop, length, history, contexts, hidden, rules, BLOCK_N: tl.constexpr):
+    """Blocks of BLOCK_N queries, none before place `hidden`, that may see keys [column, column_stop)."""
+    least = hidden // BLOCK_N
     early = 0
-    if contextual is not None:
+    if rules.contextual is not None:
         early = tl.where(column < history, contexts, 0)
     reach = history
     late = history
     late_stop = length
-    if window is not None:
-        free = column < prefix
+    if rules.window is not None:
+        free = column < rules.prefix
         shift = shift_of(contexts)
-        by_window = tl.maximum(column_stop, shift + 1) + window
+        by_window = tl.maximum(column_stop, shift + 1) + rules.window
         reach = tl.where(free, history, tl.minimum(history, by_window))
-        late = history - full
-        near = free | (full > 0) | (column_stop > history - window) | (history - shift <= window)
+        late = history - rules.full
+        near = free | (rules.full > 0) | (column_stop > history - rules.window)
+        near = near | (history - shift <= rules.window)
         late_stop = tl.where(near, length, 0)
     group_stop = column_stop
-    if group is not None:
-        group_stop = history + (column_stop - history + group - 1) // group * group
+    if rules.group is not None:
+        group_stop = history + (column_stop - history + rules.group - 1) // rules.group * rules.group
     reach = tl.where(column_stop > history, tl.minimum(length, group_stop), reach)
     late_stop = tl.where(column < history, late_stop, 0)
-    nearest = tl.maximum(column // STEP, least)
+    nearest = tl.maximum(column // BLOCK_N, least)
     return join(
-        tl.where(early > 0, least, nearest), (early + STEP - 1) // STEP, nearest, (reach + STEP - 1) // STEP,
-        tl.maximum(late // STEP, least), (late_stop + STEP - 1) // STEP,
+        tl.where(early > 0, least, nearest), (early + BLOCK_N - 1) // BLOCK_N,
+        nearest, (reach + BLOCK_N - 1) // BLOCK_N,
+        tl.maximum(late // BLOCK_N, least), (late_stop + BLOCK_N - 1) // BLOCK_N,
     )  # fmt: skip

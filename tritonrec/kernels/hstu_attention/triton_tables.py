@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Gradients of the relative bias's tables in Triton: one sequence at a time, in fixed orders, no atomics.
 
-    positions   owns OWN diagonals of a sequence and walks down along them: two blocks of pairs hold the part
-                of OWN diagonals that OWN rows have, and a gather turns diagonals into columns
-    times       owns OWN queries of a sequence, walks the keys they see, and adds up the buckets that a block
-                of pairs really has: far from the diagonal these are one or two
+    positions   owns BLOCK_M diagonals of a sequence and walks down along them: two blocks of pairs hold the
+                part of BLOCK_M diagonals that BLOCK_M rows have, and a gather turns diagonals into columns
+    times       owns BLOCK_M queries of a sequence, walks the keys they see, and adds up the buckets that a
+                block of pairs really has: far from the diagonal these are one or two
     parts       adds up the sums of a sequence's blocks of queries
 
 Every program takes all heads, in order, because they share the tables.
@@ -29,7 +29,7 @@ def score_gradients(
     """dS of a block of pairs, zero where a query does not see a key."""
     k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK, 0)
     v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V, 0)
-    column_time = load_times(bias[7], begin, column, length)
+    column_time = load_times(bias.times_ptr, begin, column, length)
     x = alpha * product(q, tl.trans(k), WIDEN)
     x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
     ds = product(do, tl.trans(v), WIDEN) * slope(x) * of_row[:, None]
@@ -41,98 +41,101 @@ def score_gradients(
 def positions_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dpos_ptr, do_strides, q_strides, k_strides, v_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDEN: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """dpos[sequence, base + sign (j - i)] for OWN distances i - j at a time, (B, entries) zero before."""
-    _, base, sign, most, _, _, _, _, factor = bias
+    """dpos[sequence, base + sign (j - i)] for BLOCK_M distances i - j at a time, (B, entries) zero before."""
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
         level, sequence = find_tile(tile, tiles_ptr)
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
-        block = (length + OWN - 1) // OWN - 1 - level
+        block = (length + BLOCK_M - 1) // BLOCK_M - 1 - level
         sides = 1
-        if rules[4] is not None:
+        if rules.contextual is not None:
             sides = 2
         for side in range(0, sides):
-            distance = tl.where(side == 0, block, -1 - block) * OWN
+            distance = tl.where(side == 0, block, -1 - block) * BLOCK_M
             stop = length
-            if rules[4] is not None:  # only they see later tokens
+            if rules.contextual is not None:  # only they see later tokens
                 stop = tl.where(side == 0, length, contexts)
-            acc = tl.zeros((OWN,), tl.float32)
+            acc = tl.zeros((BLOCK_M,), tl.float32)
             for head in range(0, num_heads):
-                for first in range(tl.maximum(distance, hidden // OWN * OWN), stop, OWN):
-                    row = first + tl.arange(0, OWN)
-                    row_time = load_times(bias[6], begin, row, length)
+                for first in range(tl.maximum(distance, hidden // BLOCK_M * BLOCK_M), stop, BLOCK_M):
+                    row = first + tl.arange(0, BLOCK_M)
+                    row_time = load_times(bias.row_times_ptr, begin, row, length)
                     of_row = load_scales(scales_ptr, origin, row, length, hidden) * scale
                     q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
                     do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
                     for half in range(0, 2):
-                        left = first - distance - half * OWN
-                        if (left > -OWN) & (left < length):
+                        left = first - distance - half * BLOCK_M
+                        if (left > -BLOCK_M) & (left < length):
                             ds, _times = score_gradients(
-                                q, do, row, row_time, of_row, left + tl.arange(0, OWN), k_ptr, v_ptr,
+                                q, do, row, row_time, of_row, left + tl.arange(0, BLOCK_M), k_ptr, v_ptr,
                                 k_strides, v_strides, begin, head, length, history, contexts, rules, bias,
                                 dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN,
                             )  # fmt: skip
-                            at = tl.arange(0, OWN)[:, None] - tl.arange(0, OWN)[None, :] + half * OWN
-                            inside = (at >= 0) & (at < OWN)
+                            at = (
+                                tl.arange(0, BLOCK_M)[:, None]
+                                - tl.arange(0, BLOCK_M)[None, :]
+                                + half * BLOCK_M
+                            )
+                            inside = (at >= 0) & (at < BLOCK_M)
                             along = tl.gather(ds, tl.where(inside, at, 0), 1)
                             acc += tl.sum(tl.where(inside, along, 0.0), axis=0)
-            entry = base - sign * (distance + tl.arange(0, OWN))
-            to = dpos_ptr + sequence * (most + 1) + entry
-            tl.store(to, acc * factor, mask=(entry >= 0) & (entry <= most))
+            entry = bias.base - bias.sign * (distance + tl.arange(0, BLOCK_M))
+            to = dpos_ptr + sequence * (bias.most + 1) + entry
+            tl.store(to, acc * bias.factor, mask=(entry >= 0) & (entry <= bias.most))
 
 
 @triton.jit
 def times_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, parts_ptr, do_strides, q_strides, k_strides, v_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
     WIDEN: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dS by bucket for OWN queries at a time, to the part of the block (see `parts_kernel`)."""
-    _, _, _, _, _, last, _, _, factor = bias
+    """Sums of dS by bucket for BLOCK_M queries at a time, to the part of the block (see `parts_kernel`)."""
     entry = tl.arange(0, ENTRIES)
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
         level, sequence = find_tile(tile, tiles_ptr)
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
-        first = (level + hidden // OWN) * OWN
-        row = first + tl.arange(0, OWN)
-        row_time = load_times(bias[6], begin, row, length)
+        first = (level + hidden // BLOCK_M) * BLOCK_M
+        row = first + tl.arange(0, BLOCK_M)
+        row_time = load_times(bias.row_times_ptr, begin, row, length)
         of_row = load_scales(scales_ptr, origin, row, length, hidden) * scale
         walk = walk_of_rows(
-            tl.maximum(first, hidden), tl.minimum(first + OWN, length), history, contexts, rules, STEP
+            tl.maximum(first, hidden), tl.minimum(first + BLOCK_M, length), history, contexts, rules, BLOCK_N
         )
         acc = tl.zeros((ENTRIES,), tl.float32)
         for head in range(0, num_heads):
             q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
             do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
-            for n in range(0, walk[0]):
-                column = block_of(n, walk) * STEP + tl.arange(0, STEP)
+            for n in range(0, walk.count):
+                column = block_of(n, walk) * BLOCK_N + tl.arange(0, BLOCK_N)
                 ds, column_time = score_gradients(
                     q, do, row, row_time, of_row, column, k_ptr, v_ptr, k_strides, v_strides, begin, head,
                     length, history, contexts, rules, bias, dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN,
                 )  # fmt: skip
+                # only the buckets from the lowest to the highest are visited: one or two, as a rule
                 bucket = bucket_of(row_time[:, None], column_time[None, :], bias)
                 used = ds != 0.0
-                lowest = tl.min(tl.min(tl.where(used, bucket, last), axis=1), axis=0)
+                lowest = tl.min(tl.min(tl.where(used, bucket, bias.last), axis=1), axis=0)
                 highest = tl.max(tl.max(tl.where(used, bucket, 0), axis=1), axis=0)
                 for e in range(lowest, highest + 1):
                     part = tl.sum(tl.sum(tl.where(bucket == e, ds, 0.0), axis=1), axis=0)
                     acc += tl.where(entry == e, part, 0.0)
-        part = begin // OWN + sequence + first // OWN
-        tl.store(parts_ptr + part * ENTRIES + entry, acc * factor)
+        part = begin // BLOCK_M + sequence + first // BLOCK_M
+        tl.store(parts_ptr + part * ENTRIES + entry, acc * bias.factor)
 
 
 @triton.jit
-def parts_kernel(parts_ptr, dts_ptr, layout, entries, OWN: tl.constexpr, ENTRIES: tl.constexpr):
-    """dts[sequence] = sum of its blocks' parts, in order; block n has part begin // OWN + sequence + n."""
+def parts_kernel(parts_ptr, dts_ptr, layout, entries, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr):
+    """dts[sequence] = sum of its blocks' parts, in order; block n has begin // BLOCK_M + sequence + n."""
     sequence = tl.program_id(0).to(tl.int64)
     begin, length, _, _, hidden, _ = open_sequence(sequence, layout)
     entry = tl.arange(0, ENTRIES)
     acc = tl.zeros((ENTRIES,), tl.float32)
-    stop = tl.where(hidden < length, (length + OWN - 1) // OWN, 0)
-    for block in range(hidden // OWN, stop):
-        part = begin // OWN + sequence + block
+    stop = tl.where(hidden < length, (length + BLOCK_M - 1) // BLOCK_M, 0)
+    for block in range(hidden // BLOCK_M, stop):
+        part = begin // BLOCK_M + sequence + block
         acc += tl.load(parts_ptr + part * ENTRIES + entry)
     tl.store(dts_ptr + sequence * entries + entry, acc, mask=entry < entries)

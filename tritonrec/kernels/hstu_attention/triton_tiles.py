@@ -2,17 +2,28 @@
 """Tiles of jagged sequences in Triton: who works on what, and rows in and out of memory.
 
 The tiles of all sequences are listed on the device by `order_kernel`, the longest walks first. The host knows
-a bound of their number, cdiv(rows, OWN) + B, launches that many programs, and waits for nothing; a program
-that finds no tile leaves at once.
+a bound of their number, cdiv(rows, BLOCK_M) + B, launches that many programs, and waits for nothing; a
+program that finds no tile leaves at once.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 MOST_PROGRAMS = 65535
+
+
+class Layout(NamedTuple):
+    """Where sequences lie, and what they are made of; a None compiles its part away."""
+
+    offsets_ptr: torch.Tensor  # (B + 1,), of keys
+    rows_ptr: torch.Tensor | None  # (B + 1,), of queries where they are fewer
+    targets_ptr: torch.Tensor | None  # (B,)
+    contexts_ptr: torch.Tensor | None  # (B,)
 
 
 @triton.jit
@@ -39,41 +50,42 @@ def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.c
 @triton.jit
 def open_sequence(sequence, layout):
     """(first token, length, history, contexts, first query's place, row of q of a query at place 0)."""
-    offsets_ptr, rows_ptr, targets_ptr, contexts_ptr = layout
-    begin = tl.load(offsets_ptr + sequence).to(tl.int64)
-    length = (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
+    # int64: rows of all sequences together may pass 2**31 elements
+    begin = tl.load(layout.offsets_ptr + sequence).to(tl.int64)
+    length = (tl.load(layout.offsets_ptr + sequence + 1) - begin).to(tl.int32)
     hidden = 0
     origin = begin
-    if rows_ptr is not None:
-        first = tl.load(rows_ptr + sequence).to(tl.int64)
-        hidden = length - (tl.load(rows_ptr + sequence + 1) - first).to(tl.int32)
+    if layout.rows_ptr is not None:
+        first = tl.load(layout.rows_ptr + sequence).to(tl.int64)
+        hidden = length - (tl.load(layout.rows_ptr + sequence + 1) - first).to(tl.int32)
         origin = first - hidden
     history = length
-    if targets_ptr is not None:
-        history = length - tl.load(targets_ptr + sequence).to(tl.int32)
+    if layout.targets_ptr is not None:
+        history = length - tl.load(layout.targets_ptr + sequence).to(tl.int32)
     contexts = 0
-    if contexts_ptr is not None:
-        contexts = tl.load(contexts_ptr + sequence).to(tl.int32)
+    if layout.contexts_ptr is not None:
+        contexts = tl.load(layout.contexts_ptr + sequence).to(tl.int32)
     return begin, length, history, contexts, hidden, origin
 
 
 @triton.jit
-def count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN: tl.constexpr):
-    """Blocks of OWN places that hold queries; without `rows_ptr`, that hold tokens."""
+def count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M: tl.constexpr):
+    """Blocks of BLOCK_M places that hold queries; without `rows_ptr`, that hold tokens."""
     real = sequence < num_sequences
     length = tl.load(offsets_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
     length -= tl.load(offsets_ptr + sequence, mask=real, other=0).to(tl.int64)
-    blocks = (length + OWN - 1) // OWN
+    blocks = (length + BLOCK_M - 1) // BLOCK_M
     if rows_ptr is not None:
         rows = tl.load(rows_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
         rows -= tl.load(rows_ptr + sequence, mask=real, other=0).to(tl.int64)
-        blocks = tl.where(rows > 0, blocks - (length - rows) // OWN, 0)
+        blocks = tl.where(rows > 0, blocks - (length - rows) // BLOCK_M, 0)
     return blocks
 
 
 @triton.jit
 def order_kernel(
-    tiles_ptr, count_ptr, offsets_ptr, rows_ptr, num_sequences, room, OWN: tl.constexpr, BLOCK: tl.constexpr
+    tiles_ptr, count_ptr, offsets_ptr, rows_ptr, num_sequences, room,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List (level, sequence) of every block as ``level << 32 | sequence``, the highest level first.
 
@@ -85,12 +97,12 @@ def order_kernel(
     total = tl.zeros((), tl.int64)
     for first in range(0, num_sequences, BLOCK):
         sequence = first + tl.arange(0, BLOCK)
-        blocks = count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN)
+        blocks = count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M)
         higher += tl.sum(tl.maximum(blocks - level - 1, 0), axis=0)
         total += tl.sum(blocks, axis=0)
     for first in range(0, num_sequences, BLOCK):
         sequence = first + tl.arange(0, BLOCK)
-        here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, OWN) > level).to(tl.int64)
+        here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M) > level).to(tl.int64)
         at = higher + tl.cumsum(here, axis=0) - 1
         tl.store(tiles_ptr + at, (level << 32) + sequence, mask=(here > 0) & (at < room))
         higher += tl.sum(here, axis=0)
@@ -120,7 +132,7 @@ class Tiles:
         if levels and sequences:
             order_kernel[(levels,)](
                 self.listed, self.count, call.seq_offsets.contiguous(),
-                None if delta is None else delta.contiguous(), sequences, self.bound, OWN=own,
+                None if delta is None else delta.contiguous(), sequences, self.bound, BLOCK_M=own,
                 BLOCK=min(1024, triton.next_power_of_2(sequences)),
             )  # fmt: skip
 

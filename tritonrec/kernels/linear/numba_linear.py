@@ -2,13 +2,18 @@
 """Batch-invariant products on the CPU, over the one inner loop of `kernels.numba_matmul`."""
 
 import numpy as np
+import torch
 
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded
+from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
 U = np.uintp
+NO_BIAS = np.empty(0, np.float32)
 
 
 @njit(cache=True, nogil=True)
@@ -30,9 +35,9 @@ def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
 
 @njit(cache=True, nogil=True)
 def add_weight_gradients(
-    grid, grid_stride, dy, dy_stride, x, x_stride, offsets, start, stop, inner, scale, limit
+    accumulator, accumulator_stride, dy, dy_stride, x, x_stride, offsets, start, stop, inner, scale, limit
 ):
-    """Rows [start, stop) of the grid: per sample the float32 product, rounded once, added.
+    """Rows [start, stop) of the accumulator: per sample the float32 product, rounded once, added.
 
     Four output rows of one sample fit the first-level cache together, so a product never reaches memory.
     Returns (sample, row, column) of the first value that cannot be added, or (-1, -1, -1), and the value;
@@ -57,10 +62,61 @@ def add_weight_gradients(
                 rows, terms, inner,
             )  # fmt: skip
             for r in range(rows):
-                column = add_rounded(grid, (o + r) * grid_stride, tile, r * inner, inner, scale, limit)
+                column = add_rounded(
+                    accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, scale, limit
+                )
                 if column >= 0:
                     first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
                     samples = s - 1  # what fails in this sample further down comes after
                     break
         o += U(4)
     return first_bad
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `tritonrec.kernels.linear.op.linear`."""
+    (tokens, inner), columns = x.shape, weight.shape[0]
+    out = x.new_empty(tokens, columns)
+    if out.numel() == 0:
+        return out
+    if x.dtype != torch.float32:
+        raise ValueError(f"linear on the CPU computes in float32, got {x.dtype}")
+    arguments = (
+        *flat_rows(x if inner <= 1 or x.stride(1) == 1 else x.contiguous()), flat(weight.t()),
+        NO_BIAS if bias is None else flat(bias), flat(out),
+    )  # fmt: skip
+
+    def run(start: int, stop: int) -> None:
+        rows_times(*arguments, U(start), U(stop), U(inner), U(columns))
+
+    over_ranges(run, tokens, 2.0 * tokens * inner * columns, step=4)
+    return out
+
+
+def linear_weight_grad(
+    accumulator: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    bits: int,
+    name: str,
+) -> None:
+    """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
+    if accumulator.numel() == 0 or x.shape[0] == 0:
+        return
+    arguments = (
+        *flat_rows(accumulator), *flat_rows(contiguous_rows(dy)), *flat_rows(contiguous_rows(x)),
+        flat(seq_offsets),
+    )  # fmt: skip
+    inner, scale, limit = U(x.shape[1]), 2.0**bits, np.float32(2.0 ** (62 - bits))
+
+    def run(start: int, stop: int) -> tuple[int, int, int, float]:
+        return add_weight_gradients(*arguments, U(start), U(stop), inner, scale, limit)
+
+    found = over_ranges(run, accumulator.shape[0], 2.0 * x.shape[0] * accumulator.numel(), step=4)
+    bad = [(int(sample), int(row), int(column), float(value)) for sample, row, column, value in found]
+    first = min((place for place in bad if place[0] >= 0), key=lambda place: place[:3], default=None)
+    if first is not None:
+        raise no_sum(first, bits, name)

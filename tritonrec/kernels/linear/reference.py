@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
 
+Bad = tuple[int, int, int, float]
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """One row at a time, elementwise products and one sum along the row: no neighbour takes part."""
     rows = [(weight * row).sum(1) for row in x]
     out = torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])
     return out if bias is None else out + bias
 
 
-def add_weight_gradients(
-    grid: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int
-) -> tuple[int, int, int, float] | None:
-    """(sample, row, column, value) of the first value that cannot be added, or None."""
+def linear_weight_grad(
+    accumulator: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    bits: int,
+    name: str,
+) -> None:
+    """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
     for sample, (start, stop) in enumerate(
         zip(seq_offsets[:-1].tolist(), seq_offsets[1:].tolist(), strict=True)
     ):
-        product = torch.zeros_like(grid, dtype=torch.float32)
+        product = torch.zeros_like(accumulator, dtype=torch.float32)
         for t in range(start, stop):
             product += torch.outer(dy[t], x[t])
         for row, values in enumerate(product.tolist()):
             for column, value in enumerate(values):
                 term = round_to_fixed_point(value, bits)
-                if term is None or not -(2**63) <= int(grid[row, column]) + term < 2**63:
-                    return sample, row, column, value
-                grid[row, column] += term
-    return None
+                if term is None or not -(2**63) <= int(accumulator[row, column]) + term < 2**63:
+                    raise no_sum((sample, row, column, value), bits, name)
+                accumulator[row, column] += term
+
+
+def no_sum(bad: Bad, bits: int, name: str) -> ExactSumError:
+    """The error for (sample, row, column, value), the first value that cannot be added."""
+    sample, row, column, value = bad
+    fits = abs(value) < 2.0 ** (62 - bits)
+    into = f"element [{row}, {column}] of the sum" if fits else ""
+    return ExactSumError(f"gradient of {name} by sample", (sample, row, column), value, bits, into)

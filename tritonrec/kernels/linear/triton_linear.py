@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.linear.reference import no_sum
 
 MOST_PROGRAMS = 65535
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @triton.jit
 def multiply_add(a, b, total, INTERPRETED: tl.constexpr):
-    """``total + a @ b`` with float32 sums whose bits do not depend on the place in the tile.
+    """``total + a @ b`` with float32 accumulator whose bits do not depend on the place in the tile.
 
     The interpreter's `tl.dot` is the host's BLAS, in which they do (and it takes bfloat16 for integers).
     """
@@ -41,7 +41,7 @@ def multiply_add(a, b, total, INTERPRETED: tl.constexpr):
 @triton.jit
 def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
@@ -62,7 +62,8 @@ def rows_times_kernel(
                 other=0.0,
             )
             total = multiply_add(x, weight, total, INTERPRETED)
-        if HAS_BIAS:
+        if bias_ptr is not None:
+            # last, where the CPU begins with it: the bits of the two differ anyway, by the order of the sums
             total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         tl.store(
             out_ptr + row[:, None] * columns + column[None, :],
@@ -73,8 +74,8 @@ def rows_times_kernel(
 
 @triton.jit
 def add_weight_gradients_kernel(
-    grid_ptr, dy_ptr, x_ptr, offsets_ptr, bad_ptr, value_ptr, grid_row, grid_column, dy_row, dy_column,
-    x_row, x_column, samples, outputs, inputs, scale, limit,
+    accumulator_ptr, dy_ptr, x_ptr, offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column,
+    dy_row, dy_column, x_row, x_column, samples, outputs, inputs, scale, limit,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK).to(tl.int64)
@@ -82,7 +83,7 @@ def add_weight_gradients_kernel(
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
     inside = (row < outputs)[:, None] & (column < inputs)[None, :]
     place = row[:, None] * inputs + column[None, :]
-    to = grid_ptr + row[:, None] * grid_row + column[None, :] * grid_column
+    to = accumulator_ptr + row[:, None] * accumulator_row + column[None, :] * accumulator_column
     total = tl.load(to, mask=inside, other=0)
     bad = tl.full((BLOCK, BLOCK), NONE, tl.int64)
     culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -119,41 +120,58 @@ def add_weight_gradients_kernel(
     tl.store(value_ptr + program, value)
 
 
-def configuration(product: str, x: torch.Tensor) -> dict[str, int]:
-    """BLOCK, edge of every tile and terms of a partial sum, and warps: by dtype, never by tokens."""
-    return tuned.config("linear", f"{product} {str(x.dtype).removeprefix('torch.')}", x.device)
+def configuration(x: torch.Tensor) -> dict[str, int]:
+    """BLOCK, edge of every tile and terms of a partial sum, and warps: by dtype, never by tokens.
+
+    Hopper and later have matrix instructions for tiles of 64 rows, which bfloat16 can use.
+    """
+    on_cuda = x.is_cuda and not torch.version.hip
+    if x.dtype == torch.bfloat16 and on_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        return {"BLOCK": 64, "num_warps": 8}
+    return {"BLOCK": 32, "num_warps": 4}
 
 
-def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``out = x @ weight + bias``: x (L, I), weight (I, O) with any strides, bias (O,), out contiguous."""
-    (tokens, inner), columns = x.shape, weight.shape[1]
-    config = configuration("rows", x)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `tritonrec.kernels.linear.op.linear`; x, weight and bias with any strides."""
+    (tokens, inner), columns = x.shape, weight.shape[0]
+    out = x.new_empty(tokens, columns)
+    if out.numel() == 0:
+        return out
+    config = configuration(x)
     block = config["BLOCK"]
     grid = (min(triton.cdiv(tokens, block), MOST_PROGRAMS), triton.cdiv(columns, block))
     rows_times_kernel[grid](
-        x, weight, x if bias is None else bias.contiguous(), out, *x.stride(), *weight.stride(),
-        tokens, inner, columns,
-        HAS_BIAS=bias is not None, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        x, weight, None if bias is None else bias.contiguous(), out, *x.stride(), *weight.t().stride(),
+        tokens, inner, columns, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
+    return out
 
 
-def add_weight_gradients(
-    grid: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int
-) -> tuple[int, int, int, float] | None:
-    """(sample, row, column, value) of the first value that cannot be added to `grid`, or None."""
-    outputs, inputs = grid.shape
-    config = configuration("weights", x)
+def linear_weight_grad(
+    accumulator: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    bits: int,
+    name: str,
+) -> None:
+    """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
+    if accumulator.numel() == 0 or x.shape[0] == 0:
+        return
+    outputs, inputs = accumulator.shape
+    config = configuration(x)
     programs = triton.cdiv(outputs, config["BLOCK"]), triton.cdiv(inputs, config["BLOCK"])
-    bad = torch.empty(programs, dtype=torch.int64, device=grid.device)
-    values = torch.empty(programs, dtype=torch.float32, device=grid.device)
+    bad = torch.empty(programs, dtype=torch.int64, device=accumulator.device)
+    values = torch.empty(programs, dtype=torch.float32, device=accumulator.device)
     add_weight_gradients_kernel[programs](
-        grid, dy, x, seq_offsets.contiguous(), bad, values, *grid.stride(), *dy.stride(), *x.stride(),
-        len(seq_offsets) - 1, outputs, inputs, 2.0**bits, 2.0 ** (62 - bits),
-        **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        accumulator, dy, x, seq_offsets.contiguous(), bad, values,
+        *accumulator.stride(), *dy.stride(), *x.stride(), len(seq_offsets) - 1, outputs, inputs,
+        2.0**bits, 2.0 ** (62 - bits), **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
     first = int(bad.min())
-    if first == NONE.value:
-        return None
-    value = float(values.view(-1)[int(bad.argmin())])
-    sample, place = divmod(first, outputs * inputs)
-    return sample, *divmod(place, inputs), value
+    if first != NONE.value:
+        value = float(values.view(-1)[int(bad.argmin())])
+        sample, place = divmod(first, outputs * inputs)
+        raise no_sum((sample, *divmod(place, inputs), value), bits, name)

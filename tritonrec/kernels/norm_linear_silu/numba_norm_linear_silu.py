@@ -4,11 +4,17 @@
 The loops are those of the three ops, so the bits are theirs.
 """
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from tritonrec.kernels.linear.numba_linear import rows_times
+from tritonrec.kernels.norm_linear_silu.reference import outputs
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.silu import numba_silu as silu
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
@@ -76,3 +82,60 @@ def backward(
             dnorm_bias[t * dim :], U(0), rows, dim,
         )  # fmt: skip
         t += rows
+
+
+def norm_linear_silu(
+    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
+    _check_dtype(x)
+    y, z, normed, means, rstds = outputs(x, weight, keep_normed, keep_linear)
+    (rows, dim), columns = x.shape, weight.shape[0]
+    arguments = (
+        *flat_rows(contiguous_rows(x)), flat(norm_weight), flat(norm_bias), F32(eps), flat(weight.t()),
+        NONE if bias is None else flat(bias), flat(y), flat(z), flat(normed), flat(means), flat(rstds),
+    )  # fmt: skip
+
+    def run(start: int, stop: int) -> None:
+        forward(*arguments, U(start), U(stop), U(dim), U(columns))
+
+    over_ranges(run, rows, rows * (2.0 * dim * columns + 20.0 * dim + 10.0 * columns))
+    return y, z, normed, means, rstds
+
+
+def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """dz (L, out), and what the op into dy returns."""
+    dz = dy.clone(memory_format=torch.contiguous_format)
+    return dz, *norm_linear_silu_backward_into(dz, *rest)
+
+
+def norm_linear_silu_backward_into(
+    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
+    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
+    means: torch.Tensor, rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
+    _check_dtype(x)
+    has_z, has_normed = len(z) == len(x), len(normed) == len(x)
+    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, dtype=torch.float32) for _ in range(3))
+    again = x.new_empty(len(x) * (not has_normed), x.shape[1])
+    (rows, dim), columns = x.shape, weight.shape[0]
+    arguments = (
+        flat(dy), *flat_rows(contiguous_rows(x)), flat(norm_weight), flat(norm_bias), F32(eps),
+        NONE if has_z else flat(weight.t()), NONE if bias is None else flat(bias), flat(weight), flat(z),
+        flat(normed if has_normed else again), flat(means), flat(rstds), flat(dx), flat(dnorm_weight),
+        flat(dnorm_bias),
+    )  # fmt: skip
+
+    def run(start: int, stop: int) -> None:
+        backward(*arguments, U(start), U(stop), U(dim), U(columns), has_normed)
+
+    products = 1 if has_z else 2
+    over_ranges(run, rows, rows * (2.0 * products * dim * columns + 60.0 * dim + 20.0 * columns))
+    return dx, dnorm_weight, dnorm_bias, again
+
+
+def _check_dtype(x: torch.Tensor) -> None:
+    if x.dtype != torch.float32:
+        raise ValueError(f"norm_linear_silu on the CPU computes in float32, got {x.dtype}")

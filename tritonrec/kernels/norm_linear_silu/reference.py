@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tritonrec.kernels.linear import reference as linear
-from tritonrec.kernels.norm_mul_dropout import reference as norm
-from tritonrec.kernels.silu import reference as silu
+from tritonrec.kernels.linear.reference import linear
+from tritonrec.kernels.norm_mul_dropout.reference import norm_mul_dropout, norm_mul_dropout_backward
+from tritonrec.kernels.silu.reference import silu, silu_backward
+
+NO_DROPOUT = 0.0, 0, None, None
 
 
-def forward(
+def outputs(
+    x: torch.Tensor, weight: torch.Tensor, keep_normed: bool, keep_linear: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
+    tokens, columns = len(x), len(weight)
+    z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
+    means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
+    return x.new_empty(tokens, columns), z, normed, means, rstds
+
+
+def norm_linear_silu(
     x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, eps: float, normed: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y and z; fills normed, means and rstds."""
-    norm.forward(x, None, norm_weight, norm_bias, eps, None, normed, means, rstds)
-    z = linear.linear(normed, weight, bias)
-    return silu.forward(z), z
+    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
+    _, z, kept, *_ = outputs(x, weight, keep_normed, keep_linear)
+    normed, means, rstds = norm_mul_dropout(x, None, norm_weight, norm_bias, eps, *NO_DROPOUT)
+    all_z = linear(normed, weight, bias)
+    rows = means.float(), rstds.float()
+    return silu(all_z), all_z if keep_linear else z, normed if keep_normed else kept, *rows
 
 
-def backward(
+def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """dz (L, out), and what the op into dy returns."""
+    dz = dy.clone(memory_format=torch.contiguous_format)
+    return dz, *norm_linear_silu_backward_into(dz, *rest)
+
+
+def norm_linear_silu_backward_into(
     dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
-    weight: torch.Tensor, z: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor,
-    dx: torch.Tensor, dnorm_weight: torch.Tensor, dnorm_bias: torch.Tensor,
-) -> None:  # fmt: skip
-    """Turns dy into dz, and fills dx and each token's terms of the norm's gradients."""
-    dy.copy_(silu.backward(dy, z))
-    dnormed = linear.linear(dy, weight.t(), None)
-    none = x[:0]
-    norm.backward(
-        dnormed, x, None, norm_weight, norm_bias, None, means, rstds, dx, none, dnorm_weight, dnorm_bias
+    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
+    means: torch.Tensor, rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dx, each token's terms of dnorm_weight and dnorm_bias, and n, without rows if it was given.
+
+    dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
+    """
+    _, all_z, again, *_ = norm_linear_silu(x, norm_weight, norm_bias, weight, bias, eps, True, True)
+    dy.copy_(silu_backward(dy, z if len(z) else all_z))
+    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
+        linear(dy, weight.t(), None), x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
     )
+    return dx, dnorm_weight.float(), dnorm_bias.float(), again[: 0 if len(normed) else len(x)]

@@ -10,12 +10,22 @@ so in float32 the bits are those of the three ops one after another.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.linear.triton_linear import INTERPRETED, MOST_PROGRAMS, configuration, multiply_add
-from tritonrec.kernels.norm_mul_dropout import triton_norm
+from tritonrec.kernels.linear.triton_linear import (
+    INTERPRETED,
+    MOST_PROGRAMS,
+    configuration,
+    linear,
+    multiply_add,
+)
+from tritonrec.kernels.norm_linear_silu.reference import NO_DROPOUT, outputs
+from tritonrec.kernels.norm_mul_dropout.triton_norm import norm_mul_dropout_backward, normalise
+from tritonrec.kernels.silu.triton_silu import backward_in_place as silu_backward_in_place
 from tritonrec.kernels.triton_float import exp
 
 
@@ -40,6 +50,7 @@ def forward_kernel(
             x = tl.load(x_ptr + row[:, None] * x_row + term[None, :] * x_column, mask=exists, other=0.0)
             scale = tl.load(norm_weight_ptr + term, mask=term < inner, other=0.0).to(tl.float32)[None, :]
             shift = tl.load(norm_bias_ptr + term, mask=term < inner, other=0.0).to(tl.float32)[None, :]
+            # 0 where there is no element, since shift alone would add bias times weight to the sum
             normed = tl.where(exists, (x.to(tl.float32) - mean) * rstd * scale + shift, 0.0)
             weight = tl.load(
                 weight_ptr + term[:, None] * weight_row + column[None, :] * weight_column,
@@ -58,24 +69,62 @@ def forward_kernel(
             tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=exists)
 
 
-def norm(
+def norm_linear_silu(
+    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
+    y, z, normed, means, rstds = outputs(x, weight, keep_normed, keep_linear)
+    if len(x):
+        _norm(x, norm_weight, norm_bias, eps, normed if keep_normed else None, means, rstds)
+        _product(x, norm_weight, norm_bias, weight, bias, means, rstds, y, z if keep_linear else None)
+    return y, z, normed, means, rstds
+
+
+def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """dz (L, out), and what the op into dy returns."""
+    dz = dy.clone(memory_format=torch.contiguous_format)
+    return dz, *norm_linear_silu_backward_into(dz, *rest)
+
+
+def norm_linear_silu_backward_into(
+    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
+    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
+    means: torch.Tensor, rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
+    means, rstds = means.contiguous(), rstds.contiguous()
+    again = x.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])
+    if len(again):
+        _norm(x, norm_weight, norm_bias, eps, again, torch.empty_like(means), torch.empty_like(rstds))
+    if len(z) != len(x):
+        z = x.new_empty(dy.shape)
+        _product(x, norm_weight, norm_bias, weight, bias, means, rstds, None, z)
+    silu_backward_in_place(dy, z.contiguous())
+    # The norm's backward computes in float32; .float() is there for bf16 and fp16.
+    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
+        linear(dy, weight.t(), None).float(), x.float(), None, norm_weight.float(), norm_bias.float(),
+        *NO_DROPOUT, means, rstds,
+    )  # fmt: skip
+    return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
+
+
+def _norm(
     x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, eps: float,
     normed: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill means, rstds, and normed unless it is None."""
-    triton_norm.forward(
-        x, None, norm_weight, norm_bias, eps, 0.0, 0, 0, None, None, normed, means, rstds
-    )  # fmt: skip
+    normalise(x, None, norm_weight, norm_bias, eps, *NO_DROPOUT, normed, means, rstds)
 
 
-def product(
+def _product(
     x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
     y: torch.Tensor | None, z: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Fill y and z unless None: x (L, I) and weight (O, I) with any strides, the others contiguous."""
     (tokens, inner), columns = x.shape, weight.shape[0]
-    config = configuration("rows", x)
+    config = configuration(x)
     grid = (min(triton.cdiv(tokens, config["BLOCK"]), MOST_PROGRAMS), triton.cdiv(columns, config["BLOCK"]))
     forward_kernel[grid](
         x, norm_weight.contiguous(), norm_bias.contiguous(), means, rstds, weight,

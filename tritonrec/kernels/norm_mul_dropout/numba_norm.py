@@ -2,14 +2,21 @@
 """Norm, gate and dropout on the CPU: one row at a time, sums along a row in a fixed order."""
 
 import numpy as np
+import torch
 
 from tritonrec.kernels.numba_float import dot
+from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.numba_philox import philox4x32
+from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
 F32 = np.float32
 U = np.uintp
+NO_GATE = np.empty(0, F32), U(0)
+NO_IDS = np.empty(0, np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -93,3 +100,68 @@ def backward(
         along = dot(slope, U(0), normed, U(0), dim) * inverse
         for d in range(dim):
             dx[to + d] = rstd * ((slope[d] - level) - normed[d] * along)
+
+
+def norm_mul_dropout(
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
+    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y (L, D), and means and rstds (L,) of the rows of x."""
+    y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
+    if y.numel() == 0:
+        return y, means.zero_(), rstds.zero_()
+    rows, dim = x.shape
+    arguments = (
+        *_rows(x), *_rows(u), flat(weight), flat(bias), F32(eps), *_draws(p, seed, sample_ids, positions),
+        flat(y), flat(means), flat(rstds),
+    )  # fmt: skip
+    over_ranges(
+        lambda start, stop: forward(*arguments, U(start), U(stop), U(dim)), rows,
+        (60.0 if p else 20.0) * y.numel(),
+    )  # fmt: skip
+    return y, means, rstds
+
+
+def norm_mul_dropout_backward(
+    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, *rest
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, du (of no rows without u), and each token's terms of dweight and dbias, all (L, D)."""
+    du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
+    dx, dweight, dbias = norm_mul_dropout_backward_into(du, dy, x, u, *rest)
+    return dx, du, dweight, dbias
+
+
+def norm_mul_dropout_backward_into(
+    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
+    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    means: torch.Tensor, rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dx and the terms of dweight and dbias; overwrites du, which may have any row stride."""
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
+    if dx.numel() == 0:
+        return dx, dweight, dbias
+    rows, dim = x.shape
+    arguments = (
+        *_rows(dy), *_rows(x), *_rows(u), flat(weight), flat(bias), *_draws(p, seed, sample_ids, positions),
+        flat(means), flat(rstds), flat(dx), *flat_rows(du), flat(dweight), flat(dbias),
+    )  # fmt: skip
+    over_ranges(
+        lambda start, stop: backward(*arguments, U(start), U(stop), U(dim)), rows,
+        (80.0 if p else 40.0) * dx.numel(),
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+def _rows(matrix: torch.Tensor | None) -> tuple[np.ndarray, np.uintp]:
+    return NO_GATE if matrix is None else flat_rows(contiguous_rows(matrix))
+
+
+def _draws(
+    p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None
+) -> tuple[tuple[np.uint32, np.uint32, np.int64, np.uint64, np.float32], np.ndarray, np.ndarray]:
+    """What dropout is drawn from: seed, tag, threshold and factor, then the ids of the tokens."""
+    k0, k1 = halves(seed)
+    drawing = np.uint32(k0), np.uint32(k1), np.int64(DROPOUT), np.uint64(int(p * 2**32)), F32(1 / (1 - p))
+    if not p or sample_ids is None or positions is None:
+        return drawing, NO_IDS, NO_IDS
+    return drawing, flat(sample_ids), flat(positions)

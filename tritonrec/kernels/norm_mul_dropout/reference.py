@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves, philox4x32
 
 
@@ -29,11 +30,23 @@ def mask(
     return torch.tensor(rows, dtype=torch.float32, device=samples.device).view(-1, dim) * factor
 
 
-def forward(
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float,
-    kept: torch.Tensor | None, y: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor,
-) -> None:  # fmt: skip
-    for t, row in enumerate(x):
+def kept_of(
+    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The mask for rows x (L, D), None without dropout."""
+    if not p or sample_ids is None or positions is None or x.numel() == 0:
+        return None
+    return mask(seed, DROPOUT, sample_ids, positions, x.shape[1], int(p * 2**32), 1 / (1 - p))
+
+
+def norm_mul_dropout(
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
+    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y (L, D), and means and rstds (L,) of the rows of x."""
+    y, means, rstds = x.new_empty(x.shape), x.new_zeros(len(x)), x.new_zeros(len(x))
+    kept = kept_of(x, p, seed, sample_ids, positions)
+    for t, row in enumerate(x if x.numel() else ()):
         means[t] = row.sum() / len(row)
         centred = row - means[t]
         rstds[t] = 1 / torch.sqrt((centred * centred).sum() / len(row) + eps)
@@ -42,13 +55,26 @@ def forward(
             y[t] = u[t] * y[t]
         if kept is not None:
             y[t] = y[t] * kept[t]
+    return y, means, rstds
 
 
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor,
-    kept: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
-    dx: torch.Tensor, du: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
-) -> None:  # fmt: skip
+def norm_mul_dropout_backward(
+    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, *rest
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, du (of no rows without u), and each token's terms of dweight and dbias, all (L, D)."""
+    du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
+    dx, dweight, dbias = norm_mul_dropout_backward_into(du, dy, x, u, *rest)
+    return dx, du, dweight, dbias
+
+
+def norm_mul_dropout_backward_into(
+    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
+    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    means: torch.Tensor, rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dx and the terms of dweight and dbias; overwrites du."""
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
+    kept = kept_of(x, p, seed, sample_ids, positions)
     for t, row in enumerate(x):
         g = dy[t] if kept is None else dy[t] * kept[t]
         normed = (row - means[t]) * rstds[t]
@@ -60,3 +86,4 @@ def backward(
         slope = g * weight
         level, along = slope.sum() / len(row), (slope * normed).sum() / len(row)
         dx[t] = rstds[t] * (slope - level - normed * along)
+    return dx, dweight, dbias

@@ -7,11 +7,13 @@ that the CPU draws, four neighbouring columns from one Philox block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 
 MOST_PROGRAMS = 65535
@@ -51,11 +53,12 @@ def forward_kernel(
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.div_rn(tl.sum(x, axis=0), count)
         centred = tl.where(inside, x - mean, 0.0)
+        # columns beyond the row are 0 in `centred`, so they add nothing to the variance
         variance = tl.div_rn(tl.sum(centred * centred, axis=0), count)
         rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
         tl.store(means_ptr + row, mean)
         tl.store(rstds_ptr + row, rstd)
-        if y_ptr is not None:
+        if y_ptr is not None:  # `norm_linear_silu` wants means and rstds alone
             y = centred * rstd * weight + bias
             if GATED:
                 y = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0) * y
@@ -94,52 +97,77 @@ def backward_kernel(
         tl.store(dbias_ptr + to, g, mask=inside)
         tl.store(dweight_ptr + to, g * normed, mask=inside)
         slope = g * weight
+        # the norm takes out of x its mean and its scale, so dx has no part along either
         level = tl.div_rn(tl.sum(slope, axis=0), count)
         along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
         tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
 
 
-def _arguments(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
+def _constants(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
     """Constants of a launch; a Philox block needs four columns."""
-    config = tuned.config("norm_mul_dropout", tuned.row_class(x.shape[1], most=4096), x.device)
     block = max(4, triton.next_power_of_2(x.shape[1]))
-    return {"GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block, **config}
+    return {
+        "GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block, "num_warps": 4, "enable_fp_fusion": False
+    }  # fmt: skip
 
 
-def _or(tensor: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
+def _draws(
+    x: torch.Tensor, sample_ids: torch.Tensor | None, positions: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
     """A pointer that nobody follows needs a tensor all the same."""
-    return filler if tensor is None else tensor
+    return (x if tensor is None else tensor.contiguous() for tensor in (sample_ids, positions))
 
 
-def forward(
+def normalise(
     x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
-    seed: int, tag: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
     y: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill y, unless it is None, means and rstds (contiguous); x and u with any strides."""
     rows, dim = x.shape
-    gate = _or(u, x)
-    sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
+    gate = x if u is None else u
     forward_kernel[(min(rows, MOST_PROGRAMS),)](
-        x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, y, means, rstds,
-        *x.stride(), *gate.stride(), eps, seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
-        **_arguments(x, u, p), enable_fp_fusion=False,
+        x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions), y, means, rstds,
+        *x.stride(), *gate.stride(), eps, seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim,
+        **_constants(x, u, p),
     )  # fmt: skip
 
 
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor,
-    p: float, seed: int, tag: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+def norm_mul_dropout(
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, *rest
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y (L, D), and means and rstds (L,) of the rows of x."""
+    y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
+    if y.numel() == 0:
+        return y, means.zero_(), rstds.zero_()
+    normalise(x, u, weight, bias, *rest, y, means, rstds)
+    return y, means, rstds
+
+
+def norm_mul_dropout_backward(
+    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, *rest
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, du (of no rows without u), and each token's terms of dweight and dbias, all (L, D)."""
+    du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
+    dx, dweight, dbias = norm_mul_dropout_backward_into(du, dy, x, u, *rest)
+    return dx, du, dweight, dbias
+
+
+def norm_mul_dropout_backward_into(
+    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
+    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
     means: torch.Tensor, rstds: torch.Tensor,
-    dx: torch.Tensor, du: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fill dx, dweight and dbias (contiguous) and du; dy, x, u and du with any strides."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dx and the terms of dweight and dbias (contiguous); overwrites du; dy, x, u and du with any strides."""
+    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
+    if dx.numel() == 0:
+        return dx, dweight, dbias
     rows, dim = x.shape
-    gate = _or(u, x)
-    sample_ids, positions = (_or(t, means).contiguous() for t in (sample_ids, positions))
+    gate = x if u is None else u
     backward_kernel[(min(rows, MOST_PROGRAMS),)](
-        dy, x, gate, weight.contiguous(), bias.contiguous(), sample_ids, positions, means, rstds,
-        dx, du, dweight, dbias, *dy.stride(), *x.stride(), *gate.stride(), *du.stride(),
-        seed, tag, int(p * 2**32), 1 / (1 - p), rows, dim,
-        **_arguments(x, u, p), enable_fp_fusion=False,
+        dy, x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions),
+        means.contiguous(), rstds.contiguous(), dx, du, dweight, dbias,
+        *dy.stride(), *x.stride(), *gate.stride(), *du.stride(),
+        seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim, **_constants(x, u, p),
     )  # fmt: skip
+    return dx, dweight, dbias

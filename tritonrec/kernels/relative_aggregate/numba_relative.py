@@ -8,15 +8,20 @@ float32 scores in float64, row by row.
 """
 
 import numpy as np
+import torch
 
+from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import log2_of_difference, transpose
+from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
 F32 = np.float32
 U = np.uintp
 ONE, FOUR = U(1), U(4)
+NO_TIMES = np.empty(0, np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -112,3 +117,47 @@ def backward(
             i += FOUR
         for e in range(heads * buckets):
             dtable[b * heads * buckets + e] = F32(sums[e])
+
+
+def relative_aggregate(
+    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """See `tritonrec.kernels.relative_aggregate.op.relative_aggregate`."""
+    out = v.new_zeros(v.shape)
+    if v.numel() == 0:
+        return out
+    offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
+    arguments = (*flat_heads(v), flat(table), offsets, times, flat(out))
+    over_ranges(
+        lambda start, stop: forward(*arguments, U(start), U(stop), *sizes), len(offsets) - 1, cost
+    )  # fmt: skip
+    return out
+
+
+def relative_aggregate_backward(
+    do: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
+    dv, dtable = v.new_zeros(v.shape), v.new_zeros(seq_offsets.shape[0] - 1, *table.shape)
+    if v.numel() == 0:
+        return dv, dtable
+    offsets, times, sizes, cost = _plan(v, table, seq_offsets, timestamps)
+    arguments = (*flat_heads(do), *flat_heads(v), flat(table), offsets, times, flat(dv), flat(dtable))
+    over_ranges(
+        lambda start, stop: backward(*arguments, U(start), U(stop), *sizes), len(offsets) - 1, 3 * cost
+    )  # fmt: skip
+    return dv, dtable
+
+
+def _plan(
+    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, timestamps: torch.Tensor | None
+) -> tuple[np.ndarray, np.ndarray, tuple[np.uintp, ...], float]:
+    """Offsets, times, sizes of the loops, and about how many operations a forward takes."""
+    offsets = flat(seq_offsets)
+    times = NO_TIMES if timestamps is None else flat(timestamps)
+    lengths = np.diff(offsets).astype(np.float64)
+    (_, heads, dim), buckets = v.shape, table.shape[1]
+    sizes = tuple(map(U, (heads, dim, buckets, int(lengths.max()))))
+    return offsets, times, sizes, float((lengths * lengths).sum()) * heads * (dim + 4)

@@ -30,9 +30,11 @@ def sequences(
     return found
 
 
-def forward(
-    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, timestamps: torch.Tensor | None
-) -> torch.Tensor:
+def relative_aggregate(
+    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """See `tritonrec.kernels.relative_aggregate.op.relative_aggregate`."""
     out = v.new_zeros(v.shape)
     for rows, places, mask in sequences(seq_offsets, timestamps, table.shape[1]):
         for h in range(v.shape[1]):
@@ -40,13 +42,11 @@ def forward(
     return out
 
 
-def backward(
-    do: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    seq_offsets: torch.Tensor,
+def relative_aggregate_backward(
+    do: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
     timestamps: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
     dv, dtable = v.new_zeros(v.shape), v.new_zeros(len(seq_offsets) - 1, *table.shape)
     for b, (rows, places, mask) in enumerate(sequences(seq_offsets, timestamps, table.shape[1])):
         for h in range(v.shape[1]):

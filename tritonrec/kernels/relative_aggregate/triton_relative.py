@@ -12,6 +12,8 @@ with block sizes chosen by D alone, so the bits of a sequence depend neither on 
 Buckets are integers on the way: a difference of two int64 times is read as the uint64 it is, whose sign bit
 means 2**63 or more.
 
+A program owns BLOCK_M rows and takes BLOCK_N others at a step.
+
 Dimensions: B sequences, L tokens, H heads, D features of a head (padded to a power of two), R buckets.
 """
 
@@ -21,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535
@@ -66,19 +67,19 @@ def bucket_of(query, key, query_time, key_time, buckets, HAS_TIMES: tl.constexpr
 def forward_kernel(
     v_ptr, out_ptr, v_strides, out_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
     num_heads, dim, buckets,
-    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out for OWN query rows at a time."""
+    """out for BLOCK_M query rows at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         # the last rows have the most keys to walk, so they go first
         block, head, _, begin, length = locate(num_tiles - 1 - tile, num_sequences, num_heads, offsets_ptr)
-        first = block * OWN
+        first = block * BLOCK_M
         if first < length:
-            row = first + tl.arange(0, OWN)
+            row = first + tl.arange(0, BLOCK_M)
             row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
-            acc = tl.zeros((OWN, BLOCK_D), tl.float32)
-            for start in range(0, tl.minimum(first + OWN, length), STEP):
-                column = start + tl.arange(0, STEP)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for start in range(0, tl.minimum(first + BLOCK_M, length), BLOCK_N):
+                column = start + tl.arange(0, BLOCK_N)
                 column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
                 bucket = bucket_of(
                     row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
@@ -94,18 +95,18 @@ def forward_kernel(
 def values_kernel(
     do_ptr, dv_ptr, do_strides, dv_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
     num_heads, dim, buckets,
-    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dv for OWN key rows at a time; keys are the rows of every matrix here."""
+    """dv for BLOCK_M key rows at a time; keys are the rows of every matrix here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         block, head, _, begin, length = locate(tile, num_sequences, num_heads, offsets_ptr)
-        first = block * OWN
+        first = block * BLOCK_M
         if first < length:
-            column = first + tl.arange(0, OWN)
+            column = first + tl.arange(0, BLOCK_M)
             column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
-            acc = tl.zeros((OWN, BLOCK_D), tl.float32)
-            for start in range(first, length, STEP):
-                row = start + tl.arange(0, STEP)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for start in range(first, length, BLOCK_N):
+                row = start + tl.arange(0, BLOCK_N)
                 row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
                 bucket = bucket_of(
                     row[None, :], column[:, None], row_time[None, :], column_time[:, None], buckets, HAS_TIMES
@@ -121,28 +122,30 @@ def values_kernel(
 def table_kernel(
     do_ptr, v_ptr, do_strides, v_strides, dtable_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
     num_heads, dim, buckets,
-    HAS_TIMES: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Each sequence's gradient of ENTRIES entries of the table at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         block, head, sequence, begin, length = locate(tile, num_sequences, num_heads, offsets_ptr)
+        # Entries are owned, not rows: a row's pairs fall into many entries, and adding them from many
+        # programs would take atomics, whose order shows in float32.
         first = block * ENTRIES
         entry = first + tl.arange(0, ENTRIES)
         acc = tl.zeros((ENTRIES,), tl.float32)
-        for top in range(0, length, OWN):
-            row = top + tl.arange(0, OWN)
+        for top in range(0, length, BLOCK_M):
+            row = top + tl.arange(0, BLOCK_M)
             row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
             do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D)
             left = 0
-            right = tl.minimum(top + OWN, length)
+            right = tl.minimum(top + BLOCK_M, length)
             if not HAS_TIMES:
                 # A diagonal enters a block of rows at top - entry; the last entry has all from its own on.
-                right = tl.minimum(right, tl.maximum(top + OWN - first, 0))
-                lowest = tl.maximum(top - first - ENTRIES + 1, 0) // STEP * STEP
+                right = tl.minimum(right, tl.maximum(top + BLOCK_M - first, 0))
+                lowest = tl.maximum(top - first - ENTRIES + 1, 0) // BLOCK_N * BLOCK_N
                 left = tl.where(first + ENTRIES >= buckets, 0, lowest)
-            for start in range(left, right, STEP):
-                column = start + tl.arange(0, STEP)
+            for start in range(left, right, BLOCK_N):
+                column = start + tl.arange(0, BLOCK_N)
                 column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
                 v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
                 bucket = bucket_of(
@@ -157,10 +160,28 @@ def table_kernel(
         tl.store(to, acc, mask=entry < buckets)
 
 
+# Rows that a program owns, rows that it takes at a step, warps; by head dimension, for what compiles without
+# spilling. Nothing here was timed.
+BLOCKS = {16: (64, 16, 4), 32: (64, 16, 4), 64: (64, 16, 4), 128: (32, 16, 4), 256: (32, 16, 8)}
+BLOCKS_FROM = {  # where NVIDIA's architectures from this one on have others
+    (0, 0): {},
+    (8, 0): {32: (32, 16, 8), 64: (32, 32, 8), 128: (32, 16, 8)},
+    (9, 0): {32: (32, 16, 8)},
+    (10, 0): {128: (32, 16, 8)},
+}
+
+
 def configuration(v: torch.Tensor) -> dict[str, int]:
     """Block sizes and warps: a function of D and the device, so that no batch changes a result."""
-    config = tuned.config("relative_aggregate", tuned.row_class(v.shape[2], most=256), v.device)
-    return {**config, "BLOCK_D": max(16, triton.next_power_of_2(v.shape[2])), "enable_fp_fusion": False}
+    block_d = max(16, triton.next_power_of_2(v.shape[2]))
+    on_cuda = v.is_cuda and not torch.version.hip
+    capability = torch.cuda.get_device_capability(v.device) if on_cuda else (0, 0)
+    others = BLOCKS_FROM[max((each for each in BLOCKS_FROM if each <= capability), default=(0, 0))]
+    block_m, block_n, num_warps = {**BLOCKS, **others}[min(block_d, 256)]
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 2,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
 
 
 def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -> None:
@@ -179,15 +200,40 @@ def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -
 def forward(v, table, seq_offsets, max_seq_len, timestamps, out) -> None:
     """Overwrite `out` (L, H, D), whatever it held."""
     config = configuration(v)
-    blocks = triton.cdiv(max_seq_len, config["OWN"])
+    blocks = triton.cdiv(max_seq_len, config["BLOCK_M"])
     launch(forward_kernel, v, out, table.contiguous(), seq_offsets, timestamps, blocks, config)
 
 
 def backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable) -> None:
     """Overwrite dv (L, H, D) and dtable (B, H, R), whatever they held."""
     config = configuration(v)
-    blocks = triton.cdiv(max_seq_len, config["OWN"])
+    blocks = triton.cdiv(max_seq_len, config["BLOCK_M"])
     launch(values_kernel, do, dv, table.contiguous(), seq_offsets, timestamps, blocks, config)
-    blocks = triton.cdiv(table.shape[1], ENTRIES)
     config["ENTRIES"] = ENTRIES
+    blocks = triton.cdiv(table.shape[1], ENTRIES)
     launch(table_kernel, do, v, dtable, seq_offsets, timestamps, blocks, config)
+
+
+def relative_aggregate(
+    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """See `tritonrec.kernels.relative_aggregate.op.relative_aggregate`."""
+    if v.numel() == 0:
+        return v.new_zeros(v.shape)
+    out = v.new_empty(v.shape)
+    forward(v, table, seq_offsets, max_seq_len, timestamps, out)
+    return out
+
+
+def relative_aggregate_backward(
+    do: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
+    timestamps: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
+    shape = (seq_offsets.shape[0] - 1, *table.shape)
+    if v.numel() == 0:
+        return v.new_zeros(v.shape), v.new_zeros(shape)
+    dv, dtable = v.new_empty(v.shape), v.new_empty(shape)
+    backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable)
+    return dv, dtable

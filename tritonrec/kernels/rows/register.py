@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, check_fraction_bits
+from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar
@@ -42,11 +44,33 @@ def _differentiate_gather(ctx, grad: torch.Tensor):
     rows, count = ctx.saved_tensors
     if grad.dtype != torch.float32:
         raise ValueError(f"gather_rows is differentiable in a float32 source, got {grad.dtype}: use .float()")
-    return _sum_rows(grad, rows, ctx.num_rows, count, ctx.impl), None, None
+    return IndexedTerms(grad, rows, ctx.num_rows, count, ctx.impl), None, None
 
 
-def _sum_rows(values, rows, num_rows, count, impl) -> torch.Tensor:
-    return SEGMENT_SUM(values, rows, num_rows, "window", FRACTION_BITS, "gradient", count, impl=impl)
+class IndexedTerms(Terms):
+    """Terms (K, D), of which the k-th belongs to row ``rows[k]`` of a parameter (R, D)."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        num_rows: int,
+        count: torch.Tensor | None = None,
+        impl: Impl = "auto",
+    ):
+        self._values, self._rows, self._num_rows = values, rows, num_rows
+        self._count, self._impl = count, impl
+
+    def total(self) -> torch.Tensor:
+        """Sums (R, D), in order of occurrence."""
+        options = "window", FRACTION_BITS, "gradient", self._count
+        return SEGMENT_SUM(self._values, self._rows, self._num_rows, *options, impl=self._impl)
+
+    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
+        """As `Terms.add_to`."""
+        options = "batch", fraction_bits, f"gradient of {name}", self._count
+        values = self._values.detach()
+        SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
 
 GATHER_ROWS = Op(
@@ -112,7 +136,7 @@ def _differentiate_scatter(ctx, grad: torch.Tensor):
                 f"scatter_rows with source is differentiable in float32 values, got {ctx.dtype}: use .float()"
             )
         if source is not None:
-            taken = _sum_rows(taken, source, ctx.num_values, count, ctx.impl)
+            taken = IndexedTerms(taken, source, ctx.num_values, count, ctx.impl).total()
     return kept, None, taken, None, None
 
 

@@ -4,8 +4,11 @@
 import math
 
 import numpy as np
+import torch
 
 from tritonrec.kernels.numba_float import dot, exp
+from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
@@ -75,3 +78,36 @@ def backward(
             for d in range(dim):
                 dhidden[h + d] += slope * negatives[row + d]
                 dnegatives[row + d] = slope * hidden[h + d]
+
+
+def sampled_softmax(
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
+    losses = hidden.new_empty(len(hidden))
+    arrays = tuple(map(flat, (hidden, positive, negatives, valid)))
+    options = F32(scale), flat(losses)
+    dim, count = U(negatives.shape[2]), U(negatives.shape[1])
+    over_ranges(
+        lambda start, stop: forward(*arrays, *options, U(start), U(stop), dim, count),
+        len(hidden), 4.0 * negatives.numel(),
+    )  # fmt: skip
+    return losses
+
+
+def sampled_softmax_backward(
+    dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
+    valid: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dhidden, dpositive, dnegatives, each contiguous."""
+    gradients = tuple(each.new_empty(each.shape) for each in (hidden, positive, negatives))
+    if hidden.numel() == 0:
+        return gradients
+    arrays = tuple(map(flat, (dloss, hidden, positive, negatives, valid)))
+    options = F32(scale), *map(flat, gradients)
+    dim, count = U(negatives.shape[2]), U(negatives.shape[1])
+    over_ranges(
+        lambda start, stop: backward(*arrays, *options, U(start), U(stop), dim, count),
+        len(hidden), 8.0 * negatives.numel(),
+    )  # fmt: skip
+    return gradients

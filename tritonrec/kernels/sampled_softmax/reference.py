@@ -20,9 +20,10 @@ def scores(
     return score
 
 
-def forward(
+def sampled_softmax(
     hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
     losses = hidden.new_empty(len(hidden))
     for t in range(len(hidden)):
         score = scores(hidden, positive, negatives, valid, t, scale)
@@ -30,10 +31,11 @@ def forward(
     return losses
 
 
-def backward(
+def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
     valid: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dhidden, dpositive, dnegatives, each contiguous."""
     dhidden, dpositive, dnegatives = map(torch.empty_like, (hidden, positive, negatives))
     for t in range(len(hidden)):
         slope = torch.softmax(scores(hidden, positive, negatives, valid, t, scale), 0)

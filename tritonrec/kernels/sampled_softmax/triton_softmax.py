@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_float import exp
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
+TILE = 4096  # elements of a tile of negatives
 
 
 @triton.jit
@@ -48,6 +48,7 @@ def normaliser(
         _, score, _, _ = item_scores(
             hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D
         )
+        # what was summed below the old maximum is brought below the new one, so no exponential overflows
         higher = tl.maximum(most, tl.max(score, axis=0))
         terms = tl.where(score == float("-inf"), 0.0, exp(score - higher))
         total = total * exp(most - higher) + tl.sum(terms, axis=0)
@@ -102,32 +103,38 @@ def backward_kernel(
 
 
 def _tile(negatives: torch.Tensor) -> dict[str, int]:
-    """Tile of negatives, by K and D alone."""
+    """Tile of negatives, by K and D alone: a power of two of them, at most TILE elements."""
     _, count, dim = negatives.shape
-    config = tuned.config("sampled_softmax", tuned.row_class(dim), negatives.device)
     block = triton.next_power_of_2(max(dim, 1))
-    items = min(triton.next_power_of_2(max(count, 1)), max(1, config.pop("TILE") // block))
-    return {"BLOCK_D": block, "ITEMS": items, **config}
+    items = min(triton.next_power_of_2(max(count, 1)), max(1, TILE // block))
+    return {"BLOCK_D": block, "ITEMS": items, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def forward(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
-    losses: torch.Tensor,
-) -> None:  # fmt: skip
+def sampled_softmax(
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
+    hidden, positive, negatives, valid = (t.contiguous() for t in (hidden, positive, negatives, valid))
+    losses = hidden.new_empty(len(hidden))
     tokens, count, dim = negatives.shape
-    forward_kernel[(min(tokens, MOST_PROGRAMS),)](
-        hidden, positive, negatives, valid, losses, scale, tokens, count, dim,
-        **_tile(negatives), enable_fp_fusion=False,
-    )  # fmt: skip
+    if tokens:
+        forward_kernel[(min(tokens, MOST_PROGRAMS),)](
+            hidden, positive, negatives, valid, losses, scale, tokens, count, dim, **_tile(negatives)
+        )
+    return losses
 
 
-def backward(
+def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
     valid: torch.Tensor, scale: float,
-    dhidden: torch.Tensor, dpositive: torch.Tensor, dnegatives: torch.Tensor,
-) -> None:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dhidden, dpositive, dnegatives, each contiguous."""
+    hidden, positive, negatives, valid = (t.contiguous() for t in (hidden, positive, negatives, valid))
+    dhidden, dpositive, dnegatives = map(torch.empty_like, (hidden, positive, negatives))
     tokens, count, dim = negatives.shape
-    backward_kernel[(min(tokens, MOST_PROGRAMS),)](
-        dloss, hidden, positive, negatives, valid, dhidden, dpositive, dnegatives, scale, tokens, count, dim,
-        **_tile(negatives), enable_fp_fusion=False,
-    )  # fmt: skip
+    if hidden.numel():
+        backward_kernel[(min(tokens, MOST_PROGRAMS),)](
+            dloss.contiguous(), hidden, positive, negatives, valid, dhidden, dpositive, dnegatives, scale,
+            tokens, count, dim, **_tile(negatives),
+        )  # fmt: skip
+    return dhidden, dpositive, dnegatives

@@ -2,8 +2,11 @@
 """SiLU on the CPU in one pass; every element takes the same path (`kernels.numba_float`)."""
 
 import numpy as np
+import torch
 
 from tritonrec.kernels.numba_float import exp
+from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
 
@@ -29,3 +32,19 @@ def backward_in_place(dy, x, start, stop):
     for i in range(start, stop):
         s = ONE / (ONE + exp(-x[i]))
         dy[i] = dy[i] * (s * (ONE + x[i] * (ONE - s)))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.silu.op.silu`."""
+    y = x.new_empty(x.shape)
+    arrays = flat(x), flat(y)
+    over_ranges(lambda start, stop: forward(*arrays, start, stop), x.numel(), 10.0 * x.numel())
+    return y
+
+
+def silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dx, contiguous."""
+    dx = x.new_empty(x.shape)
+    arrays = flat(dy), flat(x), flat(dx)
+    over_ranges(lambda start, stop: backward(*arrays, start, stop), x.numel(), 20.0 * x.numel())
+    return dx

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.triton_float import exp
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
+BLOCK = 1024
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
     for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + place, mask=place < length, other=0.0)
+        # div_rn, since `/` may be an approximate reciprocal times x
         tl.store(y_ptr + place, tl.div_rn(x, 1.0 + exp(-x)), mask=place < length)
 
 
@@ -40,19 +41,28 @@ def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=place < length)
 
 
-def _launch(kernel, *tensors) -> None:
+def _launch(kernel, *tensors: torch.Tensor) -> None:
     length = tensors[0].numel()
     if length:
-        config = tuned.config("silu", "any", tensors[0].device)
-        programs = min(triton.cdiv(length, config["BLOCK"]), MOST_PROGRAMS)
-        kernel[(programs,)](*tensors, length, **config, enable_fp_fusion=False)
+        # Without fusion a product and a sum are rounded one after the other, as on the CPU.
+        programs = min(triton.cdiv(length, BLOCK), MOST_PROGRAMS)
+        kernel[(programs,)](*tensors, length, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
 
 
-def forward(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Fill `y`; both contiguous."""
-    _launch(forward_kernel, x, y)
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """See `tritonrec.kernels.silu.op.silu`."""
+    y = x.new_empty(x.shape)
+    _launch(forward_kernel, x.contiguous(), y)
+    return y
 
 
-def backward(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor) -> None:
-    """Fill `dx`, which may be `dy`; all contiguous."""
-    _launch(backward_kernel, dy, x, dx)
+def silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dx, contiguous."""
+    dx = x.new_empty(x.shape)
+    _launch(backward_kernel, dy.contiguous(), x.contiguous(), dx)
+    return dx
+
+
+def backward_in_place(dy: torch.Tensor, x: torch.Tensor) -> None:
+    """dy becomes dx; both contiguous, of any float dtype."""
+    _launch(backward_kernel, dy, x, dy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import ops
 from ...distributed import Communicator
+from ...kernels import launch
 from ..dist_plan import InputDist, Splits, column_sums, plan_input_dist
 from ..headers import Header, exchange
 from ..places import (
@@ -73,7 +73,7 @@ def _share_with_replicas(
 ) -> ReceivedKeys:
     """Gather the distinct keys that each replica of this shard received, and their last use if known."""
     others = replica_routing.world_size - 1
-    distinct, inverse, _counts = ops.unique(received.keys)
+    distinct, inverse, _counts = launch.unique(received.keys)
     keys, last_use = replica_routing.all_gather(distinct), []
     counts.key_bytes += 8 * len(distinct) * others
     if received.last_use is not None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ... import ops
 from ...embedding.table import DynamicTable
+from ...kernels import launch
 from ..dist_plan import plan_output_dist
 from ..places import (
     Buffer,
@@ -100,7 +100,7 @@ def copy_kept_rows(
         return
     for rows, source, target in zip(kept, active, buffer, strict=True):
         here, there = (to_device(each, context.device) for each in rows)
-        ops.scatter_rows(target, there, source, source=here)
+        launch.scatter_rows(target, there, source, here)
 
 
 def _retrieve(
@@ -122,14 +122,14 @@ def _retrieve(
     owned, buffer, gradient, kept = [], [], [], []
     for number, received in enumerate(routes.received):
         received = _on_host(received)
-        keys, inverse, _counts = ops.unique(received.keys)
+        keys, inverse, _counts = launch.unique(received.keys)
         own, replicas = len(keys), []
         if context.replicated:  # replicas hold the keys that any of them received, in one order
-            keys, places, _counts = ops.unique(torch.cat(received.replica_keys))
+            keys, places, _counts = launch.unique(torch.cat(received.replica_keys))
             replicas = list(places.split([len(each) for each in received.replica_keys]))
         found = index[number].lookup(keys, window.update, over_ranks)
         if before is not None:
-            kept.append(ops.intersect(before.tables[number].keys, keys))
+            kept.append(launch.intersect(before.tables[number].keys, keys))
             counts.kept += len(kept[-1][0])
         table = storage[number]
         if context.config.dedup in ("lookup", "both"):
@@ -169,7 +169,7 @@ def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: 
     new = is_new.nonzero().squeeze(1)
     values = _fetch_all(context, table, TableKeys(found.keys[new], found.handles[new], None), counts)
     rows = values.new_empty(len(found.keys), values.shape[1])
-    ops.scatter_rows(rows, to_device(new, context.device), values)
+    launch.scatter_rows(rows, to_device(new, context.device), values)
     return rows
 
 
@@ -196,7 +196,7 @@ def _fetch_received(
     """Without dedup before the lookup a row is read for every key received; those of one key are the same."""
     counts.read += len(inverse)
     values = table.gather(handles[inverse], keys)
-    return to_device(ops.gather_rows(values, _first_occurrences(inverse, len(handles))), context.device)
+    return to_device(launch.gather_rows(values, _first_occurrences(inverse, len(handles))), context.device)
 
 
 def _reductions(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ... import ops
 from ...embedding.table import DynamicTable
+from ...kernels import launch
 from ..places import (
     Buffer,
     Context,
@@ -136,7 +136,7 @@ def update_rows(
         admitted = table.handles >= 0
         if not bool(admitted.all()):
             indices = to_device(admitted.nonzero().squeeze(1), context.device)
-            mean = ops.gather_rows(mean, indices)
+            mean = launch.gather_rows(mean, indices)
         group.optimizer.update(rows, indices, mean, step)
         if table.low_precision is not None:
             group.table.round_low_precision(rows, table.low_precision)
@@ -149,6 +149,6 @@ def _write(
     handles = owned.handles
     if not bool(chosen.all()):
         places = chosen.nonzero().squeeze(1)
-        handles, rows = handles[places], ops.gather_rows(rows, to_device(places, rows.device))
+        handles, rows = handles[places], launch.gather_rows(rows, to_device(places, rows.device))
     table.update(handles, to_host(rows))
     counts.written += len(handles)

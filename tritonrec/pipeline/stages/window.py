@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import ops
+from ...kernels import launch
 from ..places import (
     Buffer,
     CommunicationGroup,
@@ -47,7 +48,7 @@ def exchange(
         embeddings.extend(rows.new_empty(table.num_rows, dim) for rows, table, dim in sizes)
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
         sent = owned.tables[number].sent
-        rows = ops.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch])
+        rows = launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch])
         splits, slots = sent.splits[micro_batch], embeddings[number][table.slots(micro_batch)]
         counted_all_to_all(counts, communication, rows, splits, table.splits[micro_batch], out=slots)
         counts.rows += sum(splits) - splits[communication.rank]
@@ -69,7 +70,7 @@ def compute(
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself."""
     part, rows = samples[micro_batch], []
     for table, received in zip(routes.tables, embeddings, strict=True):
-        rows.append(ops.gather_rows(received, table.inverse[micro_batch]).requires_grad_())
+        rows.append(launch.gather_rows(received, table.inverse[micro_batch]).requires_grad_())
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     by_feature = context.tables.by_feature(rows, part.lookups())
     losses[micro_batch] = dense.flight.train_micro_batch(part, by_feature, seed, window.settings)
@@ -128,4 +129,4 @@ def replica_reduce(
             complete = context.sums.all_reduce_mean(
                 counts, replica, sums, reduction.plan, routes.row_normalizer
             )
-            ops.scatter_rows(means, to_device(reduction.rows, context.device), complete)
+            launch.scatter_rows(means, to_device(reduction.rows, context.device), complete)

@@ -1,0 +1,98 @@
+"""Gradient sums that are the same however a batch is cut: int64 fixed-point sums beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tritonrec.kernels.fixed_point import FRACTION_BITS
+from tritonrec.kernels.gradients import Accumulator, Terms
+
+
+class GradientAccumulator(Accumulator):
+    """Sums of the gradients of a module's parameters, over the backward passes until `take`.
+
+    Inside of `active`, ops go by this accumulator: the terms of a parameter's gradient are added here, and
+    ``parameter.grad`` stays empty. They also leave torch's dispatcher out, which costs a small batch more
+    than the kernels do; so a trainer has one for float32 gradients too.
+
+    Args:
+        module: its parameters, as they are now.
+        fraction_bits: sums are int64 multiples of ``2**-fraction_bits``; None: float32, in ``.grad``.
+
+    Attributes:
+        sums: by parameter name, of the parameter's shape, int64; empty for float32 sums.
+
+    Example::
+
+        accumulator = GradientAccumulator(model)
+        with accumulator.active():
+            model(batch, rows, seed).sum().backward()
+        gradients = {name: ops.from_fixed_point(sums) for name, sums in accumulator.take().items()}
+    """
+
+    def __init__(self, module: torch.nn.Module, fraction_bits: int | None = FRACTION_BITS):
+        self.fraction_bits = fraction_bits
+        self._parameters = dict(module.named_parameters())
+        exact = {} if fraction_bits is None else self._parameters
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in exact.items()}
+        self.sums = {  # contiguous, whatever the parameter's order in memory
+            name: torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
+            for name, parameter in exact.items()
+        }
+
+    @contextmanager
+    def empty_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` of every parameter starts as None; afterwards it is the one of before."""
+        before = [(parameter, parameter.grad) for parameter in self._parameters.values()]
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether this is a parameter with an exact sum here."""
+        return isinstance(tensor, torch.Tensor) and tensor in self._names
+
+    def add(self, parameter: torch.Tensor, terms: Terms) -> None:
+        """Add the terms of the gradient of a parameter that it `holds`.
+
+        Raises RuntimeError in a backward pass that is to be differentiated again.
+        """
+        name = self._names[parameter]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the gradient of {name} is summed exactly and has no derivative: leave create_graph out, or "
+                "use consistency='window'"
+            )
+        assert self.fraction_bits is not None
+        terms.add_to(self.sums[name], self.fraction_bits, name)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Sums by name, of the parameters that require a gradient, and start again from zero.
+
+        Raises TypeError for a parameter that has an ordinary gradient beside an exact sum.
+        """
+        taken = {}
+        for name, parameter in self._parameters.items():
+            if self.fraction_bits is None:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = None
+            elif parameter.grad is not None:
+                raise TypeError(
+                    f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's "
+                    "cut; batch consistency needs it from a module of tritonrec.nn, or use "
+                    "consistency='window'"
+                )
+            else:
+                gradient = self.sums[name].clone()
+                self.sums[name].zero_()
+            if parameter.requires_grad:
+                taken[name] = gradient
+        return taken

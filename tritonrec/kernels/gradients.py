@@ -1,0 +1,93 @@
+"""Gradients of parameters before they are summed, and who sums them.
+
+A sum of float32 gradients depends on its order, and so on which samples share a micro-batch. The derivative
+of an op therefore gives the gradient of a parameter as `Terms`, one for each token or sample. Autograd gets
+their float32 total, unless an `Accumulator` is active on the thread and holds the parameter: the exact one
+(`kernels.accumulator`) rounds each term once to fixed point and adds integers, whose sum has no order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_of_thread = threading.local()
+
+
+class Terms:
+    """The gradient of a parameter, not yet summed over tokens or samples."""
+
+    def total(self) -> torch.Tensor:
+        """The float32 sum, for autograd."""
+        raise NotImplementedError
+
+    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
+        """Round each term and add it to int64 `sums` of the parameter's shape.
+
+        Raises `ExactSumError`, which calls the parameter `name`.
+        """
+        raise NotImplementedError
+
+
+class Accumulator:
+    """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`."""
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether this is a parameter whose terms are added here."""
+        raise NotImplementedError
+
+    def add(self, parameter: torch.Tensor, terms: Terms) -> None:
+        """Add the terms of the gradient of a parameter that it `holds`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, on this thread, gradients of the parameters that it holds go here.
+
+        Backward stays on this thread, where autograd would take one of its own for an accelerator: a
+        checkpointed part of a model computes its forward again in backward, and must find the accumulator.
+        """
+        before = current()
+        _of_thread.accumulator = self
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            _of_thread.accumulator = before
+
+
+def current() -> Accumulator | None:
+    """The accumulator that is active on this thread."""
+    return getattr(_of_thread, "accumulator", None)
+
+
+def sum_terms(
+    accumulator: Accumulator | None, parameter: torch.Tensor | None, terms: Terms
+) -> torch.Tensor | None:
+    """The gradient of `parameter` for autograd: the total, or None where the accumulator takes the terms."""
+    if accumulator is None or parameter is None or not accumulator.holds(parameter):
+        return terms.total()
+    accumulator.add(parameter, terms)
+    return None
+
+
+def find_parameters(accumulator: Accumulator | None, inputs: tuple[Any, ...]) -> dict[int, Any]:
+    """The inputs that the accumulator holds, by place. (Saved tensors may be other objects.)"""
+    if accumulator is None:
+        return {}
+    return {at: each for at, each in enumerate(inputs) if accumulator.holds(each)}
+
+
+def finish(ctx: Any, gradients: Any) -> tuple[torch.Tensor | None, ...]:
+    """What an op's derivative returned, as autograd takes it: terms are summed for those who need them."""
+    found = []
+    for at, gradient in enumerate(gradients if isinstance(gradients, tuple) else (gradients,)):
+        if isinstance(gradient, Terms):
+            needed = ctx.needs_input_grad[at]
+            gradient = sum_terms(ctx.accumulator, ctx.parameters.get(at), gradient) if needed else None
+        found.append(gradient)
+    return tuple(found)

@@ -1,0 +1,74 @@
+"""A linear layer whose every row is a function of that row and the weights, bit for bit.
+
+    y[t, o] = bias[o] + sum over i of x[t, i] * weight[o, i]
+    dx[t, i] = sum over o of dy[t, o] * weight[o, i]
+    dW_s = sum over the tokens t of sample s of dy[t]^T x[t]
+    accumulator += round(dW_s * 2**fraction_bits)
+
+Dimensions: L tokens, B samples, `in` and `out` features. On the CPU an element is one float32 sum in
+ascending order of its terms, without fused multiply-add, so its bits do not depend on the batch, the thread
+count or the vendor's BLAS. In Triton a tile has one fixed shape whatever the number of rows.
+
+`linear` alone gives the weights an ordinary float32 gradient, a sum over all rows of the batch.
+`linear_weight_grad` is its exact twin: each sample's gradient is rounded once and added as int64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.fixed_point import FRACTION_BITS
+from tritonrec.kernels.linear.register import LINEAR, LINEAR_WEIGHT_GRAD
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    seq_offsets: torch.Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """x @ weight.T + bias, row by row.
+
+    Args:
+        x: (L, in) float32, rows contiguous (any row stride); bf16 and fp16 too in Triton.
+        weight: (out, in). bias: (out,) or None. Of x's dtype.
+        seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1]. It
+            changes no value; a `GradientAccumulator` needs it, which adds the weight's gradient by samples.
+    Returns:
+        (L, out) of x's dtype. Differentiable in x (row by row again), weight and bias.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    return LINEAR(x, weight, bias, seq_offsets, impl=impl)
+
+
+def linear_weight_grad(
+    accumulator: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    seq_offsets: torch.Tensor,
+    fraction_bits: int = FRACTION_BITS,
+    name: str = "weight",
+    *,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Add each sample's weight gradient, rounded once: the same sum for every split of the batch.
+
+    Args:
+        accumulator: (out, in) int64 multiples of ``2**-fraction_bits``, changed in place; contiguous rows.
+        dy: (L, out) float32. x: (L, in) float32. Any strides.
+        seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1].
+        name: of the weight, in errors.
+    Returns:
+        `accumulator`.
+    Raises:
+        ExactSumError: a sample's gradient is not finite or too large, or the sum leaves int64. The
+            accumulator then holds a part of the sum and has to be discarded.
+        ValueError: shapes, dtypes or offsets that do not fit; arguments that share memory with the
+            accumulator.
+    """
+    LINEAR_WEIGHT_GRAD(accumulator, dy, x, seq_offsets, fraction_bits, name, impl=impl)
+    return accumulator

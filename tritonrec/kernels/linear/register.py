@@ -1,0 +1,102 @@
+"""Registration of `linear` and `linear_weight_grad`."""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.fixed_point.errors import check_fraction_bits
+from tritonrec.kernels.gradients import Terms
+from tritonrec.kernels.linear import reference
+from tritonrec.kernels.offsets import check_offsets
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.overlap import check_no_overlap
+from tritonrec.kernels.row_layout import check_matrix
+from tritonrec.kernels.row_terms import RowTerms
+
+
+class ProductTerms(Terms):
+    """The gradient of a weight (out, in): dy (L, out)^T times x (L, in), one product for each sample."""
+
+    def __init__(self, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None):
+        self._dy, self._x, self._seq_offsets = dy, x, seq_offsets
+
+    def total(self) -> torch.Tensor:
+        """The product over all rows."""
+        return self._dy.t() @ self._x
+
+    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
+        """As `Terms.add_to`, sample by sample."""
+        if self._seq_offsets is None:
+            raise ValueError(
+                f"a linear layer with an exact gradient needs seq_offsets to tell samples apart: {name}"
+            )
+        dy, x = self._dy.detach(), self._x.detach()
+        LINEAR_WEIGHT_GRAD.launch(sums, dy, x, self._seq_offsets, fraction_bits, name)
+
+
+def check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None
+) -> None:
+    """Refuse shapes and dtypes that do not fit."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ValueError(
+            f"x, weight and bias must share a dtype, got {x.dtype}, {weight.dtype} and "
+            f"{None if bias is None else bias.dtype}"
+        )
+
+
+def _save(ctx, inputs, output):
+    x, weight, ctx.bias, seq_offsets, ctx.impl = inputs
+    ctx.bias = ctx.bias is not None
+    ctx.save_for_backward(x, weight, seq_offsets)
+
+
+def _backward(ctx, dy):
+    x, weight, seq_offsets = ctx.saved_tensors
+    dx = LINEAR(dy, weight.t(), impl=ctx.impl) if ctx.needs_input_grad[0] else None
+    return dx, ProductTerms(dy, x, seq_offsets), RowTerms(dy, dy.dtype) if ctx.bias else None, None
+
+
+def _check_weight_grad(
+    accumulator: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    _seq_offsets: torch.Tensor,
+    bits: int,
+    _name: str,
+) -> None:
+    check_matrix("accumulator", accumulator, torch.int64, in_place=True)
+    check_matrix("dy", dy, torch.float32)
+    check_matrix("x", x, torch.float32)
+    if accumulator.shape != (dy.shape[1], x.shape[1]) or dy.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"accumulator must be (out, in) for dy (L, out) and x (L, in), got "
+            f"{tuple(accumulator.shape)}, dy {tuple(dy.shape)}, x {tuple(x.shape)}"
+        )
+    check_fraction_bits(bits)
+
+
+def _check_weight_grad_memory(accumulator, dy, x, seq_offsets, *_):
+    check_no_overlap({"accumulator": accumulator}, {"dy": dy, "x": x, "seq_offsets": seq_offsets})
+    check_offsets("seq_offsets", seq_offsets, x.shape[0])
+
+
+LINEAR = Op(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_offsets) -> Tensor",
+    reference=reference.linear, cpu="numba_linear:linear", triton="triton_linear:linear",
+    check=check, fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    save=_save, backward=_backward,
+)  # fmt: skip
+LINEAR_WEIGHT_GRAD = Op(
+    "linear_weight_grad(Tensor(a!) accumulator, Tensor dy, Tensor x, Tensor seq_offsets, int fraction_bits, "
+    "str name) -> ()",
+    reference=reference.linear_weight_grad, cpu="numba_linear:linear_weight_grad",
+    triton="triton_linear:linear_weight_grad",
+    check=_check_weight_grad, check_memory=_check_weight_grad_memory,
+)  # fmt: skip

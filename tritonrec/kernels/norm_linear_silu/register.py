@@ -1,0 +1,117 @@
+"""Registration of `norm_linear_silu` and its derivative."""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.linear.register import ProductTerms
+from tritonrec.kernels.norm_linear_silu import reference
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.overlap import check_no_overlap
+from tritonrec.kernels.row_layout import check_matrix
+from tritonrec.kernels.row_terms import RowTerms
+
+
+def check(x, norm_weight, norm_bias, weight, bias, *_) -> None:
+    """Refuse shapes and dtypes that do not fit."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        )
+    if 0 in weight.shape:
+        raise ValueError(f"weight must have one feature or more each way, got {tuple(weight.shape)}")
+    for name, vector, length in (
+        ("norm_weight", norm_weight, x.shape[1]), ("norm_bias", norm_bias, x.shape[1]),
+        ("bias", bias, weight.shape[0]),
+    ):  # fmt: skip
+        if vector is not None and vector.shape != (length,):
+            raise ValueError(f"{name} must be ({length},), got {tuple(vector.shape)}")
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    for name, tensor in parameters.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ValueError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
+
+
+def _check_backward(dy, x, norm_weight, norm_bias, weight, bias, _eps, z, normed, means, rstds) -> None:
+    check(x, norm_weight, norm_bias, weight, bias)
+    check_matrix("dy", dy, x.dtype)
+    for name, tensor, columns in (("z", z, len(weight)), ("normed", normed, x.shape[1])):
+        check_shape(name, tensor, (len(x) if len(tensor) else 0, columns), x.dtype)
+    for name, tensor in (("means", means), ("rstds", rstds)):
+        check_shape(name, tensor, x.shape[:1], torch.float32)
+    if dy.shape != (len(x), len(weight)):
+        raise ValueError(f"dy must be ({len(x)}, {len(weight)}), got {tuple(dy.shape)}")
+
+
+def _check_backward_into(dy, x, norm_weight, norm_bias, weight, *rest) -> None:
+    _check_backward(dy, x, norm_weight, norm_bias, weight, *rest)
+    if not dy.is_contiguous():
+        raise ValueError(
+            f"dy is written in place and must be ({len(x)}, {len(weight)}) and contiguous, got "
+            f"{tuple(dy.shape)} with strides {dy.stride()}"
+        )
+
+
+def _check_overlap(dy, x, norm_weight, norm_bias, weight, bias, _eps, z, normed, means, rstds) -> None:
+    read = {
+        "x": x, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias,
+        "z": z, "normed": normed, "means": means, "rstds": rstds,
+    }  # fmt: skip
+    check_no_overlap({"dy": dy}, read)
+
+
+def _fake(x, _norm_weight, _norm_bias, weight, _bias, _eps, keep_normed, keep_linear):
+    return reference.outputs(x, weight, keep_normed, keep_linear)
+
+
+def _fake_backward(dy, *rest):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), *_fake_backward_into(dy, *rest)
+
+
+def _fake_backward_into(dy, x, _norm_weight, _norm_bias, _weight, _bias, _eps, _z, normed, *_):
+    terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
+    kept = normed.shape[0] == x.shape[0]
+    return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
+
+
+def _save(ctx, inputs, output):
+    x, norm_weight, norm_bias, weight, bias, ctx.eps, _, _, ctx.impl = inputs
+    ctx.save_for_backward(x, norm_weight, norm_bias, weight, bias, *output[1:])
+
+
+def _backward(ctx, dy, *_):
+    x, norm_weight, norm_bias, weight, bias, z, normed, means, rstds = ctx.saved_tensors
+    dz, dx, dnorm_weight, dnorm_bias, again = NORM_LINEAR_SILU_BACKWARD(
+        dy, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, impl=ctx.impl
+    )
+    return (
+        dx, RowTerms(dnorm_weight, x.dtype), RowTerms(dnorm_bias, x.dtype),
+        ProductTerms(dz, again if len(again) else normed, None),
+        None if bias is None else RowTerms(dz, x.dtype), None, None, None,
+    )  # fmt: skip
+
+
+NORM_LINEAR_SILU = Op(
+    "norm_linear_silu(Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
+    "float eps, bool keep_normed, bool keep_linear) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.norm_linear_silu, cpu="numba_norm_linear_silu:norm_linear_silu",
+    triton="triton_norm_linear_silu:norm_linear_silu", check=check, fake=_fake, save=_save,
+    backward=_backward,
+)  # fmt: skip
+NORM_LINEAR_SILU_BACKWARD = Op(
+    "norm_linear_silu_backward(Tensor dy, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, "
+    "Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.norm_linear_silu_backward, cpu="numba_norm_linear_silu:norm_linear_silu_backward",
+    triton="triton_norm_linear_silu:norm_linear_silu_backward", check=_check_backward, fake=_fake_backward,
+)  # fmt: skip
+NORM_LINEAR_SILU_BACKWARD_INTO = Op(
+    "norm_linear_silu_backward_into(Tensor(a!) dy, Tensor x, Tensor norm_weight, Tensor norm_bias, "
+    "Tensor weight, Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.norm_linear_silu_backward_into,
+    cpu="numba_norm_linear_silu:norm_linear_silu_backward_into",
+    triton="triton_norm_linear_silu:norm_linear_silu_backward_into",
+    check=_check_backward_into, check_memory=_check_overlap, fake=_fake_backward_into,
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""Registration of `silu` and its derivative."""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.silu import reference
+
+
+def check(x: torch.Tensor) -> None:
+    """Refuse another dtype than float32."""
+    if x.dtype != torch.float32:
+        raise ValueError(f"x must be float32, got {x.dtype}")
+
+
+def _check_backward(dy: torch.Tensor, x: torch.Tensor) -> None:
+    check(x)
+    check_shape("dy", dy, x.shape, x.dtype)
+
+
+def _save(ctx, inputs, output):
+    x, ctx.impl = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx, dy):
+    return SILU_BACKWARD(dy, *ctx.saved_tensors, impl=ctx.impl)
+
+
+SILU = Op(
+    "silu(Tensor x) -> Tensor",
+    reference=reference.silu, cpu="numba_silu:silu", triton="triton_silu:silu",
+    check=check, fake=lambda x: x.new_empty(x.shape), save=_save, backward=_backward,
+)  # fmt: skip
+SILU_BACKWARD = Op(
+    "silu_backward(Tensor dy, Tensor x) -> Tensor",
+    reference=reference.silu_backward, cpu="numba_silu:silu_backward", triton="triton_silu:silu_backward",
+    check=_check_backward, fake=lambda dy, x: x.new_empty(x.shape),
+)  # fmt: skip
