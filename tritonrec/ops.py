@@ -7,7 +7,6 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 from .kernels.bucketize import bucketize, owner_of
 from .kernels.dispatch import Impl, Registered, implementation
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
-from .kernels.gather_rows import gather_rows, scatter_rows
 from .kernels.hash_table import (
     HashTableFullError,
     check_inserted,
@@ -25,8 +24,8 @@ from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.packed_rows import add_packed_rows, pack_rows, packed_bytes
 from .kernels.philox import derive_seed, initial_rows, random_indices
 from .kernels.relative_aggregate import relative_aggregate
+from .kernels.rows import gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax import sampled_softmax
-from .kernels.segment_sum import segment_sum
 from .kernels.silu import silu
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 from .kernels.unique import unique

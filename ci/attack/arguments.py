@@ -92,10 +92,10 @@ def hash_table(d: Draw) -> Arguments:
         "slot_rows": slot_rows,
         "keys": asked.clone(),
         "rows": d.rows(count, 2**31) if d.rng.random() < 0.5 else d.rows(count, 99).int(),
-        "next_row": len(present),
+        "first_row": len(present),
         "free_rows": d.maybe(1000 + d.rows(3, 50, distinct=True)),
         "count": d.maybe(d.scalar(count)),
-        "row_counter": d.maybe(torch.tensor(len(present))),
+        "next_row": d.maybe(torch.tensor(len(present))),
         "status": d.maybe(torch.tensor(0)),
     }
 
@@ -130,17 +130,17 @@ def summed(d: Draw) -> Arguments:
         "num_segments": segments,
         "consistency": consistency,
         "out": torch.zeros(segments, width, dtype=torch.float32 if consistency == "window" else torch.int64),
-        "bits": int(d.rng.integers(20, 40)),
+        "fraction_bits": int(d.rng.integers(20, 40)),
         "name": "tensor",
         "count": d.maybe(d.scalar(count)),
         "status": d.maybe(torch.tensor(0)),
     }
 
 
-def grid(d: Draw) -> Arguments:
+def fixed_point(d: Draw) -> Arguments:
     shape = tuple(d.size(5) for _ in range(d.size(3)))
     values = {"values": d.floats(*shape), "sums": d.whole(*shape), "status": torch.tensor(0)}
-    return {**values, "bits": int(d.rng.integers(0, 50)), "name": "tensor", "divisor": 3.5}
+    return {**values, "fraction_bits": int(d.rng.integers(0, 50)), "name": "tensor", "divisor": 3.5}
 
 
 def packed(d: Draw) -> Arguments:
@@ -156,7 +156,7 @@ def packed(d: Draw) -> Arguments:
         "widths": widths,
         "packed": data,
         "name": "tensor",
-        "bits": 36,
+        "fraction_bits": 36,
         "counts": [len(widths)],
         "dim": width,
     }

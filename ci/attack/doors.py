@@ -1,7 +1,6 @@
 """The doors of each op.
 
-``unique`` is the function of `tritonrec.ops`, ``registered.unique`` the op behind it, through ``torch.ops``
-and through `ops.registered` in turn.
+``unique`` is the function of `tritonrec.ops`, ``registered.unique`` the op of ``torch.ops`` behind it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from arguments import (
     Draw,
     aggregated,
     drawn,
+    fixed_point,
     front,
     gated,
     gathered,
-    grid,
     hash_table,
     keys,
     layer,
@@ -40,11 +39,11 @@ from tritonrec import ops
 DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "unique": keys, "unique_padded": keys, "owner_of": routed, "bucketize": routed,
     "intersect": two_lists, "intersect_padded": two_lists,
-    "hash_insert": hash_table, "hash_insert_padded": hash_table, "hash_find": hash_table,
+    "hash_insert": hash_table, "hash_find": hash_table,
     "hash_assign": hash_table, "hash_erase": hash_table, "hash_grow": hash_table,
     "gather_rows": gathered, "scatter_rows": moved,
     "segment_sum": summed, "segment_sum_into": summed,
-    "to_fixed_point": grid, "to_fixed_point_status": grid, "from_fixed_point": grid,
+    "to_fixed_point": fixed_point, "to_fixed_point_status": fixed_point, "from_fixed_point": fixed_point,
     "pack_rows": packed, "add_packed_rows": packed,
     "initial_rows": drawn, "random_indices": drawn,
     "sparse_sgd": updated, "sparse_rowwise_adagrad": updated, "sparse_adam": updated,
@@ -60,7 +59,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
 DISTINCT = {
     "intersect": ["left", "right"], "intersect_padded": ["left", "right"], "scatter_rows": ["rows"],
     "sparse_sgd": ["indices"], "sparse_rowwise_adagrad": ["indices"], "sparse_adam": ["indices"],
-    "hash_insert": ["keys"], "hash_insert_padded": ["keys"], "hash_assign": ["keys"], "hash_erase": ["keys"],
+    "hash_insert": ["keys"], "hash_assign": ["keys"], "hash_erase": ["keys"],
 }  # fmt: skip
 # ops that agree with their reference up to rounding; all others in every bit
 ROUNDED = {
@@ -105,8 +104,8 @@ def attention(**given: Any) -> torch.Tensor:
     )
 
 
-def insert(row_counter: Any, next_row: Any, **given: Any) -> Any:
-    return ops.hash_insert(next_row=next_row if row_counter is None else row_counter, **given)
+def insert(first_row: Any, next_row: Any, **given: Any) -> Any:
+    return ops.hash_insert(next_row=first_row if next_row is None else next_row, **given)
 
 
 def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.Tensor:
@@ -115,20 +114,13 @@ def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.
     )
 
 
-def sum_into(out: Any, **given: Any) -> torch.Tensor:
-    consistency = "batch" if getattr(out, "dtype", None) == torch.int64 else "window"
-    return ops.segment_sum(
-        out=out, num_segments=len(out) if out is not None else 1, consistency=consistency, **given
-    )
-
-
 # public function -> the registered op whose arguments it takes, and the call where names differ
 PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     **{name: (name, getattr(ops, name)) for name in DRAWN if hasattr(ops, name)},
     "unique padded": ("unique_padded", lambda **given: ops.unique(padded=True, **given)),
     "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
-    "hash_insert padded": ("hash_insert_padded", insert),
-    "segment_sum into": ("segment_sum_into", sum_into),
+    "hash_insert": ("hash_insert", insert),
+    "segment_sum into": ("segment_sum_into", ops.segment_sum),
     "to_fixed_point status": ("to_fixed_point_status", ops.to_fixed_point),
     "norm_mul_dropout": ("norm_mul_dropout", lambda p, **given: ops.norm_mul_dropout(dropout=p, **given)),
     "norm_linear_silu": ("norm_linear_silu", front_of_layer),
@@ -141,12 +133,9 @@ PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def registered(op: str, names: list[str]) -> list[Callable[..., Any]]:
-    """The registered op, at its two doors."""
-    by_torch, by_us = getattr(torch.ops.tritonrec, op), getattr(ops.registered, op)
-    return [
-        lambda **given: by_torch(*(given[name] for name in names)),
-        lambda **given: by_us(*(given[name] for name in names)),
-    ]
+    """The registered op."""
+    function = getattr(torch.ops.tritonrec, op)
+    return [lambda **given: function(*(given[name] for name in names))]
 
 
 def calls() -> dict[str, Call]:

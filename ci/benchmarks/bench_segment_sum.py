@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tritonrec.kernels.segment_sum import segment_sum
+from tritonrec.kernels.rows import segment_sum
 
 # name: occurrences, segments, dim, Zipf exponent of the keys
 WORKLOADS = {

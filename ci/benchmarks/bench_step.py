@@ -45,7 +45,7 @@ def test_batch_consistency_over_window(benchmark, micro_batches):
                     began = time.perf_counter()
                     result = training.step(step)
                     times[name].append(time.perf_counter() - began)
-                    losses[name].append(float(result.losses.double().sum()) / result.terms)
+                    losses[name].append(float(result.losses.double().sum()) / result.loss_terms)
 
         benchmark.pedantic(in_turn, rounds=1)
     torch.testing.assert_close(losses["batch"], losses["window"], rtol=1e-4, atol=0)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tritonrec.data.balancing import SequenceCost, Shards, token_spread
+from tritonrec.data.balancing import SequenceCost, SupportsTokenCounts, token_spread
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.loader import NextItemLoader
 from tritonrec.data.sources import load_interactions
@@ -32,7 +32,7 @@ def measure(
             log, batch_size, max_seq_len, 0, seed=0, world_size=world_size, balance=SequenceCost(1, 0)
         )
         dynamic = DynamicBatchLoader(plain)
-        ways: list[tuple[str, Shards, int]] = [
+        ways: list[tuple[str, SupportsTokenCounts, int]] = [
             ("round robin", plain, plain.steps_per_epoch),
             ("by tokens", by_tokens, by_tokens.steps_per_epoch),
             ("dynamic batches", dynamic, dynamic.steps_per_epoch),

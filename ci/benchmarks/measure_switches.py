@@ -20,7 +20,7 @@ from rich.table import Table
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import LookupCounts, Trainer, WindowConfig
 
 MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -41,14 +41,17 @@ def train_rank(communicators: Communicators, job: Job, config: WindowConfig, ste
     last = config.window_micro_batches - 1
     edge = 0
     with Trainer(model, tables, dense, communicators, "nestpipe", config) as trainer:
-        for task in (("exchange", 0), ("gradient_exchange", last)):
 
-            def counted(window, micro_batch, task=task, action=trainer.program.actions[task[0]]):
-                nonlocal edge
-                action(window, micro_batch)
-                edge += window.sending(*task).bytes * (micro_batch == task[1])
+        def count_first(micro_batch: int, counts: LookupCounts) -> None:
+            nonlocal edge
+            edge += counts.row_bytes * (micro_batch == 0)
 
-            trainer.program.actions[task[0]] = counted
+        def count_last(micro_batch: int, counts: LookupCounts) -> None:
+            nonlocal edge
+            edge += counts.row_bytes * (micro_batch == last)
+
+        trainer.program.after("exchange", count_first)
+        trainer.program.after("gradient_exchange", count_last)
         losses = [result.losses for result in trainer.run(loader.batch(step) for step in range(steps))]
         if config.average_every:
             trainer.sync()

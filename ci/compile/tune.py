@@ -38,15 +38,6 @@ from tritonrec.kernels import tuned
 # What may be tried, by kernel: each name's values, all combinations. Nothing here may depend on a batch.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "silu": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
-    "fixed_point": {"BLOCK": (512, 1024, 2048), "num_warps": (2, 4, 8)},
-    "bucketize": {"BLOCK": (512, 1024, 2048), "num_warps": (4, 8)},
-    "hash_table": {"BLOCK": (64, 128, 256), "num_warps": (1, 2, 4, 8)},
-    "unique": {"BLOCK": (128, 256, 512), "num_warps": (1, 2, 4, 8)},
-    "gather_rows": {"BLOCK_ROWS": (4, 8, 16, 32), "num_warps": (2, 4, 8)},
-    "packed_rows": {"BLOCK_ROWS": (4, 8, 16), "num_warps": (2, 4, 8)},
-    "segment_sum": {"num_warps": (1, 2, 4)},
-    "sparse_optimizers": {"ELEMENTS": (512, 1024, 2048), "num_warps": (2, 4, 8)},
-    "philox": {"COUNTERS": (128, 256, 512), "num_warps": (2, 4, 8)},
     "norm_mul_dropout": {"num_warps": (1, 2, 4, 8)},
     "sampled_softmax": {"TILE": (1024, 2048, 4096), "num_warps": (2, 4, 8)},
     "linear": {"BLOCK": (32, 64, 128), "num_warps": (4, 8)},

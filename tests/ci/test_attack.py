@@ -65,12 +65,12 @@ def test_outcomes_are_told_apart(attack):
     from tritonrec.ops import scatter_rows
 
     def wrong(destination, rows, values, impl, **rest):
-        scatter_rows(destination, rows, values, impl, **rest)
+        scatter_rows(destination, rows, values, impl=impl, **rest)
         if impl != "reference" and destination.numel():
             destination[-1, -1] += 1
 
     def stray(destination, rows, values, impl, **rest):
-        scatter_rows(destination, rows, values, impl, **rest)
+        scatter_rows(destination, rows, values, impl=impl, **rest)
         if isinstance(values, torch.Tensor) and values.numel() and values.dtype == torch.float32:
             values.fill_(3)
 

@@ -182,11 +182,11 @@ class TableAgainstRules(RuleBasedStateMachine):
         )
     )
     def train(self, steps):
-        for picked, gap, home in steps:
-            self._step(self._pick(picked), gap, home)
+        for picked, gap, write_back in steps:
+            self._step(self._pick(picked), gap, write_back)
             self.same_content()
 
-    def _step(self, keys: list[int], gap: int, home: str):
+    def _step(self, keys: list[int], gap: int, write_back: str):
         self.now += gap
         expected = [self.naive.row(key) for key in keys]
         self.naive.lookup(keys, self.now)
@@ -196,7 +196,7 @@ class TableAgainstRules(RuleBasedStateMachine):
         ]
         owned = self.cluster.owned(keys)
         writer = threading.Thread(target=self._flush)
-        beside = home == "beside" and bool(self.pending)
+        beside = write_back == "beside" and bool(self.pending)
         before = dict(self.pending)
 
         def retrieve(rank, all_reduce):
@@ -225,11 +225,11 @@ class TableAgainstRules(RuleBasedStateMachine):
             for i, key in enumerate(mine):
                 if key in before:  # the dual-buffer synchronization
                     values[i] = torch.from_numpy(before[key])
-                wanted = expected[keys.index(key)]
-                assert values[i].numpy().tobytes() == wanted.tobytes(), (key, values[i], wanted)
+                row = expected[keys.index(key)]
+                assert values[i].numpy().tobytes() == row.tobytes(), (key, values[i], row)
                 # large and odd enough that neither 16-bit form holds it; now and then one that both hold
                 change = 1.0 if noise.random() < 0.2 else noise.normal(size=WIDTH).astype(np.float32)
-                trained[key] = (wanted + change).astype(np.float32)
+                trained[key] = (row + change).astype(np.float32)
                 values[i] = torch.from_numpy(trained[key])
             if lookup.low_precision is None:
                 assert self.policy.precision is None
@@ -244,7 +244,7 @@ class TableAgainstRules(RuleBasedStateMachine):
         for key, row in trained.items():
             self.naive.write(key, row)
         self.pending = trained
-        if not self.pipelined or home == "now":
+        if not self.pipelined or write_back == "now":
             self._flush()
 
     @rule(picked=picked_keys, flushed=st.booleans())
@@ -255,8 +255,8 @@ class TableAgainstRules(RuleBasedStateMachine):
         keys = self._pick(picked)
         for rank, here in enumerate(self.cluster.owned(keys)):
             mine = tensor(keys)[here]
-            gone = self.cluster.tables[rank].erase(mine).tolist()
-            assert gone == [self.naive.erase(key) for key in mine.tolist()]
+            erased = self.cluster.tables[rank].erase(mine).tolist()
+            assert erased == [self.naive.erase(key) for key in mine.tolist()]
             for key in set(mine.tolist()) & self.pending.keys():
                 self.erased.append((rank, self.handles[key], self.pending.pop(key)))
 
@@ -304,9 +304,9 @@ class TableAgainstRules(RuleBasedStateMachine):
             changed, erased = table.take_changes()
             for group, saved in self.saved.items():
                 fresh = by_key(changed[group])
-                gone = erased[group].tolist()
-                assert not fresh.keys() & set(gone)
-                for key in gone:
+                erased_keys = erased[group].tolist()
+                assert not fresh.keys() & set(erased_keys)
+                for key in erased_keys:
                     saved.pop(key, None)
                 saved.update(fresh)
         state = {group: by_key(columns) for group, columns in self.cluster.state().items()}
@@ -324,7 +324,7 @@ class TableAgainstRules(RuleBasedStateMachine):
         absent.append(all(absent))
         for key, columns in expected["rows"].items():
             *metadata, row = columns
-            metadata = [None if gone else value for gone, value in zip(absent, metadata, strict=True)]
+            metadata = [None if missing else value for missing, value in zip(absent, metadata, strict=True)]
             assert list(found[key][:-1]) == metadata, key
             assert key in self.pending or found[key][-1] == row, key
         if self.policy.admission > 1:
@@ -371,7 +371,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("eviction", "admission", "window", "tiers"), slow_except(QUICK, POLICIES))
-def test_table_follows_its_rules(eviction, admission, window, tiers):
+def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
     policy = TablePolicy(EVICTIONS[eviction], admission, TIERS[tiers], window)
     machine = type("Machine", (TableAgainstRules,), {"policy": policy})
     run_state_machine_as_test(
@@ -384,4 +384,4 @@ def test_table_follows_its_rules(eviction, admission, window, tiers):
 )
 def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch, eviction, tiers):
     monkeypatch.setattr(table_module, "HostTable", DictTable)
-    test_table_follows_its_rules(eviction, 2, 3, tiers)
+    test_policies_equal_the_naive_table(eviction, 2, 3, tiers)

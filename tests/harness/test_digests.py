@@ -14,7 +14,8 @@ import torch
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 

@@ -23,8 +23,8 @@ def no_work(monkeypatch):
     def load(*args):
         raise AssertionError("it has begun to work")
 
-    for module in ("cli", "cli.train", "cli.cluster", "cli.profile"):
-        monkeypatch.setattr(f"tritonrec.harness.{module}.load_job", load)
+    for module in ("verify", "job", "lab"):
+        monkeypatch.setattr(f"tritonrec.harness.cli.{module}.load_job", load)
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)

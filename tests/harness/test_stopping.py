@@ -15,7 +15,8 @@ from speeds import slow_except
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
 from tritonrec.harness.train import loop
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.harness.train.stopping import graceful_stop
 from tritonrec.pipeline import WindowConfig
 

@@ -10,7 +10,8 @@ from speeds import slow_except
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import Trainer, WindowConfig
 
 pytestmark = pytest.mark.multi_rank

@@ -146,7 +146,7 @@ def test_more_memory_than_there_is_is_said(monkeypatch):
     def load(job):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr("tritonrec.harness.cli.train.load_job", load)
+    monkeypatch.setattr("tritonrec.harness.cli.job.load_job", load)
     code, output, _ = commands.invoke("train")
     assert code == 2 and "out of memory: Unable to allocate 1 PiB" in output
 

@@ -5,7 +5,6 @@ A mutant is one edit, (old text, new text). Edits stay inside the buffers, so th
 
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 
-import pytest
 import test_bucketize
 import test_fixed_point
 import test_gather_rows
@@ -23,8 +22,6 @@ import test_unique
 import torch
 from mutate import each
 
-from tritonrec.kernels import tuned
-
 IMPL = "triton"
 
 
@@ -39,10 +36,7 @@ def interleaved(test, **arguments):
     """A test of `test_schedules` in blocks of two lanes, under a few schedules."""
 
     def check():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                tuned, "config", lambda *_: {"BLOCK": test_schedules.small_blocks.size, "num_warps": 1}
-            )
+        with test_schedules.small_blocks():
             for seed in range(12):
                 test.hypothesis.inner_test(**arguments, drawn=(seed, True, 2))
 
@@ -103,7 +97,7 @@ SEGMENT_SUM = [
     ),
     lambda: test_segment_sum.test_accumulates_into_a_view_and_nothing_else(IMPL, "batch"),
     lambda: test_segment_sum.test_a_sum_that_leaves_int64_is_an_error(IMPL, torch.float32, 1),
-    lambda: test_segment_sum.test_a_value_without_a_place_is_an_error(IMPL, float("nan")),
+    lambda: test_segment_sum.test_a_value_without_a_fixed_point_number_is_an_error(IMPL, float("nan")),
     *each(test_padding.test_sums_are_of_the_occurrences_that_hold, 7),
 ]
 ROWS = [
@@ -134,11 +128,11 @@ PHILOX = [
     *each(test_philox.test_initial_rows_equal_the_reference, 5),
     lambda: test_philox.test_random_indices_equal_the_reference(IMPL, 100003, 5),
 ]
-GRID = [
+FIXED_POINT = [
     lambda: test_fixed_point.test_ties_go_to_even(IMPL),
-    *each(test_fixed_point.test_what_has_no_place_is_named, 2.0**26),
+    *each(test_fixed_point.test_a_value_without_a_number_is_named, 2.0**26),
     lambda: test_fixed_point.test_the_first_of_several_is_named(IMPL),
-    *each(test_fixed_point.test_from_grid_equals_the_reference, -7.5),
+    *each(test_fixed_point.test_from_fixed_point_equals_the_reference, -7.5),
 ]
 PACKED = [
     *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
@@ -153,12 +147,12 @@ CHECKS = {
     "unique.triton_unique": UNIQUE,
     "intersect.triton_intersect": INTERSECT,
     "bucketize.triton_bucketize": BUCKETIZE,
-    "segment_sum.triton_segment_sum": SEGMENT_SUM,
+    "rows.triton_segment_sum": SEGMENT_SUM,
     "packed_rows.triton_packed_rows": PACKED,
-    "gather_rows.triton_rows": ROWS,
+    "rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
     "philox.triton_philox": PHILOX,
-    "fixed_point.triton_fixed_point": GRID,
+    "fixed_point.triton_fixed_point": FIXED_POINT,
 }
 CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
 PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
@@ -228,7 +222,7 @@ MUTANTS = {
         "low_half_of_the_hash": [("((mix64(key) >> 32) & 0xFFFFFFFF)", "(mix64(key) & 0xFFFFFFFF)")],
         "padding_has_owners": [("num_valid(num_keys, count_ptr)", "num_keys")],
     },
-    "segment_sum.triton_segment_sum": {
+    "rows.triton_segment_sum": {
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
         "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
         "unstable_order": [
@@ -263,14 +257,14 @@ MUTANTS = {
         "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
         "wraps_around": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
     },
-    "gather_rows.triton_rows": {
+    "rows.triton_rows": {
         "one_column_too_many": [("(columns < dim)", "(columns <= dim)")],
         "one_column_too_few": [("(columns < dim)", "(columns < dim - 1)")],
-        "one_row_too_many": [("inside = (moves < num_held)", "inside = (moves <= num_held)")],
+        "one_row_too_many": [("inside = (moves < valid)", "inside = (moves <= valid)")],
         "offsets_of_32_bits": [
             ("source_row[:, None] * source_row_stride", "(source_row[:, None] * source_row_stride).to(tl.int32)")
         ],
-        "padding_not_zeroed": [("inside = (moves < num_moves)", "inside = (moves < num_held)")],
+        "padding_not_zeroed": [("inside = (moves < num_moves)", "inside = (moves < valid)")],
         "offsets_of_32_bits_at_the_destination": [
             ("destination_row[:, None] * destination_row_stride", "(destination_row[:, None] * destination_row_stride).to(tl.int32)")
         ],

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tritonrec.kernels import row_layout
-from tritonrec.kernels.hash_table import call
+from tritonrec.kernels.hash_table import register
 
 # What reads a value back, or gives a result whose length depends on values.
 WAITS = {
@@ -93,7 +93,7 @@ _run, _readers = InterpretedFunction.run, {name: getattr(torch.Tensor, name) for
 
 def _refusals():
     readers = [(torch.Tensor, name, _refuse(name)) for name in READERS]
-    return [*readers, *((module, "on_host", lambda tensor: False) for module in (row_layout, call))]
+    return [*readers, *((module, "on_host", lambda tensor: False) for module in (row_layout, register))]
 
 
 def _exempt(self, *args, **kwargs):

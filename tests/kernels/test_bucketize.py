@@ -130,4 +130,4 @@ def test_compiles_without_a_graph_break():
 
 def test_registration():
     torch.library.opcheck(torch.ops.tritonrec.owner_of.default, (EDGES, 3, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.bucketize.default, (EDGES, 3, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.bucketize.default, (EDGES, 3, None, "cpu"))

@@ -122,14 +122,19 @@ ROWS = torch.tensor([1, 0, 5, -1, 2**62])  # of three rows: the one at position 
 WHOLE = torch.zeros(3, 2, dtype=torch.int64)
 FLOATS, ONES = torch.zeros(3, 2), torch.ones(10).byte()
 LOOKED_UP = {
-    "gather_rows": ("rows", lambda impl, rows: ops.gather_rows(FLOATS, rows, impl)),
-    "scatter_rows": ("rows", lambda impl, rows: ops.scatter_rows(FLOATS, rows, torch.ones(5, 2), impl)),
+    "gather_rows": ("rows", lambda impl, rows: ops.gather_rows(FLOATS, rows, impl=impl)),
+    "scatter_rows": ("rows", lambda impl, rows: ops.scatter_rows(FLOATS, rows, torch.ones(5, 2), impl=impl)),
     "scatter_rows source": (
         "source",
-        lambda impl, rows: ops.scatter_rows(FLOATS, rows.new_zeros(5), FLOATS.clone(), impl, source=rows),
+        lambda impl, rows: ops.scatter_rows(
+            FLOATS, rows.new_zeros(5), FLOATS.clone(), source=rows, impl=impl
+        ),
     ),
     "segment_sum": ("segments", lambda impl, rows: ops.segment_sum(torch.ones(5, 2), rows, 3, impl=impl)),
-    "sparse_sgd": ("indices", lambda impl, rows: ops.sparse_sgd(FLOATS, rows, torch.ones(5, 2), 0.1, impl)),
+    "sparse_sgd": (
+        "indices",
+        lambda impl, rows: ops.sparse_sgd(FLOATS, rows, torch.ones(5, 2), 0.1, impl=impl),
+    ),
     "pack_rows": ("rows", lambda impl, rows: ops.pack_rows(WHOLE, rows, impl=impl)),
     "add_packed_rows": (
         "segments",
@@ -155,7 +160,7 @@ def test_a_width_that_is_none(impl):
         lambda: ops.add_packed_rows(WHOLE, torch.zeros(5).long(), widths, widths, impl=impl),
         lambda: ops.packed_bytes(widths, [5], 2),
     ):
-        with pytest.raises(ValueError, match=r"^widths\[1\] = 9 is none of 0 to 8 and 132"):
+        with pytest.raises(ValueError, match=r"^widths\[1\] = 9 must be 0 to 8 or 132"):
             call()
 
 

@@ -1,4 +1,4 @@
-"""One rounding to a power-of-two grid, half to even, the same in every bit; what has no place is refused."""
+"""One rounding to a multiple of 2**-fraction_bits, half to even, the same in every bit, or an error."""
 
 from fractions import Fraction
 
@@ -35,7 +35,7 @@ def test_ties_go_to_even(impl):
 
 @pytest.mark.parametrize("bits", [0, 10, 36])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_to_grid_equals_the_reference(impl, bits):
+def test_to_fixed_point_equals_the_reference(impl, bits):
     values = floats_of_all_sizes(400)
     assert torch.equal(
         to_fixed_point(on(impl, values), bits, impl=impl).cpu(),
@@ -47,9 +47,9 @@ def test_to_grid_equals_the_reference(impl, bits):
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_shapes_survive_both_ways(impl, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100
-    grid = to_fixed_point(on(impl, values), impl=impl)
-    assert grid.shape == values.shape and torch.equal(grid.cpu(), to_fixed_point(values, impl="reference"))
-    back = from_fixed_point(grid, impl=impl).cpu()
+    terms = to_fixed_point(on(impl, values), impl=impl)
+    assert terms.shape == values.shape and torch.equal(terms.cpu(), to_fixed_point(values, impl="reference"))
+    back = from_fixed_point(terms, impl=impl).cpu()
     assert back.shape == values.shape and torch.equal(back, values.where(values.abs() >= 2.0**-13, back))
 
 
@@ -62,7 +62,7 @@ def test_non_contiguous_values(impl):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 2.0**26, -(2.0**26), 3e38])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_what_has_no_place_is_named(impl, value):
+def test_a_value_without_a_number_is_named(impl, value):
     values = torch.ones(7, 300)
     values[5, 17] = value
     values[6, 1] = float("nan")
@@ -84,7 +84,7 @@ def test_the_first_of_several_is_named(impl):
 @pytest.mark.smoke
 @pytest.mark.parametrize("divisor", [1.0, 3.0, -7.5, 1e-3])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_from_grid_equals_the_reference(impl, divisor):
+def test_from_fixed_point_equals_the_reference(impl, divisor):
     generator = torch.Generator().manual_seed(2)
     sums = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator) >> torch.arange(300) % 63
     sums = torch.cat([sums, torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1, 0])])
@@ -100,20 +100,20 @@ def test_from_grid_equals_the_reference(impl, divisor):
 )
 def test_sums_do_not_depend_on_order_and_are_exact(values, bits, random):
     shuffled = random.sample(values, len(values))
-    grid = to_fixed_point(torch.tensor(values), bits)
-    assert grid.sum() == to_fixed_point(torch.tensor(shuffled), bits).sum()
-    assert int(grid.sum()) == sum(round(Fraction(value) * 2**bits) for value in values)
+    terms = to_fixed_point(torch.tensor(values), bits)
+    assert terms.sum() == to_fixed_point(torch.tensor(shuffled), bits).sum()
+    assert int(terms.sum()) == sum(round(Fraction(value) * 2**bits) for value in values)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: to_fixed_point(torch.zeros(2, dtype=torch.float64)), "values must be float32"),
-        (lambda: to_fixed_point(torch.zeros(2), 63), "bits"),
+        (lambda: to_fixed_point(torch.zeros(2), 63), "fraction_bits"),
         (lambda: from_fixed_point(torch.zeros(2)), "sums must be int64"),
         (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), 0.0), "divisor"),
         (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), float("inf")), "divisor"),
-        (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), bits=-1), "bits"),
+        (lambda: from_fixed_point(torch.zeros(2, dtype=torch.int64), fraction_bits=-1), "fraction_bits"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

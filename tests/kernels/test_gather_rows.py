@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.gather_rows import gather_rows, scatter_rows
+from tritonrec.kernels.rows import gather_rows, scatter_rows
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -285,7 +285,7 @@ def test_gather_takes_back_what_scatter_put(data):
         ),
         (
             lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5, 2), source=TWO.to("meta")),
-            "values is on cpu, source on meta",
+            "destination is on cpu, source on meta",
         ),
     ],
 )
@@ -319,8 +319,7 @@ def test_compiled_backward_is_the_eager_one():
 
 def test_registration():
     rows = torch.tensor([2, 0, 5])
-    source = torch.randn(6, 4, requires_grad=True)
-    torch.library.opcheck(torch.ops.tritonrec.gather_rows.default, (source, rows, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.gather_rows.default, (torch.randn(6, 4), rows, None, "cpu"))
     scatter = torch.ops.tritonrec.scatter_rows.default
-    torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(3, 4), "cpu"))
-    torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(9, 4), "cpu", None, rows + 3))
+    torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(3, 4), None, None, "cpu"))
+    torch.library.opcheck(scatter, (torch.randn(6, 4), rows, torch.randn(9, 4), rows + 3, None, "cpu"))

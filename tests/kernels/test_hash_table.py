@@ -29,12 +29,12 @@ def test_a_probe_visits_every_slot_once(key, log_groups):
 def test_every_key_is_legal(impl, leftover):
     table = empty(8, impl, leftover)
     keys = keys_of(EXTREMES, impl)
-    assert hash_find(*table, keys, impl).tolist() == [-1] * 6
+    assert hash_find(*table, keys, impl=impl).tolist() == [-1] * 6
     rows, inserted = hash_insert(*table, keys, 40, impl=impl)
     assert rows.tolist() == [40, 41, 42, 43, 44, 45]
     assert inserted.tolist() == [True] * 6
-    assert hash_find(*table, keys.flip(0), impl).tolist() == [45, 44, 43, 42, 41, 40]
-    assert hash_find(*table, keys_of([2, -3], impl), impl).tolist() == [-1, -1]
+    assert hash_find(*table, keys.flip(0), impl=impl).tolist() == [45, 44, 43, 42, 41, 40]
+    assert hash_find(*table, keys_of([2, -3], impl), impl=impl).tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -44,7 +44,7 @@ def test_a_leftover_of_the_key_itself_does_not_attract_it(impl):
     rows, inserted = hash_insert(*table, keys_of([5, 2], impl), 0, impl=impl)
     assert rows.tolist() == [0, 1] and inserted.all()
     assert sorted(table[1].tolist()[:2]) == [0, 1]
-    assert hash_find(*table, keys_of([2, 5, 0, 7], impl), "reference").tolist() == [1, 0, -1, -1]
+    assert hash_find(*table, keys_of([2, 5, 0, 7], impl), impl="reference").tolist() == [1, 0, -1, -1]
 
 
 @pytest.mark.smoke
@@ -65,7 +65,7 @@ def test_collisions_fill_a_table_to_its_last_slot(impl):
     rows, _ = hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
     assert rows.tolist() == list(range(64))
     assert contents(*table) == dict(zip(keys, range(64), strict=True))
-    assert hash_find(*table, keys_of([*keys, 10**9], impl), impl).tolist() == [*range(64), -1]
+    assert hash_find(*table, keys_of([*keys, 10**9], impl), impl=impl).tolist() == [*range(64), -1]
 
 
 @pytest.mark.parametrize("home", [0, 7])
@@ -85,7 +85,10 @@ def test_probes_walk_their_step_and_wrap_around_the_end(impl, step, home):
     ]
     assert int((table[1] >= 0).sum()) == 20
     absent = key_with_hash(99 << 40 | step << 32 | home)
-    assert hash_find(*table, keys_of([*keys[::-1], absent], impl), impl).tolist() == [*range(19, -1, -1), -1]
+    assert hash_find(*table, keys_of([*keys[::-1], absent], impl), impl=impl).tolist() == [
+        *range(19, -1, -1),
+        -1,
+    ]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -99,9 +102,9 @@ def test_three_quarters_full_and_grown(impl):
     assert int((table[1] >= 0).sum()) == 192
     assert rows.tolist() == [*range(90, 192), *range(89, -1, -1)]
     assert inserted.tolist() == [True] * 102 + [False] * 90
-    for one in (table, hash_grow(*table, impl)):
-        assert torch.equal(hash_find(*one, keys_of(keys.flip(0).tolist(), impl), impl), rows)
-        assert hash_find(*one, keys_of((keys + 1).tolist(), impl), impl).tolist() == [-1] * 192
+    for one in (table, hash_grow(*table, impl=impl)):
+        assert torch.equal(hash_find(*one, keys_of(keys.flip(0).tolist(), impl), impl=impl), rows)
+        assert hash_find(*one, keys_of((keys + 1).tolist(), impl), impl=impl).tolist() == [-1] * 192
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -130,8 +133,12 @@ def test_equals_the_reference(impl, size):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
     assert contents(*ours) == contents(*theirs)
     query = torch.cat([keys, keys + 1])
-    assert torch.equal(hash_find(*ours, on(impl, query), impl).cpu(), hash_find(*theirs, query, "reference"))
-    assert torch.equal(hash_find(*ours, on(impl, query), impl).cpu()[:size] >= 0, torch.ones(size).bool())
+    assert torch.equal(
+        hash_find(*ours, on(impl, query), impl=impl).cpu(), hash_find(*theirs, query, impl="reference")
+    )
+    assert torch.equal(
+        hash_find(*ours, on(impl, query), impl=impl).cpu()[:size] >= 0, torch.ones(size).bool()
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -140,10 +147,10 @@ def test_growth_keeps_rows_and_leaves_the_old_table_alone(impl):
     table = empty(64, impl)
     hash_insert(*table, keys_of(keys, impl), 5, impl=impl)
     before = [part.clone() for part in table]
-    grown = hash_grow(*table, impl)
+    grown = hash_grow(*table, impl=impl)
     assert [part.numel() for part in grown] == [128, 128]
     assert contents(*grown) == dict(zip(keys, range(5, 5 + len(keys)), strict=True))
-    assert hash_find(*grown, keys_of(keys, impl), impl).tolist() == list(range(5, 5 + len(keys)))
+    assert hash_find(*grown, keys_of(keys, impl), impl=impl).tolist() == list(range(5, 5 + len(keys)))
     assert all(torch.equal(now, then) for now, then in zip(table, before, strict=True))
 
 
@@ -158,8 +165,8 @@ def test_tables_of_different_implementations_are_one_format():
         )
     if not GPU:
         hash_insert(*table, keys, 35, impl="triton")
-        assert hash_find(*table, keys, "cpu").tolist() == list(range(45))
-        assert hash_find(*hash_grow(*table, "cpu"), keys, "triton").tolist() == list(range(45))
+        assert hash_find(*table, keys, impl="cpu").tolist() == list(range(45))
+        assert hash_find(*hash_grow(*table, impl="cpu"), keys, impl="triton").tolist() == list(range(45))
 
 
 def test_refuses_what_is_no_table():
@@ -194,7 +201,7 @@ def test_refuses_what_is_no_table():
 def test_refuses_to_pass_the_last_row(impl):
     table = empty(16)
     with pytest.raises(ValueError, match="2 new keys from row 2147483647 pass"):
-        hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 1, keys_of([4]), impl)
+        hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 1, keys_of([4]), impl=impl)
     assert contents(*table) == {}
     hash_insert(*table, keys_of([1]), 2**31 - 3, impl=impl)
     with pytest.raises(ValueError, match="3 new keys from row 2147483646 pass the last int32 row"):
@@ -222,12 +229,17 @@ def test_compiles_without_a_graph_break():
 
 def test_registration():
     table = empty(16)
-    torch.library.opcheck(torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, "cpu"))
+    torch.library.opcheck(
+        torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, None, None, None, "cpu")
+    )
     hash_insert(*table, torch.arange(5), 0)
-    torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), None, "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.hash_grow, (*table, "cpu"))
     torch.library.opcheck(
-        torch.ops.tritonrec.hash_insert, (*table, torch.arange(9), 7, torch.arange(5, 7), "cpu")
+        torch.ops.tritonrec.hash_insert,
+        (*table, torch.arange(9), 7, torch.arange(5, 7), None, None, None, "cpu"),
     )
-    torch.library.opcheck(torch.ops.tritonrec.hash_assign, (*table, torch.arange(9), torch.arange(9), "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.hash_erase, (*table, torch.arange(3), "cpu"))
+    torch.library.opcheck(
+        torch.ops.tritonrec.hash_assign, (*table, torch.arange(9), torch.arange(9), None, "cpu")
+    )
+    torch.library.opcheck(torch.ops.tritonrec.hash_erase, (*table, torch.arange(3), None, "cpu"))

@@ -46,12 +46,12 @@ class TableMachine(RuleBasedStateMachine):
     def insert(self, keys, reuse):
         new = [key for key in keys if key not in self.rows_of]
         free = self.free_rows[:reuse]
-        arguments = (keys_of(keys, self.impl), self.next_row, keys_of(free, self.impl), self.impl)
+        arguments = (keys_of(keys, self.impl), self.next_row, keys_of(free, self.impl))
         if len(self.rows_of) + len(new) > self.table[0].numel():
             with pytest.raises(HashTableFullError):
-                hash_insert(*self.table, *arguments)
+                hash_insert(*self.table, *arguments, impl=self.impl)
             return
-        rows, inserted = hash_insert(*self.table, *arguments)
+        rows, inserted = hash_insert(*self.table, *arguments, impl=self.impl)
         fresh = range(self.next_row, self.next_row + len(keys))
         self.rows_of.update(zip(new, [*free, *fresh], strict=False))
         assert inserted.tolist() == [key in new for key in keys]
@@ -62,18 +62,18 @@ class TableMachine(RuleBasedStateMachine):
     @rule(keys=keys)
     def erase(self, keys):
         expected = [self.rows_of.pop(key, -1) for key in keys]
-        assert hash_erase(*self.table, keys_of(keys, self.impl), self.impl).tolist() == expected
+        assert hash_erase(*self.table, keys_of(keys, self.impl), impl=self.impl).tolist() == expected
         self.free_rows += [row for row in expected if row != -1]
 
     @rule(keys=keys)
     def find(self, keys):
-        rows = hash_find(*self.table, keys_of(keys + keys[:2], self.impl), self.impl).tolist()
+        rows = hash_find(*self.table, keys_of(keys + keys[:2], self.impl), impl=self.impl).tolist()
         assert rows == [self.rows_of.get(key, -1) for key in keys + keys[:2]]
 
     @rule(keys=keys)
     def assign(self, keys):
         rows = range(self.next_row, self.next_row + len(keys))
-        before = hash_assign(*self.table, keys_of(keys, self.impl), keys_of(rows, self.impl), self.impl)
+        before = hash_assign(*self.table, keys_of(keys, self.impl), keys_of(rows, self.impl), impl=self.impl)
         assert before.tolist() == [self.rows_of.get(key, -1) for key in keys]
         present = {key: row for key, row in zip(keys, rows, strict=True) if key in self.rows_of}
         self.free_rows += [self.rows_of[key] for key in present]
@@ -83,13 +83,13 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.table[0].numel() < 256)
     @rule()
     def grow(self):
-        self.table = hash_grow(*self.table, self.impl)
+        self.table = hash_grow(*self.table, impl=self.impl)
 
     @invariant()
     def holds_the_same(self):
         assert contents(*self.table) == self.rows_of
         keys = list(self.rows_of)
-        assert hash_find(*self.table, keys_of(keys), "cpu").tolist() == list(self.rows_of.values())
+        assert hash_find(*self.table, keys_of(keys), impl="cpu").tolist() == list(self.rows_of.values())
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"] if GPU else IMPLS)
@@ -111,7 +111,7 @@ def test_is_a_dict_that_grows(batches, impl):
     table, rows_of = empty(8), {}
     for batch in batches:
         while len(rows_of) + len(batch) > 0.75 * table[0].numel():
-            table = hash_grow(*table, impl)
+            table = hash_grow(*table, impl=impl)
         rows, inserted = hash_insert(*table, keys_of(batch), len(rows_of), impl=impl)
         assert inserted.tolist() == [key not in rows_of for key in batch]
         for key in batch:

@@ -79,10 +79,10 @@ def test_no_secret_shows_in_a_result(impl, monkeypatch):
     keys = torch.cat([HIGH[:size], RANDOM[:size], LOW[:size], HIGH[: size // 2].flip(0)])
     left, right = keys[: 2 * size], torch.cat([keys[size // 2 : size], keys[2 * size : 3 * size]])
     place = (lambda t: t.cuda()) if impl == "triton" and GPU else (lambda t: t)
-    expected = [*ops.unique(keys, "reference"), *ops.intersect(left, right, "reference")]
+    expected = [*ops.unique(keys, impl="reference"), *ops.intersect(left, right, impl="reference")]
     for secret in [0, *SECRETS]:
         monkeypatch.setattr(murmur, "SECRET", secret)
-        found = [*ops.unique(place(keys), impl), *ops.intersect(place(left), place(right), impl)]
+        found = [*ops.unique(place(keys), impl=impl), *ops.intersect(place(left), place(right), impl=impl)]
         assert all(torch.equal(got.cpu(), want) for got, want in zip(found, expected, strict=True))
 
 

@@ -107,7 +107,7 @@ def test_what_lies_beyond_a_buffer_is_not_in_it(impl):
     buffer[:5] = torch.tensor([4, -1, 8, 9, 3])
     right = on(impl, buffer)[:5]
     left = on(impl, torch.tensor([0, 8]))
-    assert [part.tolist() for part in intersect(left, right, impl)] == [[1], [2]]
+    assert [part.tolist() for part in intersect(left, right, impl=impl)] == [[1], [2]]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -118,7 +118,7 @@ def test_repeated_keys_give_positions_of_equal_keys_and_no_more_than_there_is_ro
     left, right = on(impl, torch.tensor(left)), on(impl, torch.tensor(right))
     for padded in (False, True):
         with poisoned_memory():
-            in_left, in_right, *count = intersect(left, right, impl, padded=padded)
+            in_left, in_right, *count = intersect(left, right, impl=impl, padded=padded)
         if padded:
             assert len(in_left) == len(in_right) == min(len(left), len(right)) >= int(count[0]) > 0
             in_left, in_right = in_left[: int(count[0])], in_right[: int(count[0])]
@@ -162,4 +162,4 @@ def test_compiles_without_a_graph_break():
 
 
 def test_registration():
-    torch.library.opcheck(torch.ops.tritonrec.intersect.default, (*case("left_longer"), "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.intersect.default, (*case("left_longer"), None, None, "cpu"))

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from poison import poisoned_memory
 
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
-from tritonrec.kernels.gather_rows import gather_rows
 from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes
-from tritonrec.kernels.segment_sum import segment_sum
+from tritonrec.kernels.rows import gather_rows, segment_sum
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -201,9 +200,9 @@ def test_a_sum_that_leaves_int64_is_an_error(impl, sign):
     assert widths.tolist() == [0, *[FLOAT] * 5]
     out = on(impl, torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ExactSumError) as expected:
-        segment_sum(values, segments, 2, consistency="batch", name="uvqk", bits=20)
+        segment_sum(values, segments, 2, consistency="batch", name="uvqk", fraction_bits=20)
     with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
-        add_packed_rows(out, on(impl, segments), widths, packed, name="uvqk", bits=20, impl=impl)
+        add_packed_rows(out, on(impl, segments), widths, packed, name="uvqk", fraction_bits=20, impl=impl)
     assert str(caught.value) == str(expected.value)
     assert caught.value.index == ((4, 2) if sign > 0 else (5, 2)) and caught.value.value == sign * 2**61
 
@@ -230,11 +229,11 @@ def test_corrupt_widths_and_bytes_are_named_before_anything_is_added(impl, width
     widths, packed = pack_rows(on(impl, values), segments, impl=impl)
     out = on(impl, torch.zeros(4, 2, dtype=torch.int64))
     for wrong in (packed[:-1], torch.cat([packed, packed[:1]]), packed[:0]):
-        message = f"packed must have the 8 bytes that widths say for dim 2, got {len(wrong)}"
+        message = f"packed must have the 8 bytes of rows of these widths and dim 2, got {len(wrong)}"
         with pytest.raises(ValueError, match=message):
             add_packed_rows(out, segments, widths, wrong, impl=impl)
     widths[2:] = width
-    message = rf"widths\[2\] = {width} is none of 0 to 8 and 132"
+    message = rf"widths\[2\] = {width} must be 0 to 8 or 132"
     with pytest.raises(ValueError, match=message):
         add_packed_rows(out, segments, widths, packed, impl=impl)
     with pytest.raises(ValueError, match=message):
@@ -253,7 +252,7 @@ NONE = torch.zeros(2, dtype=torch.uint8)
         (lambda: pack_rows(OUT.float(), TWO), r"values must be 2-D torch.int64, got \(3, 4\) torch.float32"),
         (lambda: pack_rows(OUT, TWO.int()), r"rows must be 1-D torch.int64, got \(2,\) torch.int32"),
         (lambda: pack_rows(OUT, TWO[None]), "rows must be 1-D"),
-        (lambda: pack_rows(OUT, TWO.to("meta")), "rows must be on cpu, got meta"),
+        (lambda: pack_rows(OUT, TWO.to("meta")), "values is on cpu, rows on meta"),
         (lambda: add_packed_rows(OUT.float(), TWO, NONE, NONE[:0]), "out must be 2-D torch.int64"),
         (lambda: add_packed_rows(OUT.t(), TWO, NONE, NONE[:0]), "out is written in place"),
         (lambda: add_packed_rows(OUT, TWO.int(), NONE, NONE[:0]), "segments must be 1-D torch.int64"),
@@ -261,8 +260,8 @@ NONE = torch.zeros(2, dtype=torch.uint8)
         (lambda: add_packed_rows(OUT, TWO, NONE[:1], NONE[:0]), "widths must be one for each of 2 segments"),
         (lambda: add_packed_rows(OUT, TWO, NONE, TWO), "packed must be 1-D torch.uint8"),
         (lambda: add_packed_rows(OUT, TWO, NONE, NONE[None]), "packed must be 1-D torch.uint8"),
-        (lambda: add_packed_rows(OUT, TWO, NONE, NONE.to("meta")), "packed must be on cpu, got meta"),
-        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[:0], bits=63), "bits"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE.to("meta")), "out is on cpu, packed on meta"),
+        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[:0], fraction_bits=63), "fraction_bits"),
         (lambda: add_packed_rows(OUT, TWO, NONE, NONE), "packed must have the 0 bytes"),
         (lambda: packed_bytes(NONE.long(), [2], 4), "widths must be 1-D torch.uint8"),
         (lambda: packed_bytes(NONE, [1], 4), r"counts must cut the 2 rows .* got \[1\]"),

@@ -64,13 +64,13 @@ NAMES = ["empty", "one", "all_equal", "none_equal", "extremes", "skewed"]
 def check_unique(keys, count, impl):
     size = len(keys)
     length = min(max(count, 0), size)
-    distinct, inverse, times = ops.unique(keys[:length], "reference")
-    got = ops.unique(on(impl, keys), impl, padded=True, count=scalar(impl, count))
+    distinct, inverse, times = ops.unique(keys[:length], impl="reference")
+    got = ops.unique(on(impl, keys), impl=impl, padded=True, count=scalar(impl, count))
     assert int(got[3]) == len(distinct) and got[3].dtype == torch.int64 and got[3].dim() == 0
     assert torch.equal(behind(got[0], len(distinct), 0), distinct) and len(got[0]) == size
     assert torch.equal(behind(got[1], length, -1), inverse) and len(got[1]) == size
     assert torch.equal(behind(got[2], len(distinct), 0), times) and len(got[2]) == size
-    short = ops.unique(on(impl, keys), impl, count=scalar(impl, count))
+    short = ops.unique(on(impl, keys), impl=impl, count=scalar(impl, count))
     assert torch.equal(short[0].cpu(), distinct) and torch.equal(short[2].cpu(), times)
     assert torch.equal(behind(short[1], length, -1), inverse)
 
@@ -82,22 +82,22 @@ def test_unique(impl, name):
     for count in counts_of(len(keys)):
         check_unique(keys, count, impl)
     for ours, plain in zip(
-        ops.unique(on(impl, keys), impl, padded=True), ops.unique(keys, "reference"), strict=False
+        ops.unique(on(impl, keys), impl=impl, padded=True), ops.unique(keys, impl="reference"), strict=False
     ):
         assert torch.equal(ours.cpu()[: len(plain)], plain)
 
 
 def check_intersect(left, right, left_count, right_count, impl):
     a, b = min(max(left_count, 0), len(left)), min(max(right_count, 0), len(right))
-    expected = ops.intersect(left[:a], right[:b], "reference")
+    expected = ops.intersect(left[:a], right[:b], impl="reference")
     counts = {"left_count": scalar(impl, left_count), "right_count": scalar(impl, right_count)}
-    here, there, common = ops.intersect(on(impl, left), on(impl, right), impl, padded=True, **counts)
+    here, there, common = ops.intersect(on(impl, left), on(impl, right), impl=impl, padded=True, **counts)
     assert int(common) == len(expected[0])
     for ours, plain in ((here, expected[0]), (there, expected[1])):
         assert len(ours) == min(len(left), len(right))
         assert torch.equal(behind(ours, len(plain), -1), plain)
     for ours, plain in zip(
-        ops.intersect(on(impl, left), on(impl, right), impl, **counts), expected, strict=True
+        ops.intersect(on(impl, left), on(impl, right), impl=impl, **counts), expected, strict=True
     ):
         assert torch.equal(ours.cpu(), plain)
 
@@ -123,7 +123,7 @@ def test_intersect(impl):
 def test_more_matches_than_room_write_nothing_outside():
     """Keys that are not distinct are against the contract; memory stays whole all the same."""
     left = torch.zeros(300, dtype=torch.int64)
-    here, there, common = ops.intersect(left, left[:1], "triton", padded=True)
+    here, there, common = ops.intersect(left, left[:1], impl="triton", padded=True)
     assert here.tolist() == [0] and there.tolist() == [0] and int(common) == 1
 
 
@@ -133,8 +133,8 @@ def test_bucketize(impl, name):
     keys = keys_of(name)
     for count in counts_of(len(keys)):
         length = min(max(count, 0), len(keys))
-        expected = ops.bucketize(keys[:length], 3, "reference")
-        permutation, splits = ops.bucketize(on(impl, keys), 3, impl, count=scalar(impl, count))
+        expected = ops.bucketize(keys[:length], 3, impl="reference")
+        permutation, splits = ops.bucketize(on(impl, keys), 3, impl=impl, count=scalar(impl, count))
         assert torch.equal(permutation.cpu()[:length], expected[0]) and torch.equal(splits.cpu(), expected[1])
         assert torch.equal(permutation.cpu()[length:], torch.arange(length, len(keys)))
 
@@ -158,10 +158,16 @@ def test_insert_takes_rows_for_the_keys_that_hold(impl, count, free):
     length = min(max(count, 0), 6)
     free_rows = torch.arange(50, 50 + free)
     ours, plain = table(impl, 16, [0, POISON]), table("reference", 16, [0, POISON])
-    expected, new = ops.hash_insert(*plain, keys[:length], 2, free_rows, "reference")
+    expected, new = ops.hash_insert(*plain, keys[:length], 2, free_rows, impl="reference")
     next_row, status = scalar(impl, 2), scalar(impl, 0)
     rows, inserted = ops.hash_insert(
-        *ours, on(impl, keys), next_row, on(impl, free_rows), impl, count=scalar(impl, count), status=status
+        *ours,
+        on(impl, keys),
+        next_row,
+        on(impl, free_rows),
+        impl=impl,
+        count=scalar(impl, count),
+        status=status,
     )
     assert torch.equal(behind(rows, length, -1), expected) and torch.equal(
         behind(inserted, length, False), new
@@ -176,10 +182,10 @@ def test_find_assign_and_erase_pass_over_what_does_not_hold(impl):
     keys, rows = on(impl, torch.tensor([-4, LARGEST, 8, 3])), on(impl, torch.tensor([20, 21, 22, 2**40]))
     count = scalar(impl, 3)
     ours = table(impl, 8, held)
-    assert ops.hash_find(*ours, keys, impl, count=count).tolist() == [1, 3, -1, -1]
-    assert ops.hash_assign(*ours, keys, rows, impl, count=count).tolist() == [1, 3, -1, -1]
+    assert ops.hash_find(*ours, keys, impl=impl, count=count).tolist() == [1, 3, -1, -1]
+    assert ops.hash_assign(*ours, keys, rows, impl=impl, count=count).tolist() == [1, 3, -1, -1]
     assert dict_of(*ours) == {3: 0, -4: 20, SMALLEST: 2, LARGEST: 21}
-    assert ops.hash_erase(*ours, keys, impl, count=count).tolist() == [20, 21, -1, -1]
+    assert ops.hash_erase(*ours, keys, impl=impl, count=count).tolist() == [20, 21, -1, -1]
     assert dict_of(*ours) == {3: 0, SMALLEST: 2}
 
 
@@ -204,13 +210,13 @@ def test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(impl):
 def test_rows_that_pass_the_last_one_are_refused_on_the_device_too(impl):
     ours, next_row, status = table(impl, 8), scalar(impl, 2**31 - 2), scalar(impl, 0)
     keys, free = on(impl, torch.tensor([4, 5, 6, 7])), on(impl, torch.tensor([9]))
-    rows, _ = ops.hash_insert(*ours, keys, next_row, free, impl, status=status)
+    rows, _ = ops.hash_insert(*ours, keys, next_row, free, impl=impl, status=status)
     assert rows.tolist() == [-1] * 4 and int(status) == 4 and dict_of(*ours) == {}
     with pytest.raises(ops.HashTableFullError, match="or passed the last int32 row"):
         ops.check_inserted(status, ours[1])
     with pytest.raises(ValueError, match="3 new keys from row 2147483646 pass the last int32 row"):
-        ops.hash_insert(*ours, keys, next_row, free, impl)
-    rows, _ = ops.hash_insert(*ours, keys[:3], next_row, free, impl, status=status)
+        ops.hash_insert(*ours, keys, next_row, free, impl=impl)
+    rows, _ = ops.hash_insert(*ours, keys[:3], next_row, free, impl=impl, status=status)
     assert rows.tolist() == [9, 2**31 - 2, 2**31 - 1] and int(next_row) == 2**31
 
 
@@ -222,20 +228,22 @@ def test_rows_move_where_they_hold(impl, count):
     rows = torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
     rows[length:] = POISON  # no row: reading it would be an error
     ours, number = on(impl, source.clone()).requires_grad_(), scalar(impl, count)
-    got = ops.gather_rows(ours, on(impl, rows), impl, count=number)
+    got = ops.gather_rows(ours, on(impl, rows), impl=impl, count=number)
     assert torch.equal(behind(got.detach(), length, 0), source[rows[:length]])
     weights = torch.arange(24.0).view(8, 3)
     (got * on(impl, weights)).sum().backward()
     expected = torch.zeros(9, 3).index_add_(0, rows[:length], weights[:length])
     assert torch.equal(ours.grad.cpu(), expected)
     moved = on(impl, source.clone())
-    ops.scatter_rows(moved, on(impl, rows), on(impl, weights), impl, count=number)
+    ops.scatter_rows(moved, on(impl, rows), on(impl, weights), impl=impl, count=number)
     expected = source.clone()
     expected[rows[:length]] = weights[:length]
     assert torch.equal(moved.cpu(), expected)
     taken = torch.tensor([1, 1, 0, 4, 3, 3, 2, 1])
     taken[length:] = -POISON
-    ops.scatter_rows(moved, on(impl, rows), on(impl, source[:5]), impl, source=on(impl, taken), count=number)
+    ops.scatter_rows(
+        moved, on(impl, rows), on(impl, source[:5]), impl=impl, source=on(impl, taken), count=number
+    )
     expected[rows[:length]] = source[taken[:length]]
     assert torch.equal(moved.cpu(), expected)
 
@@ -267,7 +275,7 @@ def test_sums_are_of_the_occurrences_that_hold(impl, count):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_value_without_a_place_is_put_into_the_status(impl):
+def test_a_value_without_a_number_is_put_into_the_status(impl):
     values = torch.ones(5, 4)
     values[3, 2], values[4, 1] = float("nan"), float("inf")
     status, segments = scalar(impl, 0), on(impl, torch.tensor([0, 1, 0, 1, 1]))
@@ -280,8 +288,8 @@ def test_a_value_without_a_place_is_put_into_the_status(impl):
     assert int(status) == 1 + 3 * 4 + 2
     ops.to_fixed_point(on(impl, values), impl=impl, status=status)
     assert int(status) == 15  # the first code stays
-    with pytest.raises(ops.ExactSumError, match=r"rows\[3, 2\] or a sum .* grid of 2\*\*-20") as caught:
-        ops.check_summed(status, values.shape, bits=20, name="rows")
+    with pytest.raises(ops.ExactSumError, match=r"rows\[3, 2\] or a sum .* in units of 2\*\*-20") as caught:
+        ops.check_summed(status, values.shape, fraction_bits=20, name="rows")
     assert caught.value.index == (3, 2) and caught.value.value is None
     ops.to_fixed_point(on(impl, values), impl=impl, status=status.zero_())
     assert int(status) == 15
@@ -344,7 +352,7 @@ KEYS = torch.arange(4)
         (lambda: ops.intersect(KEYS, KEYS, left_count=KEYS), "left_count must be"),
         (
             lambda: ops.bucketize(KEYS, 2, count=KEYS[0].to("meta")),
-            "count is on meta, what it speaks of on cpu",
+            "keys is on cpu, count on meta",
         ),
         (lambda: ops.gather_rows(torch.zeros(4, 2), KEYS, count=KEYS), "count must be"),
         (lambda: ops.scatter_rows(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), count=KEYS), "count must be"),
@@ -391,21 +399,21 @@ def test_registration():
     ours, values = table("cpu", 16), torch.zeros(5, 2)
     library = torch.ops.tritonrec
     for op, arguments in (
-        (library.unique_padded, (keys, "cpu", count)),
-        (library.intersect_padded, (keys, keys, "cpu", count, None)),
-        (library.bucketize, (keys, 3, "cpu", count)),
-        (library.hash_insert_padded, (*ours, keys, 0, None, "cpu", count, torch.tensor(0), status)),
-        (library.hash_find, (*ours, keys, "cpu", count)),
-        (library.hash_assign, (*ours, keys, keys, "cpu", count)),
-        (library.hash_erase, (*ours, keys, "cpu", count)),
-        (library.gather_rows, (values.requires_grad_(), keys, "cpu", count)),
-        (library.scatter_rows, (torch.zeros(5, 2), keys, torch.ones(5, 2), "cpu", count)),
-        (library.segment_sum, (values, keys, 5, "window", 36, "rows", "cpu", count)),
+        (library.unique_padded, (keys, count, "cpu")),
+        (library.intersect_padded, (keys, keys, count, None, "cpu")),
+        (library.bucketize, (keys, 3, count, "cpu")),
+        (library.hash_insert, (*ours, keys, 0, None, count, torch.tensor(0), status, "cpu")),
+        (library.hash_find, (*ours, keys, count, "cpu")),
+        (library.hash_assign, (*ours, keys, keys, count, "cpu")),
+        (library.hash_erase, (*ours, keys, count, "cpu")),
+        (library.gather_rows, (values, keys, count, "cpu")),
+        (library.scatter_rows, (torch.zeros(5, 2), keys, torch.ones(5, 2), None, count, "cpu")),
+        (library.segment_sum, (values, keys, 5, "window", 36, "rows", count, "cpu")),
         (
             library.segment_sum_into,
-            (torch.zeros(5, 2), values.detach(), keys, 36, "rows", "cpu", count, status),
+            (torch.zeros(5, 2), values, keys, 5, "window", 36, "rows", count, status, "cpu"),
         ),
-        (library.to_fixed_point_status, (values.detach(), 36, "rows", "cpu", status)),
-        (library.sparse_sgd, (torch.zeros(5, 2), keys, values.detach(), 0.1, "cpu", count)),
+        (library.to_fixed_point_status, (values, 36, "rows", status, "cpu")),
+        (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, count, "cpu")),
     ):
         torch.library.opcheck(op.default, arguments)

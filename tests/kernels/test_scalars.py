@@ -6,7 +6,7 @@ from hash_tables import EXTREMES, contents, empty, keys_of
 from test_arguments import CALLS, call, label
 
 from tritonrec import ops
-from tritonrec.kernels.hash_table import call as table_call
+from tritonrec.kernels.hash_table import register
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -14,9 +14,9 @@ IMPLS = ["reference", "cpu", TRITON]
 SCALARS = [(op, n) for op, (tensors, _) in CALLS.items() for n, tensor in tensors.items() if not tensor.dim()]
 SCALARS += [(ops.hash_insert, "next_row")]
 DOORS = {
-    "public": lambda *given, **rest: ops.hash_insert(*given, **rest),
+    "public": lambda *given, **rest: ops.hash_insert(*given[:-1], impl=given[-1], **rest),
     "registered": lambda keys, rows, new, next_row, free=None, impl="auto", *, status=None: (
-        torch.ops.tritonrec.hash_insert_padded(keys, rows, new, 0, free, impl, None, next_row, status)
+        torch.ops.tritonrec.hash_insert(keys, rows, new, 0, free, None, next_row, status, impl)
     ),
 }
 
@@ -37,7 +37,7 @@ def test_another_dtype_shape_or_device_is_refused_by_name(op, name):
     ):
         with pytest.raises(ValueError, match=rf"^{name} must be \(\) int64, got shape \S+ {other.dtype}"):
             call(op, **{name: other})
-    with pytest.raises(ValueError, match=f"^{name} is on meta, what it speaks of on cpu"):
+    with pytest.raises(ValueError, match=rf"^\w+ is on cpu, {name} on meta: move one of them"):
         call(op, **{name: torch.tensor(1, device="meta")})
 
 
@@ -67,12 +67,12 @@ def test_a_counter_may_run_out(impl):
 @pytest.mark.parametrize("next_row", [-1, 2**31])
 def test_the_registered_op_checks_a_number_too(next_row):
     with pytest.raises(ValueError, match=rf"next_row must be in \[0, 2\*\*31\), got {next_row}$"):
-        torch.ops.tritonrec.hash_insert(*empty(8), keys_of([1]), next_row, None, "cpu")
+        torch.ops.tritonrec.hash_insert(*empty(8), keys_of([1]), next_row, None, None, None, None, "cpu")
 
 
 def test_an_accelerator_asserts_without_a_wait(monkeypatch):
     """Where the host may not look, the check is queued on the device."""
-    monkeypatch.setattr(table_call, "on_host", lambda tensor: False)
+    monkeypatch.setattr(register, "on_host", lambda tensor: False)
     table, keys = empty(8), keys_of([3, 1])
     good = torch.tensor([4, 5])
     for call_, name in (

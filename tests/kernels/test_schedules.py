@@ -1,5 +1,10 @@
 """Results do not depend on the schedule: programs in any order, and interleaved at every access to memory."""
 
+import contextlib
+import importlib
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +13,6 @@ from murmur_inverse import key_with_hash
 from schedules import scheduled
 
 from tritonrec import ops
-from tritonrec.kernels import tuned
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -21,11 +25,33 @@ schedule = st.tuples(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([
 any_key = st.one_of(st.sampled_from(EXTREMES + CLASHING), st.integers(-3, 3))
 
 
+MODULES = [
+    "tritonrec.kernels." + name
+    for name in (
+        "triton_scratch", "unique.triton_unique", "intersect.triton_intersect",
+        "hash_table.triton_hash_table", "bucketize.triton_bucketize",
+    )
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def small_blocks():
+    """Many programs of few lanes: as many as `set_block` says."""
+    with contextlib.ExitStack() as stack:
+        for name in MODULES:
+            stack.enter_context(mock.patch.object(importlib.import_module(name), "BLOCK", 4))
+        yield
+
+
+def set_block(size):
+    for name in MODULES:
+        sys.modules[name].BLOCK = size
+
+
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Many programs of few lanes: `block` is what a test says."""
-    small_blocks.size = 4
-    monkeypatch.setattr(tuned, "config", lambda *_: {"BLOCK": small_blocks.size, "num_warps": 1})
+def _small_blocks():
+    with small_blocks():
+        yield
 
 
 def contents(slot_keys, slot_rows):
@@ -42,11 +68,12 @@ def assert_equal(ours, theirs):
 @settings(max_examples=30, deadline=None)
 @given(keys=st.lists(any_key, max_size=24), drawn=schedule)
 def test_unique(keys, drawn):
-    seed, interleave, small_blocks.size = drawn
+    seed, interleave, block = drawn
+    set_block(block)
     keys = torch.tensor(keys, dtype=torch.int64)
     with scheduled(seed, interleave):
-        got = ops.unique(keys, "triton")
-    assert_equal(got, ops.unique(keys, "reference"))
+        got = ops.unique(keys, impl="triton")
+    assert_equal(got, ops.unique(keys, impl="reference"))
 
 
 @settings(max_examples=15, deadline=None)
@@ -56,11 +83,12 @@ def test_unique(keys, drawn):
     drawn=schedule,
 )
 def test_intersect(left, right, drawn):
-    seed, interleave, small_blocks.size = drawn
+    seed, interleave, block = drawn
+    set_block(block)
     left, right = (torch.tensor(keys, dtype=torch.int64) for keys in (left, right))
     with scheduled(seed, interleave):
-        got = ops.intersect(left, right, "triton")
-    assert_equal(got, ops.intersect(left, right, "reference"))
+        got = ops.intersect(left, right, impl="triton")
+    assert_equal(got, ops.intersect(left, right, impl="reference"))
 
 
 @settings(max_examples=6, deadline=None)
@@ -71,7 +99,8 @@ def test_intersect(left, right, drawn):
 )
 def test_hash_table(batches, erased, drawn):
     """Rows and contents are those of the reference; only the order inside the slots may differ."""
-    seed, interleave, small_blocks.size = drawn
+    seed, interleave, block = drawn
+    set_block(block)
     tables = [
         (torch.zeros(64, dtype=torch.int64), torch.full((64,), -1, dtype=torch.int32)) for _ in range(2)
     ]
@@ -82,21 +111,21 @@ def test_hash_table(batches, erased, drawn):
         for table, impl in zip(tables, ("triton", "reference"), strict=True):
             with scheduled(seed, interleave):
                 inserted = ops.hash_insert(*table, keys, next_row, impl=impl)
-                here = ops.hash_find(*table, gone, impl)
-                found.append([*inserted, here, ops.hash_erase(*table, gone, impl)])
-                found[-1].append(ops.hash_find(*table, keys, impl))
+                here = ops.hash_find(*table, gone, impl=impl)
+                found.append([*inserted, here, ops.hash_erase(*table, gone, impl=impl)])
+                found[-1].append(ops.hash_find(*table, keys, impl=impl))
         assert_equal(*found)
         assert contents(*tables[0]) == contents(*tables[1])
         next_row += int(found[0][1].sum())
     with scheduled(seed, interleave):
-        grown = ops.hash_grow(*tables[0], "triton")
+        grown = ops.hash_grow(*tables[0], impl="triton")
     assert contents(*grown) == contents(*tables[1])
 
 
 @pytest.mark.parametrize("interleave", [False, True])
 def test_the_order_inside_the_slots_is_seen_to_differ(interleave):
     """The schedules are schedules: who takes the nearer slot depends on them, as the hash table says."""
-    small_blocks.size = 1
+    set_block(1)
     keys = torch.tensor(CLASHING[:12])
     orders = set()
     for seed in range(3):

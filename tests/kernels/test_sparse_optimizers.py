@@ -249,10 +249,10 @@ def test_registration():
     tables = [torch.rand(6, width) for width in (4, 4, 4, 1)]
     indices, grad = torch.tensor([1, 4]), torch.randn(2, 4)
     ops = torch.ops.tritonrec
-    torch.library.opcheck(ops.sparse_sgd.default, (tables[0], indices, grad, 0.1, "cpu"))
+    torch.library.opcheck(ops.sparse_sgd.default, (tables[0], indices, grad, 0.1, None, "cpu"))
     torch.library.opcheck(
-        ops.sparse_rowwise_adagrad.default, (tables[0], tables[3], indices, grad, 0.1, 1e-8, "cpu")
+        ops.sparse_rowwise_adagrad.default, (tables[0], tables[3], indices, grad, 0.1, 1e-8, None, "cpu")
     )
     torch.library.opcheck(
-        ops.sparse_adam.default, (*tables[:3], indices, grad, 0.1, 0.9, 0.999, 1e-8, 3, "cpu")
+        ops.sparse_adam.default, (*tables[:3], indices, grad, 0.1, 0.9, 0.999, 1e-8, 3, None, "cpu")
     )

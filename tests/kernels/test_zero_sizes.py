@@ -149,7 +149,7 @@ def others():
         for count in (None, torch.tensor(0)):
             rest = {"count": count}
             cases[f"gather {name} {count}"] = lambda impl, s=source, r=first, o=rest: [
-                ops.gather_rows(s, r, impl, **o)
+                ops.gather_rows(s, r, impl=impl, **o)
             ]
             cases[f"scatter {name} {count}"] = lambda impl, s=source, r=at, v=moved, o=rest: written(
                 ops.scatter_rows, s.clone(), r, v, impl=impl, **o
@@ -178,26 +178,28 @@ def others():
         )
     none, three, no = zeros(0), torch.tensor([4, -1, 2**62]), torch.tensor(0)
     return cases | {
-        "unique": lambda impl: ops.unique(none, impl),
-        "unique padded": lambda impl: ops.unique(none, impl, padded=True),
-        "unique of none that hold": lambda impl: ops.unique(three, impl, padded=True, count=no),
-        "intersect left": lambda impl: ops.intersect(none, three, impl),
-        "intersect right": lambda impl: ops.intersect(three, none, impl, padded=True),
-        "intersect of none that hold": lambda impl: ops.intersect(three, three, impl, right_count=no),
-        "bucketize": lambda impl: ops.bucketize(none, 3, impl),
-        "owner_of": lambda impl: [ops.owner_of(none, 3, impl)],
-        "initial_rows": lambda impl: [ops.initial_rows(0, 0, none, 3, 1.0, impl)],
-        "initial_rows of no columns": lambda impl: [ops.initial_rows(0, 0, three, 0, 1.0, impl)],
-        "random_indices": lambda impl: [ops.random_indices(0, 0, 0, none, none, 3, 5, impl)],
-        "random_indices of no columns": lambda impl: [ops.random_indices(0, 0, 0, three, three, 0, 5, impl)],
+        "unique": lambda impl: ops.unique(none, impl=impl),
+        "unique padded": lambda impl: ops.unique(none, impl=impl, padded=True),
+        "unique of none that hold": lambda impl: ops.unique(three, impl=impl, padded=True, count=no),
+        "intersect left": lambda impl: ops.intersect(none, three, impl=impl),
+        "intersect right": lambda impl: ops.intersect(three, none, impl=impl, padded=True),
+        "intersect of none that hold": lambda impl: ops.intersect(three, three, impl=impl, right_count=no),
+        "bucketize": lambda impl: ops.bucketize(none, 3, impl=impl),
+        "owner_of": lambda impl: [ops.owner_of(none, 3, impl=impl)],
+        "initial_rows": lambda impl: [ops.initial_rows(0, 0, none, 3, 1.0, impl=impl)],
+        "initial_rows of no columns": lambda impl: [ops.initial_rows(0, 0, three, 0, 1.0, impl=impl)],
+        "random_indices": lambda impl: [ops.random_indices(0, 0, 0, none, none, 3, 5, impl=impl)],
+        "random_indices of no columns": lambda impl: [
+            ops.random_indices(0, 0, 0, three, three, 0, 5, impl=impl)
+        ],
         "hash_insert": lambda impl: ops.hash_insert(*table(), none, 0, impl=impl),
         "hash_insert a counter": lambda impl: ops.hash_insert(*table(), none, torch.tensor(3), impl=impl),
-        "hash_insert no free rows": lambda impl: ops.hash_insert(*table(), three, 0, none, impl),
+        "hash_insert no free rows": lambda impl: ops.hash_insert(*table(), three, 0, none, impl=impl),
         "hash_insert none that hold": lambda impl: ops.hash_insert(*table(), three, 0, impl=impl, count=no),
-        "hash_find": lambda impl: [ops.hash_find(*table(), none, impl)],
-        "hash_assign": lambda impl: [ops.hash_assign(*table(), none, none, impl)],
-        "hash_erase": lambda impl: [ops.hash_erase(*table(), none, impl)],
-        "hash_grow": lambda impl: ops.hash_grow(*table(), impl),
+        "hash_find": lambda impl: [ops.hash_find(*table(), none, impl=impl)],
+        "hash_assign": lambda impl: [ops.hash_assign(*table(), none, none, impl=impl)],
+        "hash_erase": lambda impl: [ops.hash_erase(*table(), none, impl=impl)],
+        "hash_grow": lambda impl: ops.hash_grow(*table(), impl=impl),
     }
 
 

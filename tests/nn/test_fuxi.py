@@ -228,7 +228,7 @@ def test_the_table_takes_each_samples_gradient_rounded_once(times):
     v, dy = torch.tensor([0.02, 0.02, 5.0, 7.0]).reshape(4, 1, 1), torch.ones(4, 1, 1)
     grids = attach_grids(module, bits=4)
     module(v, torch.tensor([0, 2, 4]), 2, times).backward(dy)
-    gradient = ops.from_fixed_point(grids["weight"], bits=4)
+    gradient = ops.from_fixed_point(grids["weight"], fraction_bits=4)
     # 0.02 + 0.02 is nearer to 1/16 than to 0, each of them alone is not
     expected = [1 / 16 + 12, 0 + 5, 0] if times is None else [1 / 16 + 17, 0, 0]
     assert gradient.tolist() == [expected]

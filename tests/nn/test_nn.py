@@ -177,7 +177,7 @@ def test_fewer_bits_mean_a_coarser_grid():
     for bits in (36, 20):
         grids = attach_grids(layer, bits)
         layer(x, offsets).square().sum().backward()
-        values.append([ops.from_fixed_point(grid, bits=bits) for grid in grids.values()])
+        values.append([ops.from_fixed_point(grid, fraction_bits=bits) for grid in grids.values()])
     for fine, coarse in zip(*values, strict=True):
         torch.testing.assert_close(fine, coarse, rtol=0, atol=4 * 2.0**-20)
         assert not torch.equal(fine, coarse)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tritonrec.distributed import Communicators, RanksDisagreeError, demand_equal
+from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
@@ -148,14 +148,14 @@ class Texts:
     def __init__(self, *texts):
         self.texts = list(texts)
 
-    def gather_texts(self, text):
+    def all_gather_texts(self, text):
         return self.texts
 
 
 def test_an_error_lists_a_few_settings_and_counts_the_others():
     texts = Texts("{}", "{}", '{"a": "1", "b": "2", "c": "3", "d": "4", "e": "5", "f": "6", "g": "7"}')
     with pytest.raises(RanksDisagreeError) as caught:
-        demand_equal(texts, {})
+        check_ranks_agree(texts, {})
     assert str(caught.value).startswith("rank 2 has a=1 and rank 0 has no a; rank 2 has b=2")
     assert str(caught.value).endswith("; 2 more settings differ: give every rank the same")
 

@@ -73,7 +73,7 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate)
         update = results[first : first + accumulate]
         terms = sum(batch.loss_terms for batch in batches(3)[first : first + accumulate])
         for result in update:
-            assert isinstance(result.loss, float) and result.terms == terms
+            assert isinstance(result.loss, float) and result.loss_terms == terms
             assert result.loss == pytest.approx(expected_loss(update, terms), rel=2e-7)
 
 

@@ -70,7 +70,7 @@ def test_accumulating_two_batches_is_training_on_both_at_once(mode):
     got, results, _ = run(mode, four, parts(config=config), accumulate=2, **split)
     assert same(got, expected)
     assert [result.step for result in results] == [0, 1, 2, 3]
-    assert [result.terms for result in results] == [whole[0].num_tokens] * 2 + [whole[1].num_tokens] * 2
+    assert [result.loss_terms for result in results] == [whole[0].num_tokens] * 2 + [whole[1].num_tokens] * 2
 
 
 @pytest.mark.parametrize("mode", PIPELINED)

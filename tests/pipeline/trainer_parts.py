@@ -9,7 +9,7 @@ from speeds import slow_except
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.pipeline import MODES, Trainer, WindowConfig
 
 DIM = 6
@@ -54,10 +54,11 @@ class NoParameters(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 
-def parts(model=Ranker, optimizer="adam", lr=0.05):
+def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None):
     rule = RowOptimizer(optimizer, lr=lr)
     model = model()
-    tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, chunk_rows=32)
+    feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
+    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
     return model, tables, DenseOptimizer(model.named_parameters(), rule)
 
 

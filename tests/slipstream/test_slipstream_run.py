@@ -11,7 +11,8 @@ from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.cli import app
 from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
-from tritonrec.harness.train.loop import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.run_case import record_reference, run_case
 from tritonrec.pipeline import WindowConfig
@@ -118,7 +119,7 @@ def test_the_control_drops_as_many_inputs_at_random():
     assert 0.8 * share < 1 - control["inputs"] / exact["inputs"] < 1.2 * share
 
 
-def test_what_does_not_go_together_is_refused():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="use the model dlrm, not hstu"):
         compare(Run(replace(job(), model="hstu", data="ml-100k")), PLAN)
     with pytest.raises(ValueError, match="does not go with checkpoint"):

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed.rank_process import end_with_parent
-from ..files import ScratchFolder, check_writable, whole
+from ..files import ScratchFolder, atomic_write, check_writable
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -250,7 +250,7 @@ def chart(history: Path, png: Path) -> None:
     axes.set_xticks(range(len(runs)), [run["provenance"]["commit"][:7] for run in runs], rotation=45)
     axes.set_ylabel("times as fast as the peers (geometric mean)")
     axes.legend(ncols=2, fontsize="small")
-    with whole(png) as part:
+    with atomic_write(png) as part:
         figure.savefig(part, dpi=120, format="png")
     plt.close(figure)
 
@@ -282,7 +282,7 @@ def bench(
     now = summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
     show(now, console, before)
     if json_file:
-        with whole(json_file) as part:
+        with atomic_write(json_file) as part:
             part.write_text(dump(now))
     if keep:
         record(now, history)

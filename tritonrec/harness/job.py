@@ -28,9 +28,15 @@ from ..embedding import (
     TablePolicy,
 )  # fmt: skip
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
+from ..settings import seed_setting, setting
 from ..slipstream import SlipstreamConfig
 
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
+DATA_HELP = (
+    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
+    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
+    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
+)
 Epochs = NextItemLoader | ImpressionLoader | ClickLoader
 Loader = Epochs | DynamicBatchLoader
 
@@ -41,7 +47,7 @@ class Job:
 
     Args:
         data: a word for `tritonrec.data.load`.
-        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of what is shown,
+        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of shown items,
             ``dlrm`` the click of one impression.
         batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
@@ -55,28 +61,30 @@ class Job:
         balance: deal the samples of a batch to ranks by their cost.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
-        slipstream: of `verify`'s cases only: what it drops is trained on no more.
+        slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
     """
 
-    data: str = "ml-100k"
-    model: ModelName = "hstu"
-    batch_size: int = 32
-    max_seq_len: int = 50
-    num_negatives: int = 8
-    max_exposed: int = 8
+    data: str = setting("ml-100k", DATA_HELP)
+    model: ModelName = setting(
+        "hstu", "hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."
+    )
+    batch_size: int = setting(32, "Samples of the global batch.", 1, 2**24)
+    max_seq_len: int = setting(50, "Tokens per sample at most; grm: of history.", 1, 2**20)
+    num_negatives: int = setting(8, "Sampled items per token; grm has none.", 1, 2**20, option="negatives")
+    max_exposed: int = setting(8, "grm: items shown per sample.", 1, 2**20)
     sizes: HSTUConfig = field(default_factory=HSTUConfig)
     context_dim: int = 16
-    bottom: tuple[int, ...] = (64, 32)
-    top: tuple[int, ...] = (64, 32)
-    lr: float = 1e-3
+    bottom: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the bottom MLP.")
+    top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
+    lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
-    seed: int = 0
+    seed: int = seed_setting()
     slots: int = 64
     chunk_rows: int = 65536
-    merge: bool = True
+    merge: bool = setting(True, "Keep tables of one dimension in one.")
     policy: TablePolicy = field(default_factory=TablePolicy)
-    balance: bool = False
-    dynamic: bool = False
+    balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
+    dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
 
     @property
@@ -93,7 +101,7 @@ class Job:
         return DynamicBatchLoader(loader) if self.dynamic else loader
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
-        """The loader of samples and of what is held out for evaluation."""
+        """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
         if self.model == "dlrm":
             return ClickLoader(_clicks(self.data), self.batch_size, *shard)
@@ -141,7 +149,7 @@ class Job:
         )  # fmt: skip
 
     def features(self) -> list[FeatureConfig]:
-        """What the model looks up."""
+        """The features that the model looks up."""
         dim, policy = self.sizes.dim, self.policy
         if self.model == "dlrm":
             return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]

@@ -14,18 +14,21 @@ def not_a_tensor(name: str, value: object) -> TypeError:
 
 
 def check_tensors(optional: tuple[str, ...] = (), /, **tensors: object) -> None:
-    """Refuse what is no tensor (nor None, where it is `optional`), and one that is not where the first is."""
+    """Refuse what is no strided tensor (nor None, where it is `optional`), and one on another device."""
     first: torch.Tensor | None = None
+    first_name = ""
     for name, tensor in tensors.items():
         if tensor is None and name in optional:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise not_a_tensor(name, tensor)
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}: give {name}.to_dense()")
         if first is None:
-            first = tensor
+            first, first_name = tensor, name
         elif tensor.device != first.device:
             raise ValueError(
-                f"{next(iter(tensors))} is on {first.device}, {name} on {tensor.device}: move one of them"
+                f"{first_name} is on {first.device}, {name} on {tensor.device}: move one of them"
             )
 
 

@@ -2,31 +2,37 @@
 
 An op's folder has four kinds of files, and one line of `tritonrec.ops` offers it::
 
-    op.py         the public function: docstring, arguments, and the shape checks
-    register.py   the record below, with the fake kernel and the derivative
+    op.py         the public function: docstring and arguments
+    register.py   the record below, with the checks, the fake kernel and the derivative
     reference.py  a loop that a reader can check by eye
     numba_*.py    the CPU            triton_*.py    accelerators
 
-Three ways to call a record:
+Three ways to call a record, all with the arguments of its schema in their order. The first and the last fill
+in None for optional tensors that are left out at the end:
 
-- ``INTERSECT(left, right, impl="auto")`` is the registered op with its derivative. torch.compile, export,
-  FakeTensor, torch.func and the profiler see it.
-- ``torch.ops.tritonrec.intersect`` is the same without the derivative.
-- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone: no checks and no dispatcher. It
-  is for callers inside the package whose tensors are plain and fit by construction.
+- ``INTERSECT(left, right, impl="auto")`` is the op that users get: registered with torch, checked, and with
+  its derivative. torch.compile, export, FakeTensor, torch.func and the profiler see it.
+- ``torch.ops.tritonrec.intersect(left, right, "auto")`` is the same without the derivative.
+- ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
+  callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
+
+OPS: dict[str, Op] = {}
+"""Every record by its name, for tests and tools."""
 
 
 class Op:
@@ -34,15 +40,18 @@ class Op:
 
     Args:
         schema: ``"name(Tensor a, Tensor? b, int c) -> (Tensor, Tensor)"`` as torch.library takes it, without
-            `impl`, which is added as the last argument. The first argument is a tensor, and an argument that
-            is written to is marked ``Tensor(a!)``.
+            `impl`, which is added as the last argument. An argument that is written to is marked
+            ``Tensor(a!)``. An op that writes and is differentiable returns ``()``.
         reference: the plain implementation. It takes the schema's arguments, and so do the others.
-        cpu, triton: ``"module:function"`` beside `reference`, imported at the first call.
-        fake: outputs of the right shapes and dtypes, without values.
-        check: raises for arguments that do not fit each other; runs in the op and in the fake kernel.
+        cpu, triton: ``"module:function"`` beside `reference`, imported when they run.
+        fake: outputs of the right shapes and dtypes, without values; by default none.
+        check: raises for arguments that do not fit each other: shapes, dtypes, ranges of numbers. It runs in
+            the op and in the fake kernel, so it reads no tensor's values.
+        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of
+            range, written arguments that overlap. It runs before every implementation, also of `launch`.
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
         backward: ``backward(ctx, *gradients)`` returns a gradient or None for each argument of the schema. An
-            op without one raises in backward. No op has a forward-mode derivative; torch names it so.
+            op that writes gets the gradients of the written arguments, in the order of the schema.
         options: keyword arguments of every implementation, for ops that share their implementations.
     """
 
@@ -53,8 +62,9 @@ class Op:
         reference: Callable[..., Any],
         cpu: str,
         triton: str,
-        fake: Callable[..., Any],
+        fake: Callable[..., Any] | None = None,
         check: Callable[..., None] | None = None,
+        check_memory: Callable[..., None] | None = None,
         save: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         **options: Any,
@@ -63,91 +73,180 @@ class Op:
         if found is None:
             raise ValueError(f"expected 'name(arguments) -> results', got {schema!r}")
         self.name, arguments, results = found.groups()
-        self._options, self._check = options, check or (lambda *_: None)
-        self._implementations: dict[str, Callable[..., Any]] = {"reference": reference}
-        self._places = {"cpu": cpu, "triton": triton}
-        self._package = reference.__module__.rpartition(".")[0]
-        parameters = [_Parameter(text) for text in _split(arguments)]
-        self._tensors = tuple((at, p.name) for at, p in enumerate(parameters) if p.is_tensor)
-        self._optional = tuple(p.name for p in parameters if p.is_tensor and p.is_optional)
-        self._registered = torch.library.custom_op(
-            f"tritonrec::{self.name}",
-            self._body,
-            mutates_args=[p.name for p in parameters if p.is_written],
-            schema=f"({arguments}, str impl) -> {results}",
-        )
+        self._options, self._check, self._check_memory = options, check, check_memory
+        self._reference, package = reference, reference.__module__.rpartition(".")[0]
+        self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
+        parameters = [_Parameter(text) for text in re.split(r",\s*(?![^\[]*\])", arguments)]
+        self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
+        self._written = [(at, each) for at, each in self._tensors if each.is_written]
+        self._first = self._tensors[0][0]
+        self._size = len(parameters)
+        optional = tuple(each.name for _, each in self._tensors if each.is_optional)
+
+        def validate(inputs: tuple[Any, ...]) -> None:
+            check_tensors(optional, **{each.name: inputs[at] for at, each in self._tensors})
+            if check is not None:
+                check(*inputs[:-1])
+
+        def body(*inputs: Any) -> Any:
+            validate(inputs)
+            return self._run(inputs[:-1], inputs[-1])
 
         def fake_kernel(*inputs: Any) -> Any:
-            self._check(*inputs[:-1])
-            return fake(*inputs[:-1])
+            validate(inputs)
+            return None if fake is None else fake(*inputs[:-1])
 
-        self._registered.register_fake(fake_kernel)
-        self._function = None if backward is None else self._with_derivative(save, backward)
+        # a number that differs from call to call has torch.compile make one graph, not one a number
+        symbolic = re.sub(r"\bint\b", "SymInt", arguments)
+        torch.library.custom_op(
+            f"tritonrec::{self.name}",
+            body,
+            mutates_args=[each.name for _, each in self._written],
+            schema=f"({symbolic}, str impl) -> {results}",
+        ).register_fake(fake_kernel)
+        self._registered = getattr(torch.ops.tritonrec, self.name)
+        self.has_derivative = backward is not None
+        self._function = _function(self._registered, self._written, save, backward)
+        # torch.compile tells by this signature that `forward` takes no context
+        names = [each.name for each in parameters] + ["impl"]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        self._function.forward.__signature__ = signature  # type: ignore[attr-defined]
+        OPS[self.name] = self
 
     def __call__(self, *arguments: Any, impl: Impl = "auto") -> Any:
-        """The registered op; TypeError for an argument that is no tensor, ValueError for two devices."""
-        check_tensors(self._optional, **{name: arguments[at] for at, name in self._tensors})
-        if self._function is not None:
-            return self._function.apply(*arguments, impl)
+        """The registered op with its derivative.
+
+        Raises:
+            TypeError: an argument that has to be a tensor is none.
+            ValueError: tensors on two devices, or sparse ones; a negated or conjugated view that is written
+                to; arguments that the op's own checks refuse.
+            RuntimeError: the op writes to floats and has no derivative, and an argument requires a gradient.
+            NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
+        """
+        arguments += (None,) * (self._size - len(arguments))
+        has_floats = self._refuse(arguments)
+        if has_floats and torch.is_grad_enabled():
+            if self._written:
+                self._refuse_gradients(arguments)
+            # torch.compile traces `backward` with the call, also one that raises
+            if self.has_derivative or not torch.compiler.is_compiling():
+                return self._function.apply(*arguments, impl)
         return self._registered(*arguments, impl)
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
-        """The implementation that `impl` names, without checks, derivative and dispatcher."""
-        return self._implementation(implementation(impl, arguments[0]))(*arguments, **self._options)
+        """The implementation that `impl` names, without `check`, derivative and dispatcher."""
+        arguments += (None,) * (self._size - len(arguments))
+        if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
+            given = [arguments[at] for at, _ in self._written]
+            torch.autograd.graph.increment_version([one for one in given if one is not None])
+        return self._run(arguments, impl)
 
-    def _body(self, *inputs: Any) -> Any:
-        *arguments, impl = inputs
-        self._check(*arguments)
-        return self.launch(*arguments, impl=impl)
+    def _run(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
+        chosen = implementation(impl, arguments[self._first])
+        if self._check_memory is not None:
+            self._check_memory(*arguments)
+        if chosen == "reference":
+            return self._reference(*arguments, **self._options)
+        # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
+        # whether it interprets.
+        module, function = self._places[chosen]
+        return getattr(import_module(module), function)(*arguments, **self._options)
 
-    def _implementation(self, chosen: str) -> Callable[..., Any]:
-        found = self._implementations.get(chosen)
-        if found is None:
-            # Imported here: `import tritonrec.ops` loads no compiler, and Triton decides at its import
-            # whether it interprets.
-            module, function = self._places[chosen].split(":")
-            found = getattr(import_module(f"{self._package}.{module}"), function)
-            self._implementations[chosen] = found
-        return found
+    def _refuse(self, arguments: tuple[Any, ...]) -> bool:
+        """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""
+        has_floats = False
+        for at, parameter in self._tensors:
+            tensor, name = arguments[at], parameter.name
+            if tensor is None and parameter.is_optional:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise not_a_tensor(name, tensor)
+            # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
+            eager = not torch.compiler.is_compiling()
+            if parameter.is_written and eager and (tensor.is_neg() or tensor.is_conj()):
+                raise ValueError(
+                    f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
+                )
+            if tensor.is_floating_point():
+                has_floats = True
+                # A custom op drops tangents without a word, and so does a compiled autograd.Function.
+                if unpack_dual(tensor).tangent is not None:
+                    raise NotImplementedError(
+                        f"tritonrec::{self.name} has no forward-mode derivative, and {name} came with a "
+                        f"tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad): take reverse mode "
+                        f"(torch.func.vjp, jacrev, backward), or give it .detach()"
+                    )
+        return has_floats
 
-    def _with_derivative(
-        self, save: Callable[..., None] | None, backward: Callable[..., Any]
-    ) -> type[torch.autograd.Function]:
-        registered = self._registered
+    def _refuse_gradients(self, arguments: tuple[Any, ...]) -> None:
+        """A tensor that is written in place would keep the graph it had before: a wrong derivative.
 
-        class Differentiable(torch.autograd.Function):
-            generate_vmap_rule = True
+        An op with a derivative extends the graph of a written tensor, and a leaf has none. Integers have no
+        derivative: an op that writes to them alone takes an argument that requires a gradient.
+        """
+        if self.has_derivative:
+            for at, each in self._written:
+                if arguments[at].is_leaf and arguments[at].requires_grad:
+                    raise RuntimeError(
+                        f"{each.name} is a leaf that requires a gradient: give {each.name}.clone(), or call "
+                        f"under torch.no_grad()"
+                    )
+            return
+        given = [(each.name, arguments[at]) for at, each in self._tensors if arguments[at] is not None]
+        traced = [name for name, tensor in given if tensor.requires_grad]
+        if traced and any(
+            arguments[at] is not None and arguments[at].is_floating_point() for at, _ in self._written
+        ):
+            raise RuntimeError(
+                f"tritonrec::{self.name} writes to {', '.join(each.name for _, each in self._written)} and "
+                f"has no derivative, and {', '.join(traced)} requires a gradient: call it under "
+                f"torch.no_grad(), or with .detach()"
+            )
 
-            @staticmethod
-            def forward(*inputs: Any) -> Any:
-                return registered(*inputs)
 
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                if save is not None:
-                    save(ctx, inputs, output)
+def _function(
+    registered: Any,
+    written: list[tuple[int, _Parameter]],
+    save: Callable[..., None] | None,
+    backward: Callable[..., Any] | None,
+) -> type[torch.autograd.Function]:
+    """The op as a step of autograd, also of torch.func, which takes only a step with `setup_context`."""
+    name, places = registered.__name__, [at for at, _ in written]
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                return *_as_tuple(backward(ctx, *gradients)), None  # impl has none
+    class Differentiable(torch.autograd.Function):
+        generate_vmap_rule = True
 
-        Differentiable.__name__ = Differentiable.__qualname__ = self.name
-        return Differentiable
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            results = registered(*inputs)
+            if places and backward is not None:
+                return tuple(inputs[at] for at in places)
+            return results
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if places and backward is not None:
+                ctx.mark_dirty(*(inputs[at] for at in places))
+            if save is not None:
+                save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if backward is None:
+                raise NotImplementedError(f"tritonrec::{name} has no derivative")
+            found = backward(ctx, *gradients)
+            return *(found if isinstance(found, tuple) else (found,)), None  # impl has none
+
+    Differentiable.__name__ = Differentiable.__qualname__ = name
+    return Differentiable
 
 
 class _Parameter:
     """One argument of a schema."""
 
     def __init__(self, text: str):
-        kind, self.name = text.split("=")[0].split()
+        kind, self.name = text.split()
         self.is_tensor = kind.startswith("Tensor")
         self.is_optional = kind.endswith("?")
         self.is_written = "!" in kind
-
-
-def _split(arguments: str) -> list[str]:
-    return [part.strip() for part in arguments.split(",") if part.strip()]
-
-
-def _as_tuple(gradients: Any) -> Sequence[Any]:
-    return gradients if isinstance(gradients, tuple) else (gradients,)

@@ -12,28 +12,28 @@ int64, 0 as long as all went well, and after that what the first failing call wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
 
 
-def check_scalar(name: str, scalar: torch.Tensor | None, like: torch.Tensor) -> None:
-    """Refuse a count or a status that is not () int64 beside `like`; None passes."""
+def check_scalar(name: str, scalar: torch.Tensor | None) -> None:
+    """Refuse a count or a status that is not () int64; None passes."""
     if scalar is None:
         return
     if not isinstance(scalar, torch.Tensor):
         raise not_a_tensor(name, scalar)
     if scalar.dtype != torch.int64 or scalar.dim() != 0:
         raise ValueError(f"{name} must be () int64, got shape {tuple(scalar.shape)} {scalar.dtype}")
-    if scalar.device != like.device:
-        raise ValueError(f"{name} is on {scalar.device}, what it speaks of on {like.device}")
 
 
 def check_status(status: torch.Tensor, most: int | None = None) -> None:
     """Refuse a status that no op wrote: not () int64, below 0, or above `most`; waits for the device."""
     if status is None:
         raise not_a_tensor("status", status)
-    check_scalar("status", status, status)
+    check_scalar("status", status)
     code = int(status)
     if code < 0 or (most is not None and code > most):
         raise ValueError(f"status must be 0 or what an op wrote, got {code}")
@@ -58,8 +58,17 @@ def pad(values: torch.Tensor, size: int, fill: int | bool) -> torch.Tensor:
     return padded
 
 
-def record(status: torch.Tensor, code: torch.Tensor | int) -> None:
-    """Keep the first code that is not 0."""
-    if isinstance(code, int):
-        code = status.new_full((), code)
-    torch.where(status == 0, code, status, out=status)
+def first_valid(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
+    """The entries before the count; reads the count, so for implementations on the host."""
+    return values if count is None else values[: num_valid(count, values.shape[0])]
+
+
+def report(code: torch.Tensor | int, status: torch.Tensor | None, error: Callable[[int], Exception]) -> None:
+    """Raise ``error(code)`` for a code that is not 0; with a `status` keep the first code there instead."""
+    if status is None:
+        if int(code):
+            raise error(int(code))
+    elif isinstance(code, torch.Tensor):
+        torch.where(status == 0, code, status, out=status)
+    elif code and not int(status):
+        status.fill_(code)

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import murmur, tuned
+from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.triton_padding import num_valid
+
+BLOCK, NUM_WARPS = 256, 4
 
 
 @triton.jit
@@ -24,6 +26,7 @@ def _build_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
+    # fewer than 2**31 keys, so a position takes half the memory traffic of a key
     position = offsets.to(tl.int32)
     slot = mix64(key ^ secret) & (num_slots - 1)
     pending = inside
@@ -83,8 +86,7 @@ def build(keys: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.
     num_slots = triton.next_power_of_2(2 * keys.numel())
     holders = torch.full((num_slots,), -1, dtype=torch.int32, device=keys.device)
     slots = torch.empty_like(keys)
-    config = tuned.config("unique", "any", keys.device)
-    grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+    grid, config = (triton.cdiv(keys.numel(), BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
     _build_kernel[grid](keys, holders, slots, keys.numel(), count, num_slots, murmur.SECRET, **config)
     return holders, slots
 
@@ -94,8 +96,7 @@ def lookup(
 ) -> torch.Tensor:
     """Position in `table_keys` of each of the K >= 1 `keys`; -1: it is not there, or lies behind `count`."""
     found = torch.empty_like(keys)
-    config = tuned.config("unique", "any", keys.device)
-    grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+    grid, config = (triton.cdiv(keys.numel(), BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
     sizes = keys.numel(), count, holders.numel()
     _lookup_kernel[grid](keys, table_keys, holders, found, *sizes, murmur.SECRET, **config)
     return found

@@ -167,7 +167,7 @@ def _add_rows(parameter: torch.Tensor, terms: torch.Tensor, rows: torch.Tensor |
     to = torch.zeros(len(terms), dtype=torch.int64, device=terms.device) if rows is None else rows
     ops.segment_sum(
         terms, to, len(grid), consistency="batch", out=grid,
-        bits=parameter.fraction_bits, name=f"gradient of {parameter.grid_name}",  # type: ignore[attr-defined]
+        fraction_bits=parameter.fraction_bits, name=f"gradient of {parameter.grid_name}",  # type: ignore[attr-defined]
     )  # fmt: skip
 
 

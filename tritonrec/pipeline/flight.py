@@ -101,8 +101,8 @@ class Flight:
         try:
             losses = train_micro_batch(self.model, batch, rows, seed, settings)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
-            self.dense.note_changes()
-            self.dense.demand_unchanged()
+            self.dense.detect_changes()
+            self.dense.check_unchanged()
             raise
         self.check_modes()
         return losses

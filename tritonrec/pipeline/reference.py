@@ -11,10 +11,10 @@ from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..nn import own_gradients
 from .model_call import CallerSettings, train_micro_batch
-from .program import DROPOUT_STREAM, WindowProgram
-from .schedule import Schedule
+from .places import WindowPlaces
+from .program import Program
+from .stages.window import DROPOUT_STREAM
 from .sums import take_grid
-from .window import Window
 
 
 class ReferenceTrainer:
@@ -76,8 +76,8 @@ class ReferenceTrainer:
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
-                        leaf.grad, places[number], len(keys), consistency="batch", bits=self.fraction_bits,
-                        name="embedding gradient",
+                        leaf.grad, places[number], len(keys), consistency="batch",
+                        fraction_bits=self.fraction_bits, name="embedding gradient",
                     )  # fmt: skip
 
         for group, _keys, found, values, sums, _places in shards:
@@ -98,13 +98,14 @@ class ReferenceTrainer:
 
 
 def run_sequentially(
-    schedule: Schedule, program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
+    program: Program, places: WindowPlaces, span=lambda lane, task, places: nullcontext()
 ) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.
 
     Nothing overlaps and nothing is kept from the window before: each reads the tables after the last one has
     written to them.
     """
-    for task in schedule.tasks(window.number, program.config.window_micro_batches):
-        with span(schedule[task.stage].lane, task, window):
-            program.actions[task.stage](window, task.micro_batch)
+    schedule = program.schedule
+    for task in schedule.tasks(places.window.number, program.config.window_micro_batches):
+        with span(schedule[task.stage].lane, task, places):
+            program.actions[task.stage](places, task.micro_batch)

@@ -1,4 +1,4 @@
-"""Recording what every stage did and when, reading it back, measuring it and checking it."""
+"""Traces of a run's stages: recording, reading, measuring and checking."""
 
 from .events import LANES
 from .reader import Operator, Span, Trace, read

@@ -1,157 +1,137 @@
-"""What the commands of `tritonrec` share: options, and how their words are read."""
+"""Options made of the dataclasses that the code uses.
+
+A parameter of a command whose default is a dataclass stands for an option of each of its settings
+(`tritonrec.settings`) and of those of the dataclasses in its fields::
+
+    @with_options()
+    def train(run: Run = Run(Job(batch_size=128)), world_size: ... = 1): ...
+
+Name, type, help and range come from the field, the default from the instance. The command gets the instance
+with the values of the user. Fields of one name are one option: a seed goes to all that have one.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import Field, fields, is_dataclass, replace
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 
-from ...files import check_writable
+from ...settings import KEY, Setting
+from .outputs import checked
+from .words import PARSERS
 
-DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
-    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
-    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
-)
-MOST = 2**31 - 1
-"""Of what is counted, where no smaller number is absurd."""
-MOST_SEED = 2**63 - 1
+PANELS = {
+    "Job": "Data and training",
+    "HSTUConfig": "Sizes of the model",
+    "WindowConfig": "Windows and exchanges",
+    "TablePolicy": "Policies of tables",
+    "Run": "Run, checkpoints and evaluation",
+    "SlipstreamConfig": "Slipstream, for dlrm (docs/slipstream.md)",
+    "SlipstreamRun": "Slipstream, for dlrm (docs/slipstream.md)",
+}
+"""By dataclass the group of its options in the help."""
+
 MOST_RANKS = 1024
 """Processes of one machine."""
 
-DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
 TimeoutOption = Annotated[
     int, typer.Option(min=1, max=1_000_000, help="Seconds a rank waits for another before it gives up.")
 ]
 
 
-class ModeName(StrEnum):
-    """Modes of a `Trainer`."""
+def with_options(only: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameters with a dataclass for a default become options.
 
-    reference = "reference"
-    sequential = "sequential"
-    dbp = "dbp"
-    fwp = "fwp"
-    nestpipe = "nestpipe"
-
-
-class ConsistencyName(StrEnum):
-    """Levels of consistency."""
-
-    window = "window"
-    batch = "batch"
-
-
-class ModelChoice(StrEnum):
-    """Models that the harness trains."""
-
-    hstu = "hstu"
-    fuxi = "fuxi"
-    grm = "grm"
-    dlrm = "dlrm"
-
-
-def load_job(job):
-    """`job`, after its data has been found and read once."""
-    try:
-        job.loader()
-    except ValueError as error:
-        raise ValueError(f"{error} (--data {job.data})") from error
-    return job
-
-
-def checked(function):
-    """Call `function`; an error a user can mend becomes one line and exit status 2."""
-    from ...distributed import RankDiedError
-    from ...pipeline import StageFailedError
-
-    try:
-        return function()
-    except MemoryError as error:
-        if os.environ.get("TRITONREC_DEBUG"):
-            raise
-        _say(f"out of memory: {error or 'choose smaller sizes'}")
-    except (ValueError, OSError, OverflowError, RankDiedError, StageFailedError, RuntimeError) as error:
-        if os.environ.get("TRITONREC_DEBUG"):
-            raise
-        _say(str(error))
-    raise typer.Exit(2)
-
-
-def _say(message: str) -> None:
-    """Messages quote file names and compilers' output, which may look like markup."""
-    console = Console(stderr=True)
-    console.print("[red]error:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-
-def demand_writable(
-    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
-) -> None:
-    """Exit with one line and status 2 where an output could not be written at the end, by option.
-
-    Outputs that are one file are refused too. Called before any work is done; leaves nothing behind.
+    Args:
+        only: names of the options to offer, with underscores; by default those of all settings.
     """
-    seen: dict[Path, str] = {}
-    for option, path, folder in (
-        *((option, path, False) for option, path in (files or {}).items()),
-        *((option, path, True) for option, path in (folders or {}).items()),
-    ):
-        if path is None:
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        plans = {name: each.default for name, each in own.items() if is_dataclass(each.default)}
+        offered: dict[str, inspect.Parameter] = {}
+        for plan in plans.values():
+            for name, parameter in _parameters(plan):
+                if only is None or name in only:
+                    offered.setdefault(name, parameter)
+        if unknown := {*(only or ())} - offered.keys():
+            raise TypeError(f"{command.__name__} has no settings named {', '.join(sorted(unknown))}")
+        offered |= {name: each for name, each in own.items() if name not in plans}
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: value for name, value in values.items() if name in own}
+            command(**given, **{name: checked(lambda p=p: _filled(p, values)) for name, p in plans.items()})
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in offered.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _settings(kind: Any) -> list[tuple[Field, Setting | None, Any]]:
+    """Each field of a dataclass, its setting if it is one, and its type."""
+    hints = get_type_hints(kind)
+    return [(each, each.metadata.get(KEY), hints[each.name]) for each in fields(kind)]
+
+
+def _choice(name: str, words: tuple[str, ...]) -> Any:
+    return StrEnum(name, [(word, word) for word in words])
+
+
+def _name(each: Field, setting: Setting) -> str:
+    return setting.option or each.name
+
+
+def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
+    """The parameters of a command that stand for the settings of `plan`, by name."""
+    for each, setting, written in _settings(type(plan)):
+        value = getattr(plan, each.name)
+        kind: Any = written
+        if setting is None:
+            if is_dataclass(value):
+                yield from _parameters(value)
             continue
-
-        def check(option: str = option, path: Path = path, folder: bool = folder) -> None:
-            try:
-                check_writable(path, folder)
-            except OSError as error:
-                raise ValueError(f"{option}: {error.strerror}") from error
-            other = seen.setdefault(path.resolve(), option)
-            if other != option and (not path.exists() or path.is_file()):
-                raise ValueError(f"{other} and {option} are both {path}: give each a place of its own")
-
-        checked(check)
-
-
-def head_width(dim: int, heads: int) -> int:
-    """Values of each attention head; BadParameter where `heads` does not divide `dim`."""
-    if dim % heads:
-        raise typer.BadParameter(f"--heads {heads} does not divide --dim {dim}: choose numbers where it does")
-    return dim // heads
-
-
-def names(text: str, known: tuple[str, ...], option: str) -> list[str]:
-    """Some of `known`, from words separated by commas; BadParameter naming `option` otherwise."""
-    chosen = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in chosen if name not in known]
-    if unknown or not chosen:
-        raise typer.BadParameter(f"{option} takes some of {', '.join(known)}, got {text!r}")
-    return chosen
-
-
-def shares(text: str, option: str) -> tuple[float, ...]:
-    """Shares from 0 to 1, separated by commas; BadParameter naming `option` otherwise."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 <= share <= 1 for share in found):
-        raise typer.BadParameter(f"{option} takes shares from 0 to 1, separated by commas, got {text!r}")
-    return found
-
-
-def numbers(text: str, option: str, least: int = 1, most: int = 65_536) -> list[int]:
-    """Whole numbers in a range, separated by commas; BadParameter naming `option` otherwise."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < least or max(found) > most:
-        raise typer.BadParameter(
-            f"{option} takes whole numbers from {least} to {most}, separated by commas, got {text!r}"
+        name = _name(each, setting)
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool and value:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        limits: dict[str, Any] = {}
+        if kind in PARSERS:
+            kind, value = str, PARSERS[kind].text(value)
+        elif get_origin(kind) is Literal:
+            kind = _choice(name, get_args(kind))
+            value = kind(value)
+        elif kind is not bool:
+            limits = {"min": setting.least, "max": setting.most}
+        panel = setting.panel or PANELS.get(type(plan).__name__)
+        option = typer.Option(flag, help=setting.help, rich_help_panel=panel, **limits)
+        yield (
+            name,
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
+            ),
         )
-    return found
+
+
+def _filled(plan: Any, values: dict[str, Any]) -> Any:
+    """`plan` with the values of its options."""
+    changes = {}
+    for each, setting, kind in _settings(type(plan)):
+        value = getattr(plan, each.name)
+        if setting is None:
+            if is_dataclass(value):
+                changes[each.name] = _filled(value, values)
+        elif (name := _name(each, setting)) in values:
+            given = values[name]
+            if kind in PARSERS:
+                given = PARSERS[kind].parse(given, f"--{name.replace('_', '-')}", setting)
+            changes[each.name] = str(given) if isinstance(given, StrEnum) else given
+    return replace(plan, **changes)

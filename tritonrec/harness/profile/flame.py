@@ -1,4 +1,4 @@
-"""py-spy beside a run: a flame graph of all threads of all ranks, and what it counted."""
+"""py-spy beside a run: a flame graph of all threads of all ranks, and its counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from ...distributed.rank_process import end_with_parent
-from ...files import ScratchFolder, whole
+from ...files import ScratchFolder, atomic_write
 
 START_SECONDS, STOP_SECONDS = 30.0, 60.0
 
@@ -115,7 +115,7 @@ class PySpy:
             raise self._failure()
         if not count(self._svg.read_bytes()).working:
             raise FlameError(NO_SAMPLE)
-        with whole(target) as part:
+        with atomic_write(target) as part:
             part.write_text(_named(self._svg.read_text(), title, processes))
 
     def __exit__(self, *exc: object) -> None:
@@ -156,7 +156,7 @@ class Function:
 
     Attributes:
         name, place: the function, and its file with the line where it begins.
-        own: samples in which it ran itself. total: those in which it or what it called ran.
+        own: samples in which it ran itself. total: those in which it or a callee ran.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a flame graph counts.
+    """The counts of a flame graph.
 
     Attributes:
         working, waiting: samples of threads at work, and of threads that waited, which py-spy cannot always

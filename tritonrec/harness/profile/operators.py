@@ -18,7 +18,7 @@ from ...files import ScratchFolder
 from ...trace import Recorder
 
 MAIN = "main"
-"""Name of the thread that calls the trainer; it runs every lane of modes that work in turn."""
+"""Name of the thread that calls the trainer; it runs every lane of sequential modes."""
 
 LANE_THREAD = "lane "
 """How the names of the executor's threads begin."""

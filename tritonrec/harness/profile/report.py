@@ -11,12 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ...pipeline import PIPELINED
 from ...trace import LANES, Operator, Trace, read
 from ...trace.analysis import Interval, RankSummary, intersection, length, summarise, union
 from .flame import Function, Samples, count
-
-SEQUENTIAL = ("reference", "sequential")
-"""Modes that run every lane on the caller's thread."""
 
 OPERATORS_SHOWN, FUNCTIONS_SHOWN, LEAST_SHARE = 8, 12, 0.01
 
@@ -27,7 +25,7 @@ class LaneTimes:
 
     Attributes:
         busy: while the recorder saw a stage at work; 0 of a thread that is no lane.
-        outside: the part of it in which no operator ran: Python, and what it waits for.
+        outside: the part of it in which no operator ran: Python, and waiting.
         own: operator -> its time without the operators it calls. calls: operator -> calls per step.
     """
 
@@ -72,7 +70,7 @@ def _by_lane(trace: Trace, rank: int) -> Iterator[tuple[str, Operator, int]]:
     for operator in trace.operators:
         if operator.rank == rank:
             by_thread.setdefault(operator.thread, []).append(operator)
-    in_turn = trace.metadata["mode"] in SEQUENTIAL
+    in_turn = trace.metadata["mode"] not in PIPELINED
     slices = sorted((s.start_ns, s.end_ns, s.lane) for s in trace.spans if s.rank == rank) if in_turn else []
     for thread, ran in by_thread.items():
         for operator, own in zip(ran, own_times(ran), strict=True):
@@ -163,7 +161,7 @@ def _function_table(samples: Samples) -> Table:
         title=f"Python functions, by {samples.working:,} samples of py-spy; {samples.waiting:,} waits are "
         "left out",
         title_justify="left",
-        caption="own: samples in the function itself; total: with what it calls",
+        caption="own: samples in the function itself; total: with its callees",
         caption_justify="left",
     )
     table.add_column("function (file)", overflow="fold")

@@ -18,9 +18,11 @@ from rich.console import Console
 from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
 from ...pipeline import Mode, Trainer, WindowConfig
+from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job
-from ..train.loop import progress_bar, save_trace
+from ..train.gather import save_trace
+from ..train.loop import progress_bar
 from .flame import FlameError, PySpy
 from .operators import name_threads, operators
 from .report import print_profile
@@ -30,7 +32,7 @@ TRACE, FLAME = "trace.pftrace", "flame.svg"
 
 @dataclass(frozen=True)
 class Profile:
-    """What is profiled, and how.
+    """The run to profile, and how.
 
     Args:
         job, mode, window, optimizer: see `Run`.
@@ -41,19 +43,21 @@ class Profile:
     """
 
     job: Job
-    mode: Mode = "nestpipe"
+    mode: Mode = setting("nestpipe", "How the steps are scheduled.")
     window: WindowConfig = field(default_factory=WindowConfig)
     optimizer: OptimizerName = "adam"
-    steps: int = 12
+    steps: int = setting(
+        12, "Steps to profile, after a few to warm up; the first fills the pipeline.", 3, MOST
+    )
     warm_up: int = 4
-    flame: bool = True
-    rate: int = 100
-    native: bool = False
-    flame_seconds: float = 5.0
+    flame: bool = setting(True, "Run it once more under py-spy, and draw its samples.", panel="Flame graph")
+    rate: int = setting(100, "Samples per second.", 1, 1000, panel="Flame graph")
+    native: bool = setting(False, "Show C and C++ frames too.", panel="Flame graph")
+    flame_seconds: float = setting(5.0, "Sample for so long at least.", 0, 3600, panel="Flame graph")
 
     @property
     def title(self) -> str:
-        """What is profiled, in words."""
+        """The profiled run, in words."""
         window = self.window
         return f"{self.job.model}, {self.mode}, {self.job.data}, N = {window.micro_batches}"
 
@@ -98,7 +102,7 @@ def profile_rank(
 
     Returns:
         The CPU time under torch.profiler over that without, and on rank 0 why there is no flame graph, empty
-        where there is one or none was asked for.
+        where there is one or none was requested.
     """
     world_size = communicators.world_size
     model, tables, dense = plan.job.build(plan.optimizer)
@@ -137,7 +141,7 @@ def profile_rank(
 def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable[[], object]) -> str:
     """Let rank 0's py-spy watch all ranks while they `run`; returns why that failed, on rank 0."""
     alone = communicators.world_size == 1
-    pids = [int(pid) for pid in communicators.control.gather_texts(f"{os.getpid()}\n")]
+    pids = [int(pid) for pid in communicators.control.all_gather_texts(f"{os.getpid()}\n")]
     names = {pid: f"rank {rank}" for rank, pid in enumerate(pids)}
     if not alone:
         names[os.getppid()] = "tritonrec profile"
@@ -149,7 +153,7 @@ def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable
                 spy = stack.enter_context(PySpy(parent, plan.rate, plan.native, subprocesses=not alone))
             except FlameError as error:
                 problem = str(error)
-        if any(communicators.control.gather_texts(problem)):
+        if any(communicators.control.all_gather_texts(problem)):
             return problem
         run()
         if spy is not None:

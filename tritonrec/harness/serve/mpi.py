@@ -1,6 +1,6 @@
 """The collectives of `tritonrec serve-bench` beside MPI: ``mpiexec -n W python -m ... OUT ...``.
 
-gloo and bls run in the ranks that mpiexec started, in turn with `MPI_Alltoallv`. Rank 0 prints a line for
+gloo and bls run in the ranks that mpiexec started, alternating with `MPI_Alltoallv`. Rank 0 prints a line for
 every size done, and writes the list of rounds to OUT as JSON: per round and size, seconds by backend.
 """
 

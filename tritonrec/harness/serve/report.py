@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ...files import whole
+from ...files import atomic_write
 from ...version import __version__
-from .rounds import BACKENDS, Result, Setting, interval
+from .rounds import BACKENDS, Result, Series, interval
 
 PAPER = {
     "delays": "latency 17 -> 12 ms with k > 0, on either backend (8 nodes, mean delay 5 ms, Fig. 7)",
@@ -33,7 +33,7 @@ TITLES = {
 COLOURS = {"gloo": "#999999", "bls": "#0072b2", "MPI": "#e69f00"}
 
 
-def saved(result: Result, setting: Setting) -> list[float]:
+def saved(result: Result, setting: Series) -> list[float]:
     """Seconds a batch less than gloo with k = 0 in the same round, by round."""
     reference = result.of(setting.scenario, "gloo", 0).latency
     return [before - now for before, now in zip(reference, setting.latency, strict=True)]
@@ -179,7 +179,7 @@ def draw_report(result: Result, path: Path) -> None:
             _draw_collectives(next(axes), result)
         for unused in axes:
             unused.axis("off")
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

@@ -1,7 +1,7 @@
 """`tritonrec serve-bench`: inference with a bounded lag beside the synchronous one, interleaved.
 
 The experiments of arXiv 2512.19342, section V and VI, on ranks of this machine. Delays are real sleeps,
-drawn anew each round and the same for all settings of a round; settings take turns, and what is saved is a
+drawn anew each round and the same for all settings of a round; settings are interleaved, and a saving is a
 difference of two runs of one round.
 """
 
@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...settings import MOST, MOST_SEED, setting
 from ..progress import CommandProgress
 from .mpi import available, run_with_mpi
-from .run import Run, serve, time_size
+from .run import ServeRun, serve, time_size
 
 SCENARIOS = ("delays", "balanced", "straggler", "sizes")
 BACKENDS = ("gloo", "bls")
@@ -32,8 +33,8 @@ LARGEST = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured.
+class ServeConfig:
+    """The settings of a comparison.
 
     Args:
         world_size: ranks, at least 2. bounds: values of k; 0, the reference, is always among them.
@@ -43,18 +44,20 @@ class Plan:
         batch_size: samples of all ranks together.
         sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
 
-    Raises ValueError naming what is out of range.
+    Raises ValueError naming the setting that is out of range.
     """
 
-    world_size: int = 4
-    bounds: tuple[int, ...] = (0, 1, 2, 4, 8)
+    world_size: int = setting(4, "Ranks.", 2, 1024)
+    bounds: tuple[int, ...] = setting(
+        (0, 1, 2, 4, 8), "Bounds k, separated by commas; 0 is always run.", 0, 1024
+    )
     scenarios: tuple[str, ...] = SCENARIOS
     delay: float = 0.01
-    steps: int = 60
-    rounds: int = 5
-    batch_size: int = 64
+    steps: int = setting(60, "Batches of a run.", 1, MOST)
+    rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
+    batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
     sizes: tuple[int, ...] = tuple(4**power for power in range(13))
-    seed: int = 0
+    seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
 
     def __post_init__(self) -> None:
         if self.world_size < 2:
@@ -71,7 +74,7 @@ class Plan:
 
 
 @dataclass
-class Setting:
+class Series:
     """One scenario, backend and bound, with a number for every round."""
 
     scenario: str
@@ -88,17 +91,17 @@ class Setting:
 class Result:
     """All that was measured; `collectives[size][backend]` has seconds by round."""
 
-    plan: Plan
-    settings: list[Setting]
+    plan: ServeConfig
+    settings: list[Series]
     collectives: dict[int, dict[str, list[float]]]
 
-    def of(self, scenario: str, backend: str, bound: int) -> Setting:
+    def of(self, scenario: str, backend: str, bound: int) -> Series:
         """One setting."""
         wanted = (scenario, backend, bound)
         return next(each for each in self.settings if (each.scenario, each.backend, each.bound) == wanted)
 
 
-def draw_delays(plan: Plan, scenario: str, turn: int) -> np.ndarray:
+def draw_delays(plan: ServeConfig, scenario: str, turn: int) -> np.ndarray:
     """(W, steps) seconds; those of a round are the same for all settings."""
     shape = (plan.world_size, plan.steps)
     if scenario == "delays":
@@ -148,14 +151,18 @@ def student(freedom: int, confidence: float) -> float:
 
 
 def run_bench(
-    plan: Plan, console: Console, trace: Path | None = None, mpi: bool = True, timeout: timedelta = TIMEOUT
+    plan: ServeConfig,
+    console: Console,
+    trace: Path | None = None,
+    mpi: bool = True,
+    timeout: timedelta = TIMEOUT,
 ) -> Result:
     """Measure all of `plan`; with `trace`, keep traces of the first round's bls runs there.
 
     Raises RuntimeError when a setting's predictions differ from synchronous inference in any bit.
     """
     settings = [
-        Setting(scenario, backend, bound)
+        Series(scenario, backend, bound)
         for scenario in plan.scenarios
         for bound in plan.bounds
         for backend in BACKENDS
@@ -174,7 +181,9 @@ def run_bench(
         for scenario in plan.scenarios:
             short = np.zeros((plan.world_size, WARM_UP))
             for backend in BACKENDS:
-                pool.run(serve, plan.world_size, Run(scenario, backend, 0, short, plan.batch_size, plan.seed))
+                pool.run(
+                    serve, plan.world_size, ServeRun(scenario, backend, 0, short, plan.batch_size, plan.seed)
+                )
         for turn in range(plan.rounds):
             digests: dict[str, list[str]] = {}
             for place in range(len(settings)):
@@ -188,16 +197,16 @@ def run_bench(
 
 
 def _measure(
-    plan: Plan,
+    plan: ServeConfig,
     pool: RankPool,
-    setting: Setting,
+    setting: Series,
     turn: int,
     digests: dict[str, list[str]],
     trace: Path | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> None:
     delays = draw_delays(plan, setting.scenario, turn)
-    run = Run(
+    run = ServeRun(
         setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
     )
     ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
@@ -211,7 +220,9 @@ def _measure(
     setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
 
 
-def _collectives(plan: Plan, pool: RankPool, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+def _collectives(
+    plan: ServeConfig, pool: RankPool, progress: CommandProgress
+) -> dict[int, dict[str, list[float]]]:
     """Seconds by size, backend and round."""
     task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
     rounds = []
@@ -225,7 +236,7 @@ def _collectives(plan: Plan, pool: RankPool, progress: CommandProgress) -> dict[
     return _slowest(rounds)
 
 
-def _beside_mpi(plan: Plan, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
     """The same, in ranks started by mpiexec."""
     task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
     sizes = list(plan.sizes)
@@ -242,7 +253,7 @@ def _slowest(rounds: list[dict[int, dict[str, list[float]]]]) -> dict[int, dict[
     }
 
 
-def _label(setting: Setting) -> str:
+def _label(setting: Series) -> str:
     return f"{setting.scenario}, {setting.backend}, k = {setting.bound}"
 
 

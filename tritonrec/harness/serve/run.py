@@ -32,7 +32,7 @@ BUDGET_SECONDS, MOST_CALLS = 0.15, 50
 
 
 @dataclass(frozen=True)
-class Run:
+class ServeRun:
     """One run of one setting: `steps` batches served with a backend and bound.
 
     Args:
@@ -52,7 +52,7 @@ class Run:
     timeout: timedelta = TIMEOUT
 
 
-def serve(communicators: Communicators, run: Run) -> dict[str, Any]:
+def serve(communicators: Communicators, run: ServeRun) -> dict[str, Any]:
     """Serve all batches of `run` on this rank.
 
     Returns:
@@ -128,7 +128,7 @@ class _PlainHandle:
 
 
 class _BenchDLRM(TableWiseDLRM):
-    """Knows what it will receive, for a collective that has to be told."""
+    """Knows the sizes that it will receive, for a collective that takes them."""
 
     batch_size = 0
 
@@ -225,7 +225,7 @@ def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
 def time_collectives(
     size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
 ) -> dict[str, float]:
-    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, in turn.
+    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, alternating.
 
     Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...files import whole
+from ...files import atomic_write
 
 METRICS = ("AUC", "accuracy", "BCE")
 PAPER_LOSS = 0.0004
@@ -32,7 +32,7 @@ def sent(run: dict[str, Any]) -> int:
 
 
 def print_slipstream(summary: dict[str, Any], console: Console) -> None:
-    """Tables of what was dropped, what it saved and what it cost."""
+    """Tables of dropped inputs, saved time and lost accuracy."""
     job, snapshots = summary["job"], summary["snapshots"]
     online = f", the last {summary['online']:.0%} of the inputs online" if summary["online"] else ""
     console.print(
@@ -154,7 +154,7 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
         right.legend(fontsize=8, frameon=False)
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=120, format="png")
     finally:
         pyplot.close(figure)

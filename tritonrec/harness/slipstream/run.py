@@ -1,8 +1,8 @@
 """`tritonrec train --slipstream`: train with and without the inputs that Slipstream drops, side by side.
 
 The steps up to the classification are the same, bit for bit, so they are trained once. Then the state is
-copied: one run goes on with all inputs, and one for each share to drop with those that are kept. They take
-turns, so that a busy machine slows all of them.
+copied: one run goes on with all inputs, and one for each share to drop with those that are kept. They
+alternate, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import torch
 from rich.console import Console
 
 from ...data import ClickLoader
-from ...distributed import Communicators, demand_equal
+from ...distributed import Communicators, check_ranks_agree
 from ...embedding import DenseOptimizer, HashTableCollection
 from ...pipeline import Trainer
+from ...settings import setting
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from ..job import Job
 from ..train.evaluate import evaluate_model
-from ..train.loop import Run, gathered, progress_bar, settings_of, state_digest, totals
+from ..train.gather import gathered, state_digest, totals
+from ..train.loop import progress_bar
+from ..train.run import Run, settings_of
 from .report import print_slipstream
 
 TURNS = 10
-"""How often the runs take turns."""
+"""Parts of the remaining steps; the runs alternate after each."""
 CONTROL_EPOCH = 2**40
 """An epoch that nobody trains: its order is the one in which the control drops inputs."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -34,7 +37,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class SlipstreamRun:
-    """What to compare.
+    """The runs to compare.
 
     Args:
         config: of Slipstream. drops: shares of the hot inputs to drop, one run for each.
@@ -43,10 +46,10 @@ class SlipstreamRun:
             of the others is trained first, then these once. 0: the epochs of all inputs go on.
     """
 
-    config: SlipstreamConfig
-    drops: tuple[float, ...] = (0.5,)
-    control: bool = False
-    online: float = 0.0
+    config: SlipstreamConfig = field(default_factory=SlipstreamConfig)
+    drops: tuple[float, ...] = setting((0.5,), "Shares of hot inputs to drop; a run for each.", option="drop")
+    control: bool = setting(False, "Also drop as many inputs at random, beside.")
+    online: float = setting(0.0, "Share of the inputs, the last, trained online.", 0, 1)
 
     def __post_init__(self) -> None:
         if not 0 <= self.online < 1:
@@ -84,7 +87,7 @@ def train_slipstream(
     ``inputs``, ``steps``, ``cpu_seconds`` and ``wall_seconds`` after the classification, ``counts`` of keys,
     rows and bytes, ``metrics``, and ``digest``.
     """
-    demand_equal(communicators.control, {**settings_of(run), **vars(slipstream)})
+    check_ranks_agree(communicators.control, {**settings_of(run), **vars(slipstream)})
     _demand(run)
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)
@@ -244,7 +247,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
 
 
 def _each_rank(communicators: Communicators, value: int) -> list[int]:
-    return torch.cat(communicators.control.gather(torch.tensor([value], dtype=torch.int64))).tolist()
+    return torch.cat(communicators.control.all_gather(torch.tensor([value], dtype=torch.int64))).tolist()
 
 
 def _quantiles(changes: torch.Tensor) -> Mapping[str, float]:

@@ -26,7 +26,7 @@ Metrics = dict[str, float]
 
 
 def evaluate_model(model: torch.nn.Module, tables: HashTableCollection, loader: Epochs) -> Metrics:
-    """Metrics of what the loader has held out; `tables` hold every rank's rows.
+    """Metrics of the held-out samples of the loader; `tables` hold every rank's rows.
 
     HR@K and NDCG@K of a full ranking for next-item models, group AUC of each task for GRM; AUC, accuracy and
     cross entropy for DLRM.

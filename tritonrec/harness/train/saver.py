@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ... import checkpoint
-from ...distributed import Communicators, demand_equal
+from ...distributed import Communicators, check_ranks_agree
 from ...embedding import DenseOptimizer, HashTableCollection
 
 
@@ -20,7 +21,7 @@ class RunSaver:
     def __init__(
         self,
         communicators: Communicators,
-        directory: str,
+        directory: str | Path,
         tables: HashTableCollection,
         dense: DenseOptimizer,
         meta: Mapping[str, Any],
@@ -34,9 +35,9 @@ class RunSaver:
                 directory,
                 rank=communicators.shard,
                 world_size=communicators.shards,
-                gather=communicators.checkpoint.gather_texts,
+                gather=communicators.checkpoint.all_gather_texts,
                 full_every=full_every,
-                around=lambda step: communicators.watch.doing(f"save({step})"),
+                context=lambda step: communicators.watch.doing(f"save({step})"),
             )
 
     def save(self, step: int) -> None:
@@ -66,19 +67,19 @@ class RunSaver:
 
 def restore(
     communicators: Communicators,
-    directory: str,
+    directory: str | Path,
     tables: HashTableCollection,
     dense: DenseOptimizer,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step.
 
-    `accept` sees what was said of the run that saved, and raises where this one differs; nothing is loaded
+    `accept` gets the metadata of the run that saved, and raises where this one differs; nothing is loaded
     then.
     """
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     accept(loaded.meta)
     dense.load(loaded.dense)
     tables.load_state(loaded.tables)
-    demand_equal(communicators.control, {"step of the checkpoint": loaded.step})
+    check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
     return loaded.step

@@ -44,7 +44,7 @@ class Reference:
 class Case:
     """One run that must equal its reference.
 
-    That is `ReferenceTrainer` for ``"batch"``, the same cut run in turn for ``"window"``.
+    That is `ReferenceTrainer` for ``"batch"``, the same cut run sequentially for ``"window"``.
 
     `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log
     than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to
@@ -72,7 +72,7 @@ class Case:
         object.__setattr__(self, "steps", -(-self.steps // accumulate) * accumulate)
 
     def job(self, job: Job) -> Job:
-        """What the case trains, where the harness was asked for `job`."""
+        """The job of the case, where the harness has `job`."""
         return self._variant.job(job.on(self.data))
 
     def window(self, seed: int) -> WindowConfig:
@@ -207,7 +207,7 @@ def extra_cases(
     """Every variant, and restarts from every world size up to the largest at every other.
 
     ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
-    with modes and micro-batches dealt in turn; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
+    with modes and micro-batches dealt round robin; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
     """
     length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
 

@@ -29,7 +29,7 @@ class Verifier:
     """Runs cases on a pool of ranks against references recorded once.
 
     Args:
-        job: the training job. meshes: world sizes and replicas that will be asked for.
+        job: the training job. meshes: world sizes and replicas of the cases.
         timeout: of a collective, after which a missing rank is an error.
     """
 
@@ -111,7 +111,7 @@ class Verifier:
         return smallest
 
     def run_fault(self, fault: Fault) -> FaultResult:
-        """Injection a bug and see who notices; the same case without it must be identical."""
+        """Inject a fault and see who notices; the same case without it must be identical."""
         by, evidence, where = [], [], ""
         if fault.injection.schedule is not None:
             try:

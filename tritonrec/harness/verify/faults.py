@@ -1,6 +1,6 @@
 """Injected faults: each breaks the promise in one place, and `tritonrec verify --inject-faults` must notice.
 
-A bug in the schedule is run with the check switched off, so that its effect must show in the bits; whether
+A fault in the schedule is run with the check switched off, so that its effect must show in the bits; whether
 the check alone would have refused it is reported beside.
 """
 
@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "float-sums",
-        "contributions are added in float32 and rounded to the grid afterwards",
+        "contributions are added in float32 and rounded to fixed point afterwards",
         _case(micro_batches=2),
         Injection(injections.float_sums),
     ),
@@ -161,12 +161,12 @@ FAULTS = [
     Fault(
         "cold-rows-not-rounded",
         "rows in low precision stay float32 in the buffers",
-        replace(_case(), variant="heat"),
+        replace(_case(), variant="precision-tiers"),
         Injection(injections.low_precision_not_rounded),
     ),
     Fault(
         "accumulation-divides-by-one-batch",
-        "accumulated gradients are divided by the terms of one batch",
+        "accumulated gradients are divided by the loss count of one batch",
         replace(_case(), variant="accumulate", steps=6),
         Injection(injections.mean_over_one_batch),
     ),
@@ -190,13 +190,13 @@ FAULTS = [
     ),
     Fault(
         "dropped-rows-not-written-back",
-        "rows that a batch does without are taken for kept ones and never written back",
+        "rows that a batch drops are taken for kept ones and never written back",
         replace(_case(), variant="scale", steps=8),
         Injection(injections.dropped_rows_not_written_back),
     ),
     Fault(
-        "fetch-before-dropped-rows-are-home",
-        "retrieval of batch t does not wait until batch t-1 has brought home what it does without",
+        "fetch-before-dropped-rows-are-written",
+        "retrieval of batch t does not wait until batch t-1 has written back the rows that it drops",
         replace(_case(), variant="scale", steps=12),
         Injection(
             schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=1)),
@@ -216,7 +216,7 @@ FAULTS = [
         Injection(injections.replicas_in_different_orders),
     ),
     Fault(
-        "update-before-replicas-meet",
+        "update-before-replica-reduction",
         "rows are updated without waiting for the gradients of other replicas",
         replace(_case(), replicas=2),
         Injection(
@@ -233,19 +233,19 @@ FAULTS = [
     ),
     Fault(
         "replica-reduction-before-the-gradients",
-        "replicas do not wait for the gradients of the micro-batch that they reduce",
+        "replicas do not wait for the gradients of the micro-batch after which they are reduced",
         replace(_case(), variant="scale", replicas=2),
         Injection(
             # The rows are there to be reduced; only their gradients are not.
             schedule=lambda schedule: schedule.without_edge(
                 "replica_reduce", Edge("gradient_exchange", "same")
-            ).with_edges("replica_reduce", Edge("exchange", "same")),
+            ).with_edges("replica_reduce", Edge("compute", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
     ),
     Fault(
         "lost-gradient-at-window-consistency",
-        "as above, where the reference is the same cut run one stage after another",
+        "as above, where the reference is the same cut run sequentially",
         _case(mode="fwp", optimizer="sgd", consistency="window"),
         Injection(injections.lost_gradient),
     ),

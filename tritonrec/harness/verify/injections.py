@@ -1,4 +1,8 @@
-"""What injected faults do: to the program, the schedule, or the timing that brings them out."""
+"""What injected faults do: to the program, the schedule, or the timing that brings them out.
+
+A fault in a stage is a function of its own before, after or in place of the stage; like a stage it declares
+what it is passed.
+"""
 
 from __future__ import annotations
 
@@ -9,87 +13,99 @@ import torch
 
 from ... import ops
 from ...data import JaggedBatch
-from ...pipeline import Schedule, Task, Window, WindowProgram
-from ...pipeline.routes import Leg
+from ...pipeline import Program, Schedule, Task, Window
+from ...pipeline.dist_plan import RowDist
+from ...pipeline.places import (
+    Buffer,
+    Context,
+    Dense,
+    Gradients,
+    MeanGradient,
+    OwnedRows,
+    Routes,
+    RowGradient,
+)
+from ...pipeline.stage import From, Previous, Read, Update, Write
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How a bug is put in: by changing the program, the schedule, or the timing that brings it out."""
+    """How a fault is injected: by changing the program, the schedule, or the timing that brings it out."""
 
-    program: Callable[[WindowProgram], None] | None = None
+    program: Callable[[Program], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
 
 
-def no_copy_of_kept_rows(program: WindowProgram) -> None:
-    program.actions["copy_kept_rows"] = lambda window, _=None: None
+def nothing() -> None:
+    """A stage that does nothing."""
 
 
-def wrong_rows(program: WindowProgram) -> None:
-    def copy_kept_rows(window: Window, _: int | None = None) -> None:
-        active = program._buffers[(window.number - 1) % 2]
-        if active is not None:
-            for before, table in zip(active.tables, window.tables, strict=True):
-                here, there = ops.intersect(before.keys, table.keys)
-                ops.scatter_rows(table.buffer, there, ops.gather_rows(before.buffer, here.flip(0)))
-
-    program.actions["copy_kept_rows"] = copy_kept_rows
+def no_copy_of_kept_rows(program: Program) -> None:
+    program.replace("copy_kept_rows", nothing)
 
 
-def _scale_leaving(window: Window, micro_batch: int, factor: int) -> None:
-    """Multiply the gradients of the first table that leave with a micro-batch."""
-    table = window.tables[0]
-    assert table.gradients is not None
-    table.gradients[table.asked.leaving.rows[micro_batch]] *= factor
+def wrong_rows(program: Program) -> None:
+    def copy_kept_rows(
+        before: Read[Previous[OwnedRows]] | None,
+        owned: Read[OwnedRows],
+        active: Read[Previous[Buffer]] | None,
+        buffer: Write[Buffer],
+    ) -> None:
+        if before is None or active is None:
+            return
+        for last, now, source, rows in zip(before.tables, owned.tables, active, buffer, strict=True):
+            here, there = ops.intersect(last.keys, now.keys)
+            ops.scatter_rows(rows, there, ops.gather_rows(source, here.flip(0)))
+
+    program.replace("copy_kept_rows", copy_kept_rows)
 
 
-def lost_gradient(program: WindowProgram) -> None:
-    add = program.actions["gradient_exchange"]
+def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
+    """Multiply the gradients of the first table that are sent with a micro-batch."""
 
-    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
-        if micro_batch == program.config.micro_batches - 1:
-            _scale_leaving(window, micro_batch, 0)
-        add(window, micro_batch)
+    def scale(micro_batch: int, routes: Read[Routes], gradients: Update[From[Gradients]]) -> None:
+        if micro_batch == micro_batch_of:
+            gradients[0][routes.tables[0].gradients.rows[micro_batch]] *= factor
 
-    program.actions["gradient_exchange"] = gradient_exchange
-
-
-def gradient_twice(program: WindowProgram) -> None:
-    add = program.actions["gradient_exchange"]
-
-    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
-        if micro_batch == 1:
-            _scale_leaving(window, micro_batch, 2)
-        add(window, micro_batch)
-
-    program.actions["gradient_exchange"] = gradient_exchange
+    program.before("gradient_exchange", scale)
 
 
-def _update(program: WindowProgram, window: Window, step: int) -> None:
+def lost_gradient(program: Program) -> None:
+    _scaled(program, program.config.micro_batches - 1, 0)
+
+
+def gradient_twice(program: Program) -> None:
+    _scaled(program, 1, 2)
+
+
+def _update(
+    context: Context, routes: Routes, owned: OwnedRows, sums: torch.Tensor, buffer: Buffer, step: int
+) -> None:
     """Update the first table's rows from what has been summed so far."""
-    table = window.tables[0]
-    assert table.row_gradient is not None
-    gradient = program.sums.mean(table.row_gradient, window.row_terms)
-    optimizer = program.tables.groups[0].optimizer
-    optimizer.update(table.buffer, torch.arange(len(table.keys)), gradient, step)
+    gradient = context.sums.mean(sums, routes.row_normalizer)
+    optimizer = context.tables.groups[0].optimizer
+    optimizer.update(buffer[0], torch.arange(len(owned.tables[0].keys)), gradient, step)
 
 
-def update_inside_window(program: WindowProgram) -> None:
-    add = program.actions["gradient_exchange"]
-
-    def gradient_exchange(window: Window, micro_batch: int | None = None) -> None:
-        add(window, micro_batch)
+def update_inside_window(program: Program) -> None:
+    def too_early(
+        micro_batch: int,
+        context: Context,
+        window: Window,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Update[RowGradient],
+        buffer: Update[Buffer],
+    ) -> None:
         if micro_batch == 0:
-            sums = window.tables[0].row_gradient
-            assert sums is not None
-            _update(program, window, window.update + 1)
-            sums.zero_()
+            _update(context, routes, owned, row_gradient[0], buffer, window.update + 1)
+            row_gradient[0].zero_()
 
-    program.actions["gradient_exchange"] = gradient_exchange
+    program.after("gradient_exchange", too_early)
 
 
-def float_sums(program: WindowProgram) -> None:
+def float_sums(program: Program) -> None:
     def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         if values.dtype == torch.int64:
             ops.segment_sum(values, rows, len(out), consistency="batch", out=out)
@@ -99,16 +115,16 @@ def float_sums(program: WindowProgram) -> None:
     program.sums.add = add_rows  # type: ignore[method-assign]
 
 
-def sums_of_four_bytes(program: WindowProgram) -> None:
-    exchange = program.sums.exchange
+def sums_of_four_bytes(program: Program) -> None:
+    send = program.sums.send_to_owners
 
-    def narrow(window, over, values, *rest) -> None:
-        exchange(window, over, values.to(torch.int32).to(torch.int64), *rest)
+    def narrow(sent, over, values, *rest) -> None:
+        send(sent, over, values.to(torch.int32).to(torch.int64), *rest)
 
-    program.sums.exchange = narrow  # type: ignore[method-assign, assignment]
+    program.sums.send_to_owners = narrow  # type: ignore[method-assign, assignment]
 
 
-def initial_by_arrival(program: WindowProgram) -> None:
+def initial_by_arrival(program: Program) -> None:
     table = program.tables.groups[0].table
     lookup = table.lookup
 
@@ -125,56 +141,62 @@ def initial_by_arrival(program: WindowProgram) -> None:
     table.lookup = by_arrival  # type: ignore[method-assign,assignment]
 
 
-def stale_dense_parameter(program: WindowProgram) -> None:
-    update = program.actions["dense_update"]
+def stale_dense_parameter(program: Program) -> None:
+    name = next(iter(program.dense.parameters))
+    kept: list[torch.Tensor] = []
 
-    def dense_update(window: Window, _: int | None = None) -> None:
-        name = next(iter(window.dense))
-        if window.step == 2 and program.communicators.rank == 1:
-            kept = program.dense.rows[name].clone()
-            parameter = program.dense.parameters[name].detach().clone()
-            update(window)
-            program.dense.rows[name].copy_(kept)
-            program.dense.parameters[name].data.copy_(parameter)
-        else:
-            update(window)
+    def missed(window: Window) -> bool:
+        return window.step == 2 and program.context.rank == 1
 
-    program.actions["dense_update"] = dense_update
+    def remember(window: Window, dense: Read[Dense]) -> None:
+        if missed(window):
+            optimizer = dense.optimizer
+            kept[:] = [optimizer.rows[name].clone(), optimizer.parameters[name].detach().clone()]
 
+    def restore(window: Window, dense: Update[Dense]) -> None:
+        if missed(window):
+            rows, parameter = kept
+            dense.optimizer.rows[name].copy_(rows)
+            dense.optimizer.parameters[name].data.copy_(parameter)
 
-def local_token_count(program: WindowProgram) -> None:
-    route = program.actions["route"]
-
-    def local(window: Window, _: int | None = None) -> None:
-        route(window)
-        window.terms = window.row_terms = sum(batch.loss_terms for batch in window.batches)
-
-    program.actions["route"] = local
+    program.before("dense_update", remember)
+    program.after("dense_update", restore)
 
 
-def correction_per_micro_batch(program: WindowProgram) -> None:
-    def sparse_update(window: Window, _: int | None = None) -> None:
-        _update(program, window, (window.update + 1) * program.config.micro_batches)
+def local_token_count(program: Program) -> None:
+    def local(window: Window, routes: Read[Routes]) -> Routes:
+        return replace(routes, loss_normalizer=window.loss_terms, row_normalizer=window.loss_terms)
 
-    program.actions["sparse_update"] = sparse_update
+    program.after("route", local)
 
 
-def one_buffer(program: WindowProgram) -> None:
-    retrieve = program.actions["retrieve"]
+def correction_per_micro_batch(program: Program) -> None:
+    def sparse_update(
+        context: Context,
+        window: Window,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        buffer: Update[Buffer],
+    ) -> None:
+        step = (window.update + 1) * context.config.micro_batches
+        _update(context, routes, owned, row_gradient[0], buffer, step)
 
-    def retrieve_into_active(window: Window, _: int | None = None) -> None:
-        active = program._buffers[(window.number - 1) % 2]
-        retrieve(window)
+    program.replace("sparse_update", sparse_update)
+
+
+def one_buffer(program: Program) -> None:
+    def land_in_active(active: Update[Previous[Buffer]] | None, buffer: Read[Buffer]) -> None:
         if active is not None:
             # The rows land where batch t-1 is still training.
-            busy, rows = active.tables[0].buffer, window.tables[0].buffer
+            busy, rows = active[0], buffer[0]
             count = min(len(busy), len(rows))
             busy[:count] = rows[:count]
 
-    program.actions["retrieve"] = retrieve_into_active
+    program.after("retrieve", land_in_active)
 
 
-def dropout_by_position(program: WindowProgram) -> None:
+def dropout_by_position(program: Program) -> None:
     forward = program.model.forward
 
     def by_position(batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
@@ -183,22 +205,20 @@ def dropout_by_position(program: WindowProgram) -> None:
     program.model.forward = by_position
 
 
-def low_precision_not_rounded(program: WindowProgram) -> None:
+def low_precision_not_rounded(program: Program) -> None:
     table = program.tables.groups[0].table
     table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
 
 
-def mean_over_one_batch(program: WindowProgram) -> None:
-    route = program.actions["route"]
+def mean_over_one_batch(program: Program) -> None:
+    def of_the_last(window: Window, routes: Read[Routes]) -> Routes:
+        normalizer = max(routes.loss_normalizer // len(window.batches), 1)
+        return replace(routes, loss_normalizer=normalizer, row_normalizer=normalizer)
 
-    def of_the_last(window: Window, _: int | None = None) -> None:
-        route(window)
-        window.terms = window.row_terms = max(window.terms // len(window.batches), 1)
-
-    program.actions["route"] = of_the_last
+    program.after("route", of_the_last)
 
 
-def restart_without_scores(program: WindowProgram) -> None:
+def restart_without_scores(program: Program) -> None:
     table = program.tables.groups[0].table
     load_state = table.load_state
 
@@ -210,23 +230,23 @@ def restart_without_scores(program: WindowProgram) -> None:
     table.load_state = forgetful  # type: ignore[method-assign]
 
 
-def ids_of_merged_tables_meet(program: WindowProgram) -> None:
+def ids_of_merged_tables_meet(program: Program) -> None:
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
 
 
-def rows_in_reverse(program: WindowProgram) -> None:
-    route = program.actions["route"]
+def rows_in_reverse(program: Program) -> None:
+    def inverse_of_another(routes: Read[Routes]) -> Routes:
+        tables = [
+            replace(table, inverse=[*table.inverse[:-1], table.inverse[-1].flip(0)])
+            for table in routes.tables
+        ]
+        return replace(routes, tables=tables)
 
-    def inverse_of_another(window: Window, _: int | None = None) -> None:
-        route(window)
-        for table in window.tables:
-            table.asked.inverse[-1] = table.asked.inverse[-1].flip(0)
-
-    program.actions["route"] = inverse_of_another
+    program.after("route", inverse_of_another)
 
 
-def evicts_rows_in_a_buffer(program: WindowProgram) -> None:
+def evicts_rows_in_a_buffer(program: Program) -> None:
     table = program.tables.groups[0].table
     lookup = table.lookup
 
@@ -238,80 +258,76 @@ def evicts_rows_in_a_buffer(program: WindowProgram) -> None:
     table.lookup = forgetful  # type: ignore[method-assign]
 
 
-def gradients_leave_at_first_use(program: WindowProgram) -> None:
-    route = program.actions["route"]
-
-    def first_is_last(window: Window, _: int | None = None) -> None:
-        route(window)
-        for table in window.tables:
-            slots = [table.asked.slots(i) for i in range(len(window.micro_batches))]
+def gradients_leave_at_first_use(program: Program) -> None:
+    def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
+        tables = []
+        for table in routes.tables:
+            slots = [table.slots(i) for i in range(context.config.window_micro_batches)]
             rows = [torch.arange(each.start, each.stop) for each in slots]
-            table.asked.leaving = Leg(rows, table.asked.arriving)
-            table.received_last_use = None
+            tables.append(replace(table, gradients=RowDist(rows, table.splits)))
+        received = [replace(each, last_use=None) for each in routes.received]
+        return replace(routes, tables=tables, received=received)
 
-    program.actions["route"] = first_is_last
-
-
-def last_rows_stay_in_the_buffer(program: WindowProgram) -> None:
-    program.finish = lambda window: None  # type: ignore[method-assign]
+    program.after("route", first_is_last)
 
 
-def dropped_rows_not_written_back(program: WindowProgram) -> None:
-    bring_home = program._bring_home
-
-    def only_at_the_end(window: Window, counted: Window, kept_by: Window | None = None) -> None:
-        if kept_by is None:
-            bring_home(window, counted)
-
-    program._bring_home = only_at_the_end  # type: ignore[method-assign]
+def last_rows_stay_in_the_buffer(program: Program) -> None:
+    program.finish = lambda places: None  # type: ignore[method-assign]
 
 
-def replicas_keep_their_gradients(program: WindowProgram) -> None:
-    def alone(window: Window, _: int | None = None) -> None:
-        for table in window.tables:
-            assert table.row_gradient is not None and table.mean_gradient is not None
-            mean = program.sums.mean(table.row_gradient, window.row_terms)
-            table.mean_gradient.zero_()[table.places[program.communicators.replica.rank]] = mean
-
-    program.actions["replica_reduce"] = alone
+def dropped_rows_not_written_back(program: Program) -> None:
+    program.replace("write_back", nothing)
 
 
-def replicas_in_different_orders(program: WindowProgram) -> None:
-    distinct = program._distinct
+def replicas_keep_their_gradients(program: Program) -> None:
+    def alone(
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        mean_gradient: Write[MeanGradient],
+    ) -> None:
+        mean_gradient.clear()
+        for table, sums in zip(owned.tables, row_gradient, strict=True):
+            own = context.sums.mean(sums, routes.row_normalizer)
+            mean_gradient.append(own.new_zeros(len(table.keys), own.shape[1]))
+            mean_gradient[-1][table.replicas[context.replica]] = own
 
-    def own_order(table):
-        found = distinct(table)
-        order = torch.arange(len(table.keys))
-        if program.communicators.replica.rank:  # two rows of one share, so that no message has another length
-            order[:2] = order[:2].flip(0)
-        table.keys = table.keys[order]
-        table.places = [torch.argsort(order)[places] for places in table.places]
-        return found
-
-    program._distinct = own_order  # type: ignore[method-assign]
+    program.replace("replica_reduce", alone)
 
 
-def means_begin_at_zero(program: WindowProgram) -> None:
+def replicas_in_different_orders(program: Program) -> None:
+    def own_order(context: Context, routes: Read[Routes]) -> Routes:
+        received = []
+        for each in routes.received:
+            first, *others = each.replica_keys
+            if context.replica:  # two rows of one rank's part, so that no message has another length
+                first = torch.cat([first[:2].flip(0), first[2:]])
+            received.append(replace(each, replica_keys=[first, *others]))
+        return replace(routes, received=received)
+
+    program.after("route", own_order)
+
+
+def means_begin_at_zero(program: Program) -> None:
     """So that an update which comes too early has something to take."""
-    retrieve = program.actions["retrieve"]
 
-    def zeroed(window: Window, _: int | None = None) -> None:
-        retrieve(window)
-        for table in window.tables:
-            assert table.mean_gradient is not None
-            table.mean_gradient.zero_()
+    def zeroed(context: Context, owned: Read[OwnedRows]) -> MeanGradient:
+        sizes = zip(owned.tables, context.tables.groups, strict=True)
+        return MeanGradient([torch.zeros(len(t.keys), g.table.dim, dtype=torch.float32) for t, g in sizes])
 
-    program.actions["retrieve"] = zeroed
+    program.after("retrieve", zeroed)
 
 
-def replica_reduction_after_the_first_use(program: WindowProgram) -> None:
-    meetings = program._meetings
+def replica_reduction_after_the_first_use(program: Program) -> None:
+    def too_early(routes: Read[Routes]) -> Routes:
+        received = [
+            replace(each, replica_last_use=[torch.zeros_like(last) for last in each.replica_last_use])
+            for each in routes.received
+        ]
+        return replace(routes, received=received)
 
-    def too_early(table):
-        table.replica_last_use = [torch.zeros_like(last) for last in table.replica_last_use]
-        return meetings(table)
-
-    program._meetings = too_early  # type: ignore[method-assign]
+    program.after("route", too_early)
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

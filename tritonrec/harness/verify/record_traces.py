@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...distributed import Communicators, RankPool
 from ...files import ScratchFolder
-from ...pipeline import Mode
+from ...pipeline import STAGED
 from ...trace import Recorder, save_joined
 from ...trace.analysis import check_edges, summarise
 from ...trace.reader import read
@@ -20,7 +20,7 @@ from .cases import Case
 from .run_case import prepared
 
 WORLD_SIZE, MICRO_BATCHES, STEPS = 2, 4, 8
-MODES: tuple[Mode, ...] = ("sequential", "dbp", "fwp", "nestpipe")
+MODES = STAGED
 
 
 def trace_rank(communicators: Communicators, job: Job, case: Case, path: str) -> None:

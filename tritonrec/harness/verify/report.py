@@ -1,4 +1,4 @@
-"""What `tritonrec verify` found: as a document, and as tables for a terminal of eighty columns."""
+"""The results of `tritonrec verify`: as a document, and as tables for a terminal of eighty columns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class FaultResult:
-    """Whether an injected fault was noticed, by what, and the first mismatch."""
+    """Whether bits, a check or an error caught an injected fault, and the first mismatch."""
 
     fault: Fault
     caught: bool
@@ -50,7 +50,7 @@ class FaultResult:
 
 @dataclass
 class Report:
-    """What `tritonrec verify` found."""
+    """The results of `tritonrec verify`."""
 
     job: Job
     cases: list[CaseResult] = field(default_factory=list)
@@ -209,7 +209,7 @@ def _faults_table(report: Report) -> Table:
     table = Table(title="Injected faults: does the harness notice?", padding=(0, 0, 0, 1))
     table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
     for name in ("fault", "caught", "by", "first mismatch"):
-        table.add_column(name, no_wrap=name == "bug", overflow="fold")
+        table.add_column(name, no_wrap=name == "fault", overflow="fold")
     for result in report.faults:
         caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
         table.add_row(result.fault.name, caught, ", ".join(result.by), result.where)

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from ...data import Batch, ClickLoader, Lookup
 from ...distributed import Communicators
 from ...embedding import TablePolicy
-from ...files import whole
-from ...pipeline import Task, Trainer, Window, WindowConfig, schedule_of
+from ...files import atomic_write
+from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
+from ...pipeline.places import Buffer, KeptRows, OwnedRows
+from ...pipeline.stage import Previous, Read
 from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..job import Job, Loader
@@ -70,7 +72,7 @@ def record_reference(reference: Reference, steps: int, directory: str) -> None:
                 batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
                 state.update(used_state(tables, [batch.lookups() for batch in batches]))
             states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
-    with whole(Path(directory, reference.file_name)) as part:
+    with atomic_write(Path(directory, reference.file_name)) as part:
         save_file(states, part)
 
 
@@ -216,34 +218,40 @@ def compare_run(
     program = trainer.program
 
     def after(stage: str, state: Callable[[], State]) -> None:
-        action = program.actions[stage]
-
-        def compared(window: Window, micro_batch: int | None = None) -> None:
-            action(window, micro_batch)
+        def compared(window: Window) -> None:
             comparison.compare(window.step, expected(window.step), state(), final=window.step == last)
 
-        program.actions[stage] = compared
+        program.after(stage, compared)
 
-    def settled(window: Window, micro_batch: int | None = None) -> None:
-        """Where rows stay in buffers, the state after the batch before: what is home and what it kept."""
-        before = program.buffer_of(window.number - 1)
-        write_back(window, micro_batch)
-        if before is not None:
+    before_last: list[int] = []  # the step of the last window whose rows were written back
+
+    def settled(
+        window: Window,
+        before: Read[Previous[OwnedRows]] | None,
+        active: Read[Previous[Buffer]] | None,
+        kept: Read[KeptRows] | None,
+    ) -> None:
+        """Where rows stay in buffers, the state after the batch before: the tables and what it kept."""
+        if before is not None and active is not None and kept is not None:
+            (step,) = before_last
             state = table_state(program.tables)
-            for group, table, now in zip(program.tables.groups, before.tables, window.tables, strict=True):
-                assert now.kept is not None
-                here, _there = now.kept
-                overlay(state, group, table.keys[here], table.buffer[here])
-            comparison.compare(before.step, expected(before.step), state, final=False)
+            for group, table, rows, (here, _) in zip(
+                program.tables.groups, before.tables, active, kept, strict=True
+            ):
+                overlay(state, group, table.keys[here], rows[here])
+            comparison.compare(step, expected(step), state, final=False)
+        before_last[:] = [window.step]
 
-    def finished(window: Window) -> None:
-        finish(window)
-        comparison.compare(window.step, expected(window.step), table_state(program.tables), final=True)
+    def finished(places: WindowPlaces) -> None:
+        finish(places)
+        step = places.window.step
+        comparison.compare(step, expected(step), table_state(program.tables), final=True)
 
     after("dense_update", lambda: dense_state(program.dense))
     if program.config.skip_fetch:
-        write_back, finish = program.actions["write_back"], program.finish
-        program.actions["write_back"], program.finish = settled, finished  # type: ignore[method-assign]
+        program.after("write_back", settled)
+        finish = program.finish
+        program.finish = finished  # type: ignore[method-assign]
     else:
         after("write_back", lambda: table_state(program.tables))
     for batches in stretches:

@@ -110,7 +110,7 @@ class Comparison:
         """Compare what `got` holds of ``loss``, ``dense`` or ``table`` after `step`.
 
         Before the `final` step the tables may already hold ids of later batches; their rows must be initial.
-        Where tables evict or admit, later batches may have changed them already, and what is compared is the
+        Where tables evict or admit, later batches may have changed them already, and the comparison takes the
         ids that the step itself has used.
         """
         for part in _ORDER:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
-from ...pipeline import PIPELINED, Mode
+from ...pipeline import PIPELINED, TWO_BUFFERS, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 
@@ -58,7 +58,7 @@ def _with_labels(job: Job) -> Job:
 
 
 MADE = "zipf:users=150,items=600,median_length=9,seed=3"
-"""A log of many keys that come and go: what a policy does to it shows within a few steps."""
+"""A log of many keys that come and go, on which a policy acts within a few steps."""
 RATED = "zipf:users=120,items=300,ratings=1,seed=7"
 """A log with ratings."""
 CRITEO = "criteo:samples=400,scale=0.0001,seed=3"
@@ -97,7 +97,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
-    "heat": _policy(
+    "precision-tiers": _policy(
         "seldom used rows in 16 bits", "promoted", "demoted", precision=PrecisionTiers(2, every=2)
     ),
     "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
@@ -168,14 +168,14 @@ VARIANTS: dict[str, Variant] = {
         "rows that consecutive batches use stay in the buffers",
         window={"skip_fetch": True},
         shows=("kept", "written"),
-        modes=("dbp", "nestpipe"),
+        modes=TWO_BUFFERS,
     ),
     "scale": Variant(
         "first use, taper and skipped fetches together, over three accumulated batches, with policies",
         {**SMALL, "data": MADE, "policy": POLICIES},
         window={"first_use": True, "taper": 0.5, "skip_fetch": True, "accumulate": 3},
         shows=("kept", "written", "rejected"),
-        modes=("dbp", "nestpipe"),
+        modes=TWO_BUFFERS,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

@@ -2,16 +2,36 @@
 """Key routing: owners in a loop that vectorises, then a stable counting sort by owner."""
 
 import numpy as np
+import torch
 
 from tritonrec.kernels.murmur.numba_murmur import mix64
+from tritonrec.kernels.padding import first_valid
 
 from ..caches import njit
 
 _HALF = np.uint64(32)
 
 
+def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
+    """See `tritonrec.kernels.bucketize.owner_of`."""
+    owners = torch.empty(keys.numel(), dtype=torch.int64)
+    _owners(keys.contiguous().numpy().view("uint64"), world_size, owners.numpy())
+    return owners
+
+
+def bucketize(
+    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.bucketize.bucketize`."""
+    owners = owner_of(first_valid(keys, count), world_size)
+    counts = torch.empty(world_size, dtype=torch.int64)
+    permutation = torch.empty(keys.numel(), dtype=torch.int64)
+    _sort(owners.numpy(), counts.numpy(), permutation.numpy())
+    return permutation, counts
+
+
 @njit(cache=True, nogil=True)
-def owner_of(keys, world_size, owners):
+def _owners(keys, world_size, owners):
     """``owners[i]`` = the rank that owns ``keys[i]``; the product of two 32-bit numbers cannot wrap."""
     world = np.uint64(world_size)
     for i in range(len(keys)):
@@ -19,8 +39,8 @@ def owner_of(keys, world_size, owners):
 
 
 @njit(cache=True, nogil=True)
-def bucketize(owners, counts, permutation):
-    """Stable counting sort of the positions by owner."""
+def _sort(owners, counts, permutation):
+    """Stable counting sort of the positions by owner; positions without an owner stay where they are."""
     counts[:] = 0
     for i in range(len(owners)):
         counts[owners[i]] += 1
@@ -33,3 +53,5 @@ def bucketize(owners, counts, permutation):
         owner = owners[i]
         permutation[cursor[owner]] = i
         cursor[owner] += 1
+    for i in range(len(owners), len(permutation)):
+        permutation[i] = i

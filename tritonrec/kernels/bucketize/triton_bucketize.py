@@ -5,14 +5,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.triton_padding import num_valid
+
+BLOCK, NUM_WARPS = 1024, 4
 
 
 @triton.jit
 def _owner(key, world_size):
-    # the product of two numbers below 2**32 and 2**31 stays inside int64
+    # >> on int64 carries the sign, which the mask takes off again; the product of two numbers below 2**32 and
+    # 2**31 stays inside int64
     return (((mix64(key) >> 32) & 0xFFFFFFFF) * world_size) >> 32
 
 
@@ -31,6 +33,7 @@ def _count_kernel(keys_ptr, histogram_ptr, num_keys, count_ptr, world_size, num_
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
+    # -1 is no rank's number, so keys behind the count are counted nowhere
     owner = tl.where(inside, _owner(key, world_size), -1)
     for rank in range(world_size):
         count = tl.sum((owner == rank).to(tl.int64), axis=0)
@@ -53,6 +56,7 @@ def _place_kernel(
     for rank in range(world_size):
         mine = owner == rank
         start = tl.load(starts_ptr + rank * num_blocks + block)
+        # the running count of this rank's keys, so equal owners keep their order
         place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1
         tl.store(permutation_ptr + place, offsets, mask=mine)
     tl.store(permutation_ptr + offsets, offsets, mask=(offsets < num_keys) & (owner == -1))
@@ -63,9 +67,8 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     keys = keys.contiguous()
     owners = torch.empty_like(keys)
     if keys.numel():
-        config = tuned.config("bucketize", "any", keys.device)
-        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
-        _owner_kernel[grid](keys, owners, keys.numel(), world_size, **config)
+        grid = (triton.cdiv(keys.numel(), BLOCK),)
+        _owner_kernel[grid](keys, owners, keys.numel(), world_size, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return owners
 
 
@@ -76,12 +79,12 @@ def bucketize(
     keys = keys.contiguous()
     if keys.numel() == 0:
         return keys.new_empty(0), keys.new_zeros(world_size)
-    config = tuned.config("bucketize", "any", keys.device)
-    num_blocks = triton.cdiv(keys.numel(), config["BLOCK"])
+    num_blocks = triton.cdiv(keys.numel(), BLOCK)
     histogram = keys.new_empty((world_size, num_blocks))
     permutation = torch.empty_like(keys)
-    grid = (num_blocks,)
+    grid, config = (num_blocks,), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
     _count_kernel[grid](keys, histogram, keys.numel(), count, world_size, num_blocks, **config)
+    # rank by rank, block by block: the order of a stable sort
     starts = torch.cumsum(histogram.flatten(), 0) - histogram.flatten()
     _place_kernel[grid](keys, starts, permutation, keys.numel(), count, world_size, num_blocks, **config)
     return permutation, histogram.sum(1)

@@ -1,16 +1,42 @@
-"""Rounding to the grid on the CPU, in one pass.
+"""Rounding to fixed point on the CPU, in one pass.
 
 `x * 2**bits` is exact in float64 (24 significant bits, exponents far from the ends), so `rint`, which rounds
 half to even, is the only rounding and compiles to one vector instruction.
 """
 
 import numpy as np
+import torch
+
+from tritonrec.kernels.fixed_point.errors import report_value
 
 from ..caches import njit
 
 
+def to_fixed_point(
+    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `tritonrec.kernels.fixed_point.to_fixed_point`."""
+    values = values.detach().contiguous()
+    terms = torch.empty(values.shape, dtype=torch.int64)
+    bad = _round(
+        values.view(-1).numpy(),
+        2.0**fraction_bits,
+        np.float32(2.0 ** (62 - fraction_bits)),
+        terms.view(-1).numpy(),
+    )
+    report_value(bad + 1, status, name, values, fraction_bits)
+    return terms
+
+
+def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
+    """See `tritonrec.kernels.fixed_point.from_fixed_point`."""
+    values = torch.empty(sums.shape, dtype=torch.float32)
+    _scale(sums.contiguous().view(-1).numpy(), 2.0**-fraction_bits, float(divisor), values.view(-1).numpy())
+    return values
+
+
 @njit(cache=True, nogil=True)
-def to_fixed_point(values, scale, limit, grid):
+def _round(values, scale, limit, terms):
     """Position of the first value that is not below `limit` in magnitude, or -1."""
     outside = 0
     for i in range(values.shape[0]):
@@ -20,19 +46,19 @@ def to_fixed_point(values, scale, limit, grid):
             if not (abs(values[i]) < limit):
                 return i
     for i in range(values.shape[0]):
-        grid[i] = np.int64(np.rint(np.float64(values[i]) * scale))
+        terms[i] = np.int64(np.rint(np.float64(values[i]) * scale))
     return -1
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def from_fixed_point(sums, unit, divisor, values):
+def _scale(sums, unit, divisor, values):
     for i in range(sums.shape[0]):
         values[i] = np.float32(np.float64(sums[i]) * unit / divisor)
 
 
 @njit(cache=True, nogil=True)
 def add_rounded(total, start, values, first, count, scale, limit):
-    """Round ``values[first : first + count]`` to the grid and add them to ``total[start : start + count]``.
+    """Round ``values[first : first + count]`` to fixed point, add it to ``total[start : start + count]``.
 
     `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the place
     in the row of the first value that cannot be added; `total` then keeps what it held before the call.
@@ -71,7 +97,7 @@ def add_rounded(total, start, values, first, count, scale, limit):
 
 @njit(cache=True, nogil=True)
 def add_terms(total, start, terms, first, count):
-    """`add_rounded` for terms that lie on the grid already (int64)."""
+    """`add_rounded` for terms that are in fixed point already (int64)."""
     wrapped = np.int64(0)
     for d in range(count):
         term = terms[first + d]

@@ -1,4 +1,4 @@
-"""Rounding to the grid in Triton.
+"""Rounding to fixed point in Triton.
 
 Adding 1.5 * 2**52 to a float64 below 2**51 in magnitude leaves no bits for a fraction, so the hardware's
 round-half-even does the rounding. A larger one came from a float32 of 24 bits: it is a multiple of 2**28, and
@@ -12,26 +12,31 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.fixed_point.errors import report_value
 
+BLOCK, NUM_WARPS = 1024, 4
 NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
 def round_to_fixed_point(values, scale, limit):
-    """float32 to (int64 on the grid, whether it fits); `scale` and `limit` are powers of two."""
+    """float32 to (int64 in fixed point, whether it fits); `scale` and `limit` are powers of two."""
+    # false for NaN too, which compares with nothing
     fits = tl.abs(values) < limit
+    # exact in float64: 24 significant bits times a power of two
     scaled = tl.where(fits, values, 0.0).to(tl.float64) * scale
     magic = tl.full(scaled.shape, 6755399441055744.0, tl.float64)
     return ((scaled + magic) - magic).to(tl.int64), fits
 
 
 @triton.jit
-def to_fixed_point_kernel(values_ptr, grid_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
+def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
+    # int64 before the product, or the positions of tensors of 2**31 values wrap
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # 0.0 in the tail has a fixed-point number, so the tail never counts as bad
     values = tl.load(values_ptr + position, mask=position < length, other=0.0)
     rounded, fits = round_to_fixed_point(values, scale, limit)
-    tl.store(grid_ptr + position, rounded, mask=position < length)
+    tl.store(terms_ptr + position, rounded, mask=position < length)
     tl.store(bad_ptr + tl.program_id(0), tl.min(tl.where(fits, NONE, position), axis=0))
 
 
@@ -51,21 +56,47 @@ def first_bad(bad: torch.Tensor) -> torch.Tensor:
     return torch.where(first == NONE.value, 0, first + 1)
 
 
-def to_fixed_point(values: torch.Tensor, bits: int, grid: torch.Tensor) -> torch.Tensor:
-    """Fill `grid`; () int64, 1 + the flat position of the first value that has no place on it, or 0."""
-    config = tuned.config("fixed_point", "any", values.device)
-    programs = triton.cdiv(values.numel(), config["BLOCK"])
+def to_fixed_point(
+    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `tritonrec.kernels.fixed_point.to_fixed_point`; a code is read back only without `status`."""
+    values = values.detach().contiguous()
+    terms = torch.empty(values.shape, dtype=torch.int64, device=values.device)
+    if values.numel() == 0:
+        return terms
+    programs = triton.cdiv(values.numel(), BLOCK)
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
     to_fixed_point_kernel[(programs,)](
-        values, grid, bad, 2.0**bits, 2.0 ** (62 - bits), values.numel(), **config, enable_fp_fusion=False
+        values,
+        terms,
+        bad,
+        2.0**fraction_bits,
+        2.0 ** (62 - fraction_bits),
+        values.numel(),
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
     )
-    return first_bad(bad)
+    report_value(first_bad(bad), status, name, values, fraction_bits)
+    return terms
 
 
-def from_fixed_point(sums: torch.Tensor, divisor: float, bits: int, values: torch.Tensor) -> None:
-    config = tuned.config("fixed_point", "any", sums.device)
+def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
+    """See `tritonrec.kernels.fixed_point.from_fixed_point`."""
+    sums = sums.contiguous()
+    values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+    if sums.numel() == 0:
+        return values
     # filled on the device: a copy from the host would be waited for
     on_device = torch.full((1,), divisor, dtype=torch.float64, device=sums.device)
-    from_fixed_point_kernel[(triton.cdiv(sums.numel(), config["BLOCK"]),)](
-        sums, values, on_device, 2.0**-bits, sums.numel(), **config, enable_fp_fusion=False
+    from_fixed_point_kernel[(triton.cdiv(sums.numel(), BLOCK),)](
+        sums,
+        values,
+        on_device,
+        2.0**-fraction_bits,
+        sums.numel(),
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
     )
+    return values

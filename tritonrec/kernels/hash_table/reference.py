@@ -9,11 +9,16 @@ therefore empties a slot where its group has an empty one already, for no path l
 leaves a tombstone in a group without.
 """
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable
 
 import torch
 
+from tritonrec.kernels.hash_table.errors import finish_insert
 from tritonrec.kernels.murmur.reference import mix64
+from tritonrec.kernels.padding import first_valid, pad
 
 GROUP = 8
 EMPTY, TOMBSTONE = -1, -2
@@ -43,23 +48,75 @@ def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, 
     return -1, place
 
 
-def hash_find(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_find(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_find`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
-    rows = [_search(table_keys, table_rows, key)[0] for key in keys.tolist()]
-    return torch.tensor(rows, dtype=torch.int64, device=keys.device)
+    rows = [_search(table_keys, table_rows, key)[0] for key in first_valid(keys, count).tolist()]
+    return _rows_of(rows, keys)
+
+
+def _rows_of(rows: list[int], keys: torch.Tensor) -> torch.Tensor:
+    return pad(torch.tensor(rows, dtype=torch.int64, device=keys.device), keys.numel(), -1)
 
 
 def hash_insert(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
     keys: torch.Tensor,
-    next_row: int,
+    first_row: int,
+    free_rows: torch.Tensor | None,
+    count: torch.Tensor | None,
+    next_row: torch.Tensor | None,
+    status: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.hash_table.hash_insert`."""
+    arguments = keys, first_row, free_rows, count, next_row, status
+    return insert_on_host(_insert, hash_find, slot_keys, slot_rows, *arguments)
+
+
+def insert_on_host(
+    insert: Callable[..., tuple[torch.Tensor, torch.Tensor] | None],
+    find: Callable[..., torch.Tensor],
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_row: int,
+    free_rows: torch.Tensor | None,
+    count: torch.Tensor | None,
+    next_row: torch.Tensor | None,
+    status: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`hash_insert` by an `insert` of valid keys that gives None where they do not fit, and by a `find`."""
+    valid = first_valid(keys, count)
+    first = first_row if next_row is None else int(next_row)
+    free = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+    last = first + valid.numel() - free.numel()
+    # only new keys take rows, so they are counted before a refusal
+    if last > 1 << 31:
+        last = first + int((find(slot_keys, slot_rows, valid, None) < 0).sum()) - free.numel()
+    placed = insert(slot_keys, slot_rows, valid, first, free) if last <= 1 << 31 else None
+    refused = 0
+    if placed is None:
+        found = find(slot_keys, slot_rows, valid, None)
+        placed, refused = (found, torch.zeros_like(found, dtype=torch.bool)), int((found < 0).sum())
+    rows, inserted = pad(placed[0], keys.numel(), -1), pad(placed[1], keys.numel(), False)
+    used = 0 if next_row is None else max(int(inserted.sum()) - free.numel(), 0)
+    start = first_row if next_row is None else next_row
+    finish_insert(slot_rows, keys, free, start, used, refused, status)
+    return rows, inserted
+
+
+def _insert(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_row: int,
     free_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """See `tritonrec.kernels.hash_table.hash_insert`; None where the table is too small."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
-    new_rows = itertools.chain(free_rows.tolist(), itertools.count(next_row))
+    new_rows = itertools.chain(free_rows.tolist(), itertools.count(first_row))
     rows, inserted = [], []
     for key in keys.tolist():
         row, slot = _search(table_keys, table_rows, key)
@@ -79,25 +136,31 @@ def hash_insert(
 
 
 def hash_assign(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    count: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_assign`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
     before = []
-    for key, new_row in zip(keys.tolist(), rows.tolist(), strict=True):
+    for key, new_row in zip(first_valid(keys, count).tolist(), rows.tolist(), strict=False):
         row, slot = _search(table_keys, table_rows, key)
         before.append(row)
         if row != -1:
             table_rows[slot] = new_row
     slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
-    return torch.tensor(before, dtype=torch.int64, device=keys.device)
+    return _rows_of(before, keys)
 
 
-def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_erase(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
     before = []
-    for key in keys.tolist():
+    for key in first_valid(keys, count).tolist():
         row, slot = _search(table_keys, table_rows, key)
         before.append(row)
         if row != -1:
@@ -105,7 +168,7 @@ def hash_erase(slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Ten
             ends_here = EMPTY in table_rows[start : start + GROUP]
             table_rows[slot] = EMPTY if ends_here else TOMBSTONE
     slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
-    return torch.tensor(before, dtype=torch.int64, device=keys.device)
+    return _rows_of(before, keys)
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

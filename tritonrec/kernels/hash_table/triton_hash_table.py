@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.hash_table.errors import finish_insert
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
 from tritonrec.kernels.triton_padding import num_valid
+
+BLOCK, NUM_WARPS = 128, 4
 
 
 @triton.jit
@@ -111,8 +113,7 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
     if keys.numel():
         assign = new_rows is not None
         new_rows = new_rows.contiguous() if assign else keys
-        config = tuned.config("hash_table", "any", keys.device)
-        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+        grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
         _find_kernel[grid](
             slot_keys,
@@ -125,7 +126,8 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
             num_groups,
             ASSIGN=assign,
             ERASE=erase,
-            **config,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
         )
     return rows
 
@@ -157,9 +159,9 @@ def hash_erase(
 
 def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
     if keys.numel():
-        config = tuned.config("hash_table", "any", keys.device)
-        grid = (triton.cdiv(keys.numel(), config["BLOCK"]),)
+        grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
+        config = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
         _claim_kernel[grid](slot_keys, slot_rows, keys, rows, wanted, keys.numel(), num_groups, **config)
 
 
@@ -167,39 +169,47 @@ def hash_insert(
     slot_keys: torch.Tensor,
     slot_rows: torch.Tensor,
     keys: torch.Tensor,
-    next_row: int | torch.Tensor,
-    free_rows: torch.Tensor,
+    first_row: int,
+    free_rows: torch.Tensor | None,
     count: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    next_row: torch.Tensor | None,
+    status: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.hash_table.hash_insert`.
 
-    Rows and `inserted`, then two () int64: how many rows from `next_row` on are used up, and how many new
-    keys were refused, all or none. Nothing is read back: whether they fit is decided on the device, and
-    what does not fit is not wanted.
+    With `status` nothing is read back: whether the new keys fit is decided on the device, for all or none,
+    and keys that do not fit are not wanted.
     """
     keys = keys.contiguous()
     found = hash_find(slot_keys, slot_rows, keys, count)
     wanted = found < 0
     if keys.numel() == 0:
-        return found, wanted, keys.new_zeros(()), keys.new_zeros(())
+        return found, wanted
     if count is not None:
         wanted &= ~padding(keys.numel(), count)
+    start = first_row if next_row is None else next_row
+    free_rows = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+    # numbered by a prefix sum before any slot is touched, so rows do not depend on who wins which slot
     number = torch.cumsum(wanted, 0)
     new, free = number[-1], free_rows.numel()
     used = (new - free).clamp(min=0)
-    fits = ((slot_rows >= 0).sum() + new <= slot_rows.numel()) & (used + next_row <= 1 << 31)
+    fits = ((slot_rows >= 0).sum() + new <= slot_rows.numel()) & (used + start <= 1 << 31)
     wanted &= fits
-    rows = number + next_row - (free + 1)
+    rows = number + start - (free + 1)
     if free:
         reused = free_rows[(number - 1).clamp(0, free - 1)]
         rows = torch.where(number <= free, reused, rows)
     rows = torch.where(wanted, rows, found)
     _claim(slot_keys, slot_rows, keys, rows, wanted)
-    return rows, wanted, torch.where(fits, used, 0), torch.where(fits, 0, new)
+    used, refused = torch.where(fits, used, 0), torch.where(fits, 0, new)
+    finish_insert(slot_rows, keys, free_rows, start, used, refused, status)
+    return rows, wanted
 
 
-def hash_grow(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, new_keys: torch.Tensor, new_rows: torch.Tensor
-) -> None:
-    """Claim a slot for every occupied slot of the old table; `new_rows` are all -1."""
+def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.hash_table.hash_grow`."""
+    new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
+    new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
+    # every occupied slot of the old table claims one of the new table, which has room for all
     _claim(new_keys, new_rows, slot_keys, slot_rows, slot_rows >= 0)
+    return new_keys, new_rows

@@ -6,15 +6,43 @@ key is special. The keys of a buffer are distinct, so building compares no keys 
 """
 
 import numpy as np
+import torch
 
+from tritonrec.kernels import murmur
+from tritonrec.kernels.intersect.reference import pad_common
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.padding import first_valid
 
 from ..caches import njit
 
 BLOCK = 128
 _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
+
+
+def intersect(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_count: torch.Tensor | None,
+    right_count: torch.Tensor | None,
+    padded: bool,
+) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.kernels.intersect.intersect`."""
+    size = min(left.numel(), right.numel())
+    left, right = first_valid(left, left_count), first_valid(right, right_count)
+    small, large = (right, left) if right.numel() <= left.numel() else (left, right)
+    matched = torch.empty(large.numel(), dtype=torch.int64)
+    small_keys, large_keys = (keys.contiguous().numpy().view("uint64") for keys in (small, large))
+    common = match(small_keys, large_keys, matched.numpy(), np.uint64(murmur.SECRET))
+    if large is not left:
+        in_left = torch.empty(left.numel(), dtype=torch.int64)
+        invert(matched.numpy(), in_left.numpy())
+        matched = in_left
+        common = int((in_left >= 0).sum())  # fewer, where keys of `right` are there twice
+    left_positions, right_positions = (torch.empty(common, dtype=torch.int64) for _ in range(2))
+    compact(matched.numpy(), left_positions.numpy(), right_positions.numpy())
+    return pad_common(left_positions, right_positions, size, padded)
 
 
 @njit(inline="always")

@@ -5,7 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import triton_scratch, tuned
+from tritonrec.kernels import triton_scratch
+
+BLOCK, NUM_WARPS = 256, 4
 
 
 @triton.jit
@@ -34,12 +36,12 @@ def intersect(
     left, right = left.contiguous(), right.contiguous()
     holders, _ = triton_scratch.build(right, right_count)
     matched = triton_scratch.lookup(left, right, holders, left_count)
+    # the running count is each match's place, without an atomic: left positions come out ascending
     rank = torch.cumsum(matched >= 0, 0)
     num_common = rank[-1].clone()
     length = min(left.numel(), right.numel()) if padded else int(num_common)
     left_positions, right_positions = (left.new_full((length,), -1) for _ in range(2))
-    config = tuned.config("unique", "any", left.device)
-    grid = (triton.cdiv(left.numel(), config["BLOCK"]),)
+    grid, config = (triton.cdiv(left.numel(), BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
     _list_kernel[grid](matched, rank, left_positions, right_positions, left.numel(), length, **config)
     found = left_positions, right_positions
     return (*found, num_common.clamp(max=length)) if padded else found

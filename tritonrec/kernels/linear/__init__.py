@@ -19,7 +19,8 @@ import torch
 
 from tritonrec.kernels.arguments import check_tensors
 from tritonrec.kernels.dispatch import Impl, implementation
-from tritonrec.kernels.fixed_point import FRACTION_BITS, ExactSumError, check_bits
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, ExactSumError
+from tritonrec.kernels.fixed_point.errors import check_fraction_bits as check_bits
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
 from tritonrec.kernels.overlap import check_no_overlap

@@ -6,12 +6,15 @@ import struct
 
 import torch
 
-from tritonrec.kernels.segment_sum.reference import add_batch
+from tritonrec.kernels.fixed_point.errors import sum_error
+from tritonrec.kernels.padding import report
+from tritonrec.kernels.rows.reference import add_batch
 
 FLOAT = 0x84
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.packed_rows.pack_rows`."""
     widths, packed = [], bytearray()
     for row in rows.tolist():
         elements = values[row].tolist()
@@ -36,10 +39,37 @@ def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> torch.T
 
 
 def add_packed_rows(
-    out: torch.Tensor, segments: torch.Tensor, widths: torch.Tensor, packed: torch.Tensor
-) -> int:
-    """Position (row * D + column) of the first element whose sum leaves int64, or -1."""
-    return add_batch(out, unpack_rows(widths, packed, out.shape[1]), segments, bits=0)
+    out: torch.Tensor,
+    segments: torch.Tensor,
+    widths: torch.Tensor,
+    packed: torch.Tensor,
+    name: str,
+    fraction_bits: int,
+) -> None:
+    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
+    code = add_batch(out, unpack_rows(widths, packed, out.shape[1]), segments, fraction_bits)
+    report_packed_sum(code, name, segments, widths, packed, out.shape[1], fraction_bits)
+
+
+def report_packed_sum(
+    code: torch.Tensor | int,
+    name: str,
+    segments: torch.Tensor,
+    widths: torch.Tensor,
+    packed: torch.Tensor,
+    dim: int,
+    fraction_bits: int,
+) -> None:
+    """Raise the error of 1 + row * D + column of the first element whose sum leaves int64; 0 is none."""
+
+    def error(code: int) -> Exception:
+        row, column = divmod(code - 1, dim)
+        start = int((widths[:row] & 0x7F).sum()) * dim
+        size = int(widths[row] & 0x7F) * dim
+        terms = unpack_rows(widths[row : row + 1], packed[start : start + size], dim)
+        return sum_error(name, (row, column), terms[0, column].item(), int(segments[row]), fraction_bits)
+
+    report(code, None, error)
 
 
 def width_of(elements: list[int]) -> int:

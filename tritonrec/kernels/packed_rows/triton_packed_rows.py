@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad
-from tritonrec.kernels.segment_sum.triton_segment_sum import MOST_PROGRAMS, by_segment
+from tritonrec.kernels.packed_rows.reference import report_packed_sum
+from tritonrec.kernels.row_layout import contiguous_rows
+from tritonrec.kernels.rows.triton_segment_sum import MOST_PROGRAMS, by_segment
 
+BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
 FLOAT = tl.constexpr(0x84)
 
 
@@ -36,6 +38,7 @@ def _widths_kernel(
         column = first + tl.arange(0, BLOCK_DIM)
         inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
         x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
+        # x ^ sign is x or -x - 1: as many bits as two's complement needs without its sign
         sign = x >> 63
         size = (x ^ sign) - sign
         some |= x
@@ -72,9 +75,11 @@ def _pack_kernel(
     inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
     x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
     bits = x.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+    # FLOAT is the one width with the top bit of its byte, so it reads as negative
     x = tl.where((width < 0)[:, None], bits, x)
     planes = tl.where(inside, (width & 0x7F)[:, None], 0)
     place = packed_ptr + start[:, None] + column[None, :]
+    # the lowest byte of all columns first, so that a plane's stores are consecutive
     for plane in tl.static_range(8):
         tl.store(place, (x >> (8 * plane)).to(tl.int8), mask=planes > plane)
         place += dim
@@ -111,6 +116,7 @@ def _add_kernel(
                 byte = tl.load(place, mask=planes > plane, other=0)
                 bits |= (byte.to(tl.int64) & 0xFF) << (8 * plane)
                 place += dim
+            # shifted up and down again, the sign of the last plane fills the bytes that were not sent
             unused = 64 - 8 * tl.maximum(planes, 1)
             floats = tl.where(width < 0, bits, 0).to(tl.int32).to(tl.float32, bitcast=True)
             term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
@@ -123,37 +129,45 @@ def _add_kernel(
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of (N, D) `values` with contiguous rows, neither side of length 0."""
-    dim, rows = values.shape[1], rows.contiguous()
-    block = min(128, triton.next_power_of_2(dim))
-    config = tuned.config("packed_rows", tuned.row_class(dim, most=128), values.device)
-    grid = (triton.cdiv(rows.numel(), config["BLOCK_ROWS"]),)
-    widths = torch.empty(rows.numel(), dtype=torch.int8, device=values.device)
+    """See `tritonrec.kernels.packed_rows.pack_rows`; the number of bytes is read back."""
+    dim, values, rows = values.shape[1], contiguous_rows(values), rows.contiguous()
+    widths = torch.zeros(rows.numel(), dtype=torch.int8, device=values.device)
+    if rows.numel() == 0 or dim == 0:
+        return widths.view(torch.uint8), widths.new_empty(0, dtype=torch.uint8)
+    block = min(BLOCK_DIM, triton.next_power_of_2(dim))
+    config = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_DIM": block, "num_warps": NUM_WARPS}
+    grid = (triton.cdiv(rows.numel(), BLOCK_ROWS),)
     sizes = rows.numel(), dim, values.stride(0)
-    _widths_kernel[grid](values, rows, widths, *sizes, BLOCK_DIM=block, **config)
+    _widths_kernel[grid](values, rows, widths, *sizes, **config)
     places, size = _places(widths, dim)
     packed = torch.empty(int(size), dtype=torch.int8, device=values.device)
     grid = (*grid, triton.cdiv(dim, block))
-    _pack_kernel[grid](values, rows, widths, places, packed, *sizes, BLOCK_DIM=block, **config)
+    _pack_kernel[grid](values, rows, widths, places, packed, *sizes, **config)
     return widths.view(torch.uint8), packed.view(torch.uint8)
 
 
 def add_packed_rows(
-    out: torch.Tensor, segments: torch.Tensor, widths: torch.Tensor, packed: torch.Tensor
-) -> torch.Tensor:
-    """Add into `out`; () int64, 1 + row * D + column of the first element whose sum leaves int64, or 0."""
+    out: torch.Tensor,
+    segments: torch.Tensor,
+    widths: torch.Tensor,
+    packed: torch.Tensor,
+    name: str,
+    fraction_bits: int,
+) -> None:
+    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
     num_segments, dim = out.shape
-    widths = widths.contiguous().view(torch.int8)
-    places, _ = _places(widths, dim)
+    if packed.numel() == 0:
+        return
+    places, _ = _places(widths.contiguous().view(torch.int8), dim)
     order, starts = by_segment(segments, num_segments)
-    block = min(128, triton.next_power_of_2(dim))
+    block = min(BLOCK_DIM, triton.next_power_of_2(dim))
     grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     bad = torch.empty(grid[0] * grid[1], dtype=torch.int64, device=out.device)
     _add_kernel[grid](
         out,
-        widths,
+        widths.contiguous().view(torch.int8),
         places,
-        packed.view(torch.int8),
+        packed.contiguous().view(torch.int8),
         order,
         starts,
         bad,
@@ -161,9 +175,9 @@ def add_packed_rows(
         num_segments,
         dim,
         BLOCK_DIM=block,
-        **tuned.config("segment_sum", tuned.row_class(dim, most=128), out.device),
+        num_warps=4,
     )
-    return first_bad(bad)
+    report_packed_sum(first_bad(bad), name, segments, widths, packed, dim, fraction_bits)
 
 
 def _places(widths: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+
+from tritonrec.kernels.philox import reference
+from tritonrec.kernels.philox.reference import derive_seed, halves
 
 from ..caches import njit
 
@@ -11,6 +15,31 @@ MULTIPLIER_1 = np.uint64(0xCD9E8D57)
 WEYL_0 = np.uint32(0x9E3779B9)
 WEYL_1 = np.uint32(0xBB67AE85)
 HALF = np.uint64(32)
+
+
+def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.initial_rows`."""
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
+    identity = *map(np.uint32, (*halves(seed), table)), np.int64(reference.INITIAL_ROWS)
+    _initial_rows(*identity, keys.contiguous().numpy(), np.float32(scale), rows.numpy())
+    return rows
+
+
+def random_indices(
+    seed: int,
+    stream: int,
+    step: int,
+    sample_ids: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    upper: int,
+) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.random_indices`."""
+    indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
+    identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.int64(reference.RANDOM_INDICES)
+    rows = sample_ids.contiguous().numpy(), positions.contiguous().numpy()
+    _random_indices(*identity, *rows, np.uint64(upper), indices.numpy())
+    return indices
 
 
 @njit(cache=True, nogil=True)
@@ -41,7 +70,7 @@ def bounded(word, upper):
 
 
 @njit(cache=True, nogil=True)
-def initial_rows(k0, k1, table, tag, keys, scale, rows):
+def _initial_rows(k0, k1, table, tag, keys, scale, rows):
     dim = rows.shape[1]
     whole = dim // 4
     for i in range(keys.shape[0]):
@@ -60,7 +89,7 @@ def initial_rows(k0, k1, table, tag, keys, scale, rows):
 
 
 @njit(cache=True, nogil=True)
-def random_indices(k0, k1, tag, sample_ids, positions, upper, indices):
+def _random_indices(k0, k1, tag, sample_ids, positions, upper, indices):
     count = indices.shape[1]
     for i in range(sample_ids.shape[0]):
         low = np.uint32(sample_ids[i] & 0xFFFFFFFF)

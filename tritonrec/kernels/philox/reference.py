@@ -6,6 +6,10 @@ import numpy as np
 import torch
 
 MASK = 0xFFFFFFFF
+# The use of a word, in the four high bits of its counter's third word.
+INITIAL_ROWS = 0 << 28
+RANDOM_INDICES = 1 << 28
+DROPOUT = 2 << 28
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -31,29 +35,45 @@ def halves(number: int) -> tuple[int, int]:
     return number & MASK, (number >> 32) & MASK
 
 
-def initial_rows(
-    key: tuple[int, int], table: int, tag: int, keys: torch.Tensor, dim: int, scale: float
-) -> torch.Tensor:
+def derive_seed(seed: int, stream: int, step: int) -> int:
+    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed).
+
+    Raises:
+        ValueError: a number that is no int64.
+    """
+    for name, number in (("seed", seed), ("stream", stream), ("step", step)):
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")
+    w0, w1, _, _ = philox4x32((*halves(step), *halves(stream)), halves(seed))
+    word = w1 << 32 | w0
+    return word - (1 << 64) if word >> 63 else word
+
+
+def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.initial_rows`."""
     rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
     for i, row_key in enumerate(keys.tolist()):
         for column in range(dim):
-            words = philox4x32((*halves(row_key), tag | column // 4, table), key)
+            words = philox4x32((*halves(row_key), INITIAL_ROWS | column // 4, table), halves(seed))
             unit = np.float32((words[column % 4] >> 8) - 2**23) * np.float32(2.0**-23)
             rows[i, column] = float(unit * np.float32(scale))
-    return rows
+    return rows.to(keys.device)
 
 
 def random_indices(
-    key: tuple[int, int],
-    tag: int,
+    seed: int,
+    stream: int,
+    step: int,
     sample_ids: torch.Tensor,
     positions: torch.Tensor,
     count: int,
     upper: int,
 ) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.random_indices`."""
+    key = halves(derive_seed(seed, stream, step))
     indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
     for i, (sample, position) in enumerate(zip(sample_ids.tolist(), positions.tolist(), strict=True)):
         for j in range(count):
-            words = philox4x32((*halves(sample), tag | j // 4, position & MASK), key)
+            words = philox4x32((*halves(sample), RANDOM_INDICES | j // 4, position & MASK), key)
             indices[i, j] = (words[j % 4] * upper) >> 32
-    return indices
+    return indices.to(sample_ids.device)

@@ -10,7 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.philox import reference
+from tritonrec.kernels.philox.reference import derive_seed
+
+COUNTERS, NUM_WARPS = 256, 4
 
 
 @triton.jit
@@ -113,23 +116,36 @@ def random_indices_kernel(
 def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and tile of counter blocks, as wide as the row needs."""
     num_rows, counters = out.shape[0], triton.cdiv(out.shape[1], 4)
-    config = tuned.config("philox", "any", out.device)
     blocks = min(64, triton.next_power_of_2(counters))
-    rows = config.pop("COUNTERS") // blocks
-    return (triton.cdiv(num_rows, rows), triton.cdiv(counters, blocks)), {
-        "ROWS": rows, "BLOCKS": blocks, **config,
-    }  # fmt: skip
+    rows = COUNTERS // blocks
+    tile = {"ROWS": rows, "BLOCKS": blocks, "num_warps": NUM_WARPS}
+    return (triton.cdiv(num_rows, rows), triton.cdiv(counters, blocks)), tile
 
 
-def initial_rows(
-    seed: int, table: int, tag: int, keys: torch.Tensor, scale: float, rows: torch.Tensor
-) -> None:
-    grid, tile = _tile(rows)
-    initial_rows_kernel[grid](keys, rows, seed, table, tag, scale, *rows.shape, **tile)
+def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.initial_rows`."""
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
+    if rows.numel():
+        grid, tile = _tile(rows)
+        identity = seed, table, reference.INITIAL_ROWS
+        initial_rows_kernel[grid](keys.contiguous(), rows, *identity, scale, *rows.shape, **tile)
+    return rows
 
 
 def random_indices(
-    seed: int, tag: int, sample_ids: torch.Tensor, positions: torch.Tensor, upper: int, indices: torch.Tensor
-) -> None:
-    grid, tile = _tile(indices)
-    random_indices_kernel[grid](sample_ids, positions, indices, seed, tag, upper, *indices.shape, **tile)
+    seed: int,
+    stream: int,
+    step: int,
+    sample_ids: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    upper: int,
+) -> torch.Tensor:
+    """See `tritonrec.kernels.philox.random_indices`."""
+    indices = sample_ids.new_empty(sample_ids.numel(), count)
+    if indices.numel():
+        grid, tile = _tile(indices)
+        rows, identity = (sample_ids.contiguous(), positions.contiguous()), derive_seed(seed, stream, step)
+        sizes = reference.RANDOM_INDICES, upper, *indices.shape
+        random_indices_kernel[grid](*rows, indices, identity, *sizes, **tile)
+    return indices

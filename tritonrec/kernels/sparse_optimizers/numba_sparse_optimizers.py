@@ -6,11 +6,65 @@ The numpy error model makes a division by zero an infinity, as in the reference,
 loop.
 """
 
+from __future__ import annotations
+
 import numpy as np
+import torch
+
+from tritonrec.kernels.padding import first_valid
+from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
+from tritonrec.kernels.sparse_optimizers.reference import LANES, adam_scalars
 
 from ..caches import njit
 
-LANES = 16
+
+def _gradients(indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None) -> tuple:
+    """The valid indices, and the rows of the gradient as the kernels take them."""
+    rows = first_valid(indices, count).contiguous().numpy()
+    return rows, *flat_rows(contiguous_rows(grad)), np.uintp(grad.shape[1])
+
+
+def sparse_sgd(
+    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, count: torch.Tensor | None
+) -> None:
+    """See `tritonrec.kernels.sparse_optimizers.sparse_sgd`."""
+    if grad.numel():
+        sgd(*flat_rows(weight), *_gradients(indices, grad, count), np.float32(lr))
+
+
+def sparse_rowwise_adagrad(
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    eps: float,
+    count: torch.Tensor | None,
+) -> None:
+    """See `tritonrec.kernels.sparse_optimizers.sparse_rowwise_adagrad`."""
+    if grad.numel():
+        tables, scalars = (*flat_rows(weight), *flat_rows(state)), (np.float32(lr), np.float32(eps))
+        rowwise_adagrad(*tables, *_gradients(indices, grad, count), *scalars)
+
+
+def sparse_adam(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    count: torch.Tensor | None,
+) -> None:
+    """See `tritonrec.kernels.sparse_optimizers.sparse_adam`."""
+    if grad.numel():
+        tables = [part for table in (weight, exp_avg, exp_avg_sq) for part in flat_rows(table)]
+        scalars = adam_scalars(lr, beta1, beta2, eps, step)
+        adam(*tables, *_gradients(indices, grad, count), *scalars)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -10,8 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import tuned
+from tritonrec.kernels.row_layout import contiguous_rows
+from tritonrec.kernels.sparse_optimizers.reference import adam_scalars
 from tritonrec.kernels.triton_padding import num_valid
+
+ELEMENTS, BLOCK_D, NUM_WARPS = 1024, 128, 4
+ROWS_OF_ADAGRAD = 32
 
 
 @triton.jit
@@ -74,9 +78,11 @@ def rowwise_adagrad_kernel(
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
         lanes += gradient * gradient
+    # a fixed tree, since tl.sum may add lanes in another order on another backend
     lanes = add_halves(lanes, ROWS, 8)
     lanes = add_halves(lanes, ROWS, 4)
     lanes = add_halves(lanes, ROWS, 2)
+    # div_rn and sqrt_rn round correctly; a plain division may be an approximation
     mean = tl.div_rn(add_halves(lanes, ROWS, 1), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
     total = tl.load(state_ptr + row * state_stride, mask=inside, other=0.0) + mean
     tl.store(state_ptr + row * state_stride, total, mask=inside)
@@ -128,20 +134,23 @@ def adam_kernel(
 def _tile(grad: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and tile."""
     num_rows, dim = grad.shape
-    config = tuned.config("sparse_optimizers", tuned.row_class(dim, most=128), grad.device)
-    block = min(128, triton.next_power_of_2(dim))
-    rows = config.pop("ELEMENTS") // block
-    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), {"ROWS": rows, "BLOCK_D": block, **config}
+    block = min(BLOCK_D, triton.next_power_of_2(dim))
+    rows = ELEMENTS // block
+    tile = {"ROWS": rows, "BLOCK_D": block, "num_warps": NUM_WARPS}
+    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), tile
 
 
-def sgd(
-    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None, lr: float
+def sparse_sgd(
+    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, count: torch.Tensor | None
 ) -> None:
-    grid, tile = _tile(grad)
+    """See `tritonrec.kernels.sparse_optimizers.sparse_sgd`."""
+    if grad.numel() == 0:
+        return
+    grad, (grid, tile) = contiguous_rows(grad), _tile(grad)
     sgd_kernel[grid](
         weight,
         weight.stride(0),
-        indices,
+        indices.contiguous(),
         grad,
         grad.stride(0),
         grad.shape[0],
@@ -153,22 +162,25 @@ def sgd(
     )
 
 
-def rowwise_adagrad(
+def sparse_rowwise_adagrad(
     weight: torch.Tensor,
     state: torch.Tensor,
     indices: torch.Tensor,
     grad: torch.Tensor,
-    count: torch.Tensor | None,
     lr: float,
     eps: float,
+    count: torch.Tensor | None,
 ) -> None:
-    config = tuned.config("sparse_optimizers", "rowwise", grad.device)
-    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], config["ROWS"]),)](
+    """See `tritonrec.kernels.sparse_optimizers.sparse_rowwise_adagrad`."""
+    if grad.numel() == 0:
+        return
+    grad = contiguous_rows(grad)
+    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], ROWS_OF_ADAGRAD),)](
         weight,
         weight.stride(0),
         state,
         state.stride(0),
-        indices,
+        indices.contiguous(),
         grad,
         grad.stride(0),
         grad.shape[0],
@@ -176,21 +188,29 @@ def rowwise_adagrad(
         grad.shape[1],
         lr,
         eps,
-        **config,
+        ROWS=ROWS_OF_ADAGRAD,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
 
 
-def adam(
+def sparse_adam(
     weight: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     indices: torch.Tensor,
     grad: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
     count: torch.Tensor | None,
-    *scalars: float,
 ) -> None:
-    grid, tile = _tile(grad)
+    """See `tritonrec.kernels.sparse_optimizers.sparse_adam`."""
+    if grad.numel() == 0:
+        return
+    grad, (grid, tile) = contiguous_rows(grad), _tile(grad)
     adam_kernel[grid](
         weight,
         weight.stride(0),
@@ -198,13 +218,13 @@ def adam(
         exp_avg.stride(0),
         exp_avg_sq,
         exp_avg_sq.stride(0),
-        indices,
+        indices.contiguous(),
         grad,
         grad.stride(0),
         grad.shape[0],
         count,
         grad.shape[1],
-        *scalars,
+        *map(float, adam_scalars(lr, beta1, beta2, eps, step)),
         **tile,
         enable_fp_fusion=False,
     )

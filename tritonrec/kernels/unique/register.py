@@ -15,7 +15,7 @@ def check(keys: torch.Tensor, count: torch.Tensor | None) -> None:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if keys.numel() >= 1 << 31:
         raise ValueError(f"unique takes fewer than 2**31 keys, got {keys.numel()}")
-    check_scalar("count", count, keys)
+    check_scalar("count", count)
 
 
 def _fake(keys, count):

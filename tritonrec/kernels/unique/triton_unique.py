@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels import triton_scratch, tuned
+from tritonrec.kernels import triton_scratch
 from tritonrec.kernels.triton_padding import num_valid
+
+BLOCK, NUM_WARPS = 256, 4
 
 
 @triton.jit
@@ -43,6 +45,7 @@ def _emit_kernel(
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
+    # _mark_kernel wrote -1 behind the count, so rank is -1 there and so is the inverse
     inside = representative >= 0
     rank = tl.load(rank_ptr + representative, mask=inside, other=0) - 1
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -60,9 +63,9 @@ def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tupl
     keys = keys.contiguous()
     holders, slots = triton_scratch.build(keys, count)
     first = torch.full_like(holders, size)
+    # int32 halves their traffic: fewer than 2**31 keys
     representative, is_first = (torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(2))
-    config = tuned.config("unique", "any", keys.device)
-    grid = (triton.cdiv(size, config["BLOCK"]),)
+    grid, config = (triton.cdiv(size, BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
     _first_kernel[grid](slots, first, size, count, **config)
     _mark_kernel[grid](slots, first, representative, is_first, size, count, **config)
     # ranks count from 1 at the first key, and their last one is the number of distinct keys

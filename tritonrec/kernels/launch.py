@@ -1,0 +1,33 @@
+"""The implementations of the ops alone, without torch's dispatcher, shape checks and derivatives.
+
+For the hot paths of the package, `embedding` and `pipeline`, whose tensors are plain and fit by construction.
+A function takes the arguments of its op's schema in order, and `impl` by keyword (`kernels.op.Op.launch`).
+Row numbers and overlaps are still checked: a wrong one would read or write any memory.
+"""
+
+from tritonrec.kernels.bucketize.register import BUCKETIZE, OWNER_OF
+from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT
+from tritonrec.kernels.intersect.register import INTERSECT
+from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
+from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
+from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
+from tritonrec.kernels.sparse_optimizers.register import SPARSE_ADAM, SPARSE_ROWWISE_ADAGRAD, SPARSE_SGD
+from tritonrec.kernels.unique.register import UNIQUE
+
+add_packed_rows = ADD_PACKED_ROWS.launch
+bucketize = BUCKETIZE.launch
+from_fixed_point = FROM_FIXED_POINT.launch
+gather_rows = GATHER_ROWS.launch
+initial_rows = INITIAL_ROWS.launch
+intersect = INTERSECT.launch
+owner_of = OWNER_OF.launch
+pack_rows = PACK_ROWS.launch
+random_indices = RANDOM_INDICES.launch
+scatter_rows = SCATTER_ROWS.launch
+segment_sum = SEGMENT_SUM.launch
+segment_sum_into = SEGMENT_SUM_INTO.launch
+sparse_adam = SPARSE_ADAM.launch
+sparse_rowwise_adagrad = SPARSE_ROWWISE_ADAGRAD.launch
+sparse_sgd = SPARSE_SGD.launch
+to_fixed_point = TO_FIXED_POINT.launch
+unique = UNIQUE.launch

@@ -1,0 +1,70 @@
+"""Random numbers that are a function of what they are for, never of when they are drawn.
+
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+section 5.3) maps a 128-bit counter and a 64-bit key to four 32-bit words. Counter and key carry the
+identity of the number, so arrival order, rank, micro-batch and restart cannot change it::
+
+    words of         c0, c1         c2                         c3        key
+    initial_rows     embedding key  INITIAL_ROWS | column//4   table     seed
+    random_indices   sample id      RANDOM_INDICES | j//4      position  derive_seed(seed, stream, step)
+
+The four high bits of c2 tag the use, so two uses under one seed never share a word. Other kernels draw
+through the same functions: `numba_philox.philox4x32` and `triton_philox.philox4x32`, with `DROPOUT`.
+
+All implementations agree in every bit: integers, one exact conversion and one float32 product.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.philox.reference import derive_seed
+from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
+
+__all__ = ["derive_seed", "initial_rows", "random_indices"]
+
+
+def initial_rows(
+    seed: int, table: int, keys: torch.Tensor, dim: int, scale: float, *, impl: Impl = "auto"
+) -> torch.Tensor:
+    """Initial embedding rows, uniform in [-scale, scale): a pure function of (seed, table, key, column).
+
+    Args:
+        seed: int64. table: which table, 0 <= table < 2**32.
+        keys: (K,) int64, every bit pattern legal, repeats allowed.
+        dim: columns D, 0 <= D < 2**30. scale: finite and >= 0, rounded to float32.
+    Returns:
+        (K, D) float32: ((word >> 8) - 2**23) * 2**-23, which is exact, times scale, rounded once.
+    Raises:
+        ValueError: an argument of another shape, dtype or range.
+    """
+    return INITIAL_ROWS(seed, table, keys, dim, scale, impl=impl)
+
+
+def random_indices(
+    seed: int,
+    stream: int,
+    step: int,
+    sample_ids: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    upper: int,
+    *,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Random integers in [0, upper), `count` per row: a pure function of all arguments, row by row.
+
+    A word is mapped by the high half of word * upper, so an index is drawn with a probability that differs
+    from 1 / upper by less than 2**-32: relative bias below upper / 2**32 (2.4e-4 for a million items).
+
+    Args:
+        seed, stream, step: int64; they derive the Philox key (`derive_seed`).
+        sample_ids: (T,) int64. positions: (T,) int64, of which the low 32 bits count.
+        count: columns N, 0 <= N < 2**30. upper: 1 <= upper <= 2**32.
+    Returns:
+        (T, N) int64.
+    Raises:
+        ValueError: an argument of another shape, dtype, device or range.
+    """
+    return RANDOM_INDICES(seed, stream, step, sample_ids, positions, count, upper, impl=impl)

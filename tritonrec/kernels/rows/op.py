@@ -1,0 +1,133 @@
+"""Rows of embeddings moved and summed: `gather_rows`, `scatter_rows`, `segment_sum`.
+
+A move does no arithmetic, so every implementation returns the same bits, NaN payloads included.
+
+A sum is out[segments[i]] += values[i], in a fixed order or in fixed point. D dim, K occurrences, S segments.
+With values (5, D) and S = 4, of which segment 1 is empty::
+
+    segments   2  0  2  3  2
+    out[0] = values[1]                               out[1] = 0
+    out[2] = (values[0] + values[2]) + values[4]     out[3] = values[3]
+
+`consistency="window"` adds float32 in order of occurrence: deterministic, and equal in every bit between
+implementations, but a function of the order. `consistency="batch"` rounds each value once to fixed point and
+adds int64: the same for every order, split and rank. An int64 sum that would leave its range is an error,
+never a wrap-around.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS
+from tritonrec.kernels.padding import check_scalar
+from tritonrec.kernels.rows.reference import zero_sums
+from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
+
+Consistency = Literal["window", "batch"]
+
+
+def gather_rows(
+    source: torch.Tensor, rows: torch.Tensor, *, count: torch.Tensor | None = None, impl: Impl = "auto"
+) -> torch.Tensor:
+    """``out[k] = source[rows[k]]``.
+
+    Args:
+        source: (R, D), any dtype; row stride arbitrary, so a view of a wider buffer is fine.
+        rows: (K,) int64 in [0, R); a row may occur many times.
+        count: () int64, the number of valid rows (`kernels.padding`).
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Returns:
+        (K, D), contiguous, dtype of `source`; zeros behind `count`.
+
+    Raises:
+        IndexError: a row is outside the source (on an accelerator: an asynchronous device assertion).
+
+    Differentiable in `source` where that is float32: the gradient of a row is the sum of the gradients of
+    its occurrences, added in order of occurrence (`segment_sum`, consistency "window").
+    """
+    return GATHER_ROWS(source, rows, count, impl=impl)
+
+
+def scatter_rows(
+    destination: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    source: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """``destination[rows[k]] = values[k]``, in place; with `source` ``values[source[k]]``, in one pass.
+
+    Args:
+        destination: (R, D), any dtype, row stride arbitrary; mutated.
+        rows: (K,) int64 in [0, R), distinct (not checked: with a repeated row the winner is unspecified).
+        values: (K, D), with `source` (N, D) of any N; dtype of `destination`.
+        source: (K,) int64 in [0, N); a row of `values` may be taken many times, or never.
+        count: () int64, the number of valid rows (`kernels.padding`); the others are not written.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Raises:
+        IndexError: a row is outside the destination or the values; the destination is unchanged (on an
+            accelerator: an asynchronous device assertion).
+        ValueError: shapes, dtypes or devices that do not fit; `destination` shares memory with another
+            argument.
+
+    Differentiable in destination and values, as `Tensor.index_copy_`: rows that are written get no gradient,
+    and values the gradient of the row they went to; with `source` the sum over the rows they went to, for
+    float32 (`segment_sum`, consistency "window").
+    """
+    SCATTER_ROWS(destination, rows, values, source, count, impl=impl)
+
+
+def segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    *,
+    consistency: Consistency = "window",
+    out: torch.Tensor | None = None,
+    fraction_bits: int = FRACTION_BITS,
+    name: str = "tensor",
+    count: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Sum rows by segment.
+
+    Args:
+        values: (K, D) float32; for consistency "batch" also int64, in fixed point already.
+        segments: (K,) int64 in [0, num_segments), in any order.
+        consistency: "window" (float32 in order of occurrence) or "batch" (int64, of 2**-fraction_bits).
+        out: (S, D) to add to in place, float32 or int64 as the consistency asks, contiguous rows; not
+            differentiable. Without it the sums start from zero.
+        name: what an error calls `values`.
+        count: () int64, the number of valid occurrences; the others are not added (`kernels.padding`).
+        status: () int64, mutated: takes 1 + row * D + column of the first value that cannot be added, for
+            `check_summed`, where otherwise the host would wait to raise ExactSumError. Consistency "window"
+            can add every value and leaves it alone.
+        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+    Returns:
+        (S, D) float32 or int64; `out` itself where it was given. "window" without `out` is differentiable
+        in `values` (backward gathers rows).
+    Raises:
+        ExactSumError: consistency "batch": a value is not finite or too large, or a sum leaves int64. `out`
+            then holds a part of the sum and has to be discarded.
+        IndexError: a segment outside [0, num_segments); nothing was added.
+        ValueError: an argument of another shape, dtype or range; `out` or `status` shares memory with
+            another argument.
+        RuntimeError: `out` is float32, and it or `values` requires a gradient.
+    """
+    options = consistency, fraction_bits, name, count
+    if out is None and (status is None or consistency == "window"):
+        check_scalar("status", status)
+        return SEGMENT_SUM(values, segments, num_segments, *options, impl=impl)
+    if out is None:
+        out = zero_sums(values, num_segments, consistency)
+    SEGMENT_SUM_INTO(out, values, segments, num_segments, *options, status, impl=impl)
+    return out

@@ -1,0 +1,140 @@
+"""Segment sums in Triton: a stable sort groups the occurrences, one program walks one segment in order.
+
+There are no atomics, so no result depends on the schedule: a float sum is the left fold in order of
+occurrence that the CPU computes, and an int64 sum meets an overflow at the same occurrence. It also is what
+Ascend needs, which has no int64 atomic add. A segment is walked by one program per block of columns, so one
+very hot key bounds the time; programs stride over segments to stay below Ascend's 65,535 grid entries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.fixed_point.errors import report_sum
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
+from tritonrec.kernels.padding import padding
+from tritonrec.kernels.row_layout import contiguous_rows
+from tritonrec.kernels.rows.reference import zero_sums
+
+MOST_PROGRAMS = 65535
+BLOCK_D, NUM_WARPS = 128, 4
+
+
+@triton.jit
+def segment_sum_kernel(
+    out_ptr,
+    values_ptr,
+    order_ptr,
+    starts_ptr,
+    bad_ptr,
+    out_stride,
+    value_stride,
+    num_segments,
+    dim,
+    scale,
+    limit,
+    ADD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = column < dim
+    bad = tl.full((BLOCK_D,), NONE, tl.int64)
+    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for segment in range(first, num_segments, tl.num_programs(0)):
+        to = out_ptr + segment * out_stride + column
+        # one program owns this row's columns, so a plain load and store accumulate into `out`
+        total = tl.load(to, mask=inside, other=0)
+        for i in range(tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)):
+            row = tl.load(order_ptr + i)
+            # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
+            value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
+            if ADD == "floats":
+                total += value
+            else:
+                term = value
+                fits = inside | True
+                if ADD == "rounded":
+                    term, fits = round_to_fixed_point(value, scale, limit)
+                # a wrapped sum has the sign that neither of its operands has
+                after = total + term
+                fits = fits & (((total ^ after) & (term ^ after)) >= 0)
+                bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
+                # added all the same: the first bad position is what counts, and the caller discards the sum
+                total = after
+        tl.store(to, total, mask=inside)
+    if ADD != "floats":
+        tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
+
+
+def segment_sum(
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `tritonrec.kernels.rows.segment_sum`."""
+    out = zero_sums(values, num_segments, consistency)
+    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
+    return out
+
+
+def segment_sum_into(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: int,
+    consistency: str,
+    fraction_bits: int,
+    name: str,
+    count: torch.Tensor | None,
+    status: torch.Tensor | None = None,
+) -> None:
+    """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
+    num_segments, dim = out.shape
+    if values.numel() == 0 or out.numel() == 0:
+        return
+    values, keys = contiguous_rows(values), segments
+    if count is not None:
+        # behind the last segment, so in no program's range; the host does not wait for the count
+        keys = torch.where(padding(segments.numel(), count), num_segments, segments)
+    order, starts = by_segment(keys, num_segments)
+    block = min(BLOCK_D, triton.next_power_of_2(dim))
+    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    exact = consistency == "batch"
+    bad = torch.empty(grid[0] * grid[1] if exact else 1, dtype=torch.int64, device=out.device)
+    if not exact:
+        add = "floats"
+    elif values.dtype == torch.float32:
+        add = "rounded"
+    else:
+        add = "terms"
+    segment_sum_kernel[grid](
+        out,
+        values,
+        order,
+        starts,
+        bad,
+        out.stride(0),
+        values.stride(0),
+        num_segments,
+        dim,
+        2.0**fraction_bits,
+        2.0 ** (62 - fraction_bits),
+        ADD=add,
+        BLOCK_D=block,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    if exact:
+        report_sum(first_bad(bad), status, name, values, segments, fraction_bits)
+
+
+def by_segment(segments: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Occurrences in order of their segment, and (S + 1,) where the occurrences of each segment begin."""
+    grouped, order = torch.sort(segments, stable=True)
+    return order, torch.searchsorted(grouped, torch.arange(num_segments + 1, device=segments.device))
