@@ -97,6 +97,7 @@ def run(job, out, world_size=1, console=None, **settings):
     return read(out / "trace.pftrace")
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_ranks_come_in_one_trace_with_their_operators_and_one_flame_graph(job, tmp_path, pyspy):
     arguments, out = pyspy(SAMPLES), tmp_path / "out"
