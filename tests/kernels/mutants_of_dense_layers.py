@@ -82,7 +82,7 @@ MUTANTS = {
         "dropped_tile": [("for start in range(0, inner, BLOCK):", "for start in range(BLOCK, inner, BLOCK):")],
         "lost_sample": [("tl.full((), 0, tl.int64), samples)", "tl.full((), 1, tl.int64), samples)")],
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
-        "no_bias": [("if HAS_BIAS:", "if False:")],
+        "no_bias": [("if bias_ptr is not None:", "if False:")],
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
     },
     "norm_mul_dropout.triton_norm": {
