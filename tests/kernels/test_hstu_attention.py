@@ -205,7 +205,8 @@ def test_any_strides(impl):
     tensors, rest = case("non_contiguous")
     expected = run(impl, [tensor.contiguous() for tensor in tensors], rest)
     turned = [tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0) for tensor in tensors]
-    for other in (tensors, turned):
+    mixed = [turned[0], tensors[1], turned[2], tensors[3]]
+    for other in (turned, mixed):
         assert all(map(torch.equal, run(impl, other, rest), expected))
     do = torch.tensor(1.5).expand(tensors[0].shape)
     whole, expanded = (run(impl, [t, *tensors[1:]], rest) for t in (do.contiguous(), do))
