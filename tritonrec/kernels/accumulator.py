@@ -38,7 +38,7 @@ class GradientAccumulator(Accumulator):
         self.fraction_bits = fraction_bits
         self._parameters = dict(module.named_parameters())
         exact = {} if fraction_bits is None else self._parameters
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in exact.items()}
+        self._names = {id(parameter): name for name, parameter in exact.items()}
         self.sums = {  # contiguous, whatever the parameter's order in memory
             name: torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
             for name, parameter in exact.items()
@@ -58,14 +58,14 @@ class GradientAccumulator(Accumulator):
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is a parameter with an exact sum here."""
-        return isinstance(tensor, torch.Tensor) and tensor in self._names
+        return id(tensor) in self._names
 
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
         """Add the terms of the gradient of a parameter that it `holds`.
 
         Raises RuntimeError in a backward pass that is to be differentiated again.
         """
-        name = self._names[parameter]
+        name = self._names[id(parameter)]
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"the gradient of {name} is summed exactly and has no derivative: leave create_graph out, or "

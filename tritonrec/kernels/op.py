@@ -190,14 +190,15 @@ class Op:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""
         has_floats = False
         for at, parameter in self._tensors:
-            tensor, name = arguments[at], parameter.name
+            tensor = arguments[at]
             if tensor is None and parameter.is_optional:
                 continue
+            name = parameter.name
             if not isinstance(tensor, torch.Tensor):
                 raise not_a_tensor(name, tensor)
             # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
-            eager = not torch.compiler.is_compiling()
-            if parameter.is_written and eager and (tensor.is_neg() or tensor.is_conj()):
+            lazy = parameter.is_written and (tensor.is_neg() or tensor.is_conj())
+            if lazy and not torch.compiler.is_compiling():
                 raise ValueError(
                     f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
                 )

@@ -14,7 +14,7 @@ Dimensions: L tokens, H heads, d model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BAC
 from ..kernels.linear.register import ProductTerms
 from ..kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_INTO
 from ..kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_INTO
+from ..kernels.op import Op
 from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
 from ..kernels.row_terms import RowTerms
 from .tokens import Tokens
@@ -156,17 +157,28 @@ def _gate(attended: torch.Tensor, uvqk: torch.Tensor, p: Parameters, call: Call)
     return NORM_MUL_DROPOUT(attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws())
 
 
+def _plain(accumulator: Accumulator | None) -> Callable[[Op], Callable[..., Any]]:
+    """How backward calls ops: in a trainer the kernels alone, whose arguments forward has checked."""
+    alone = accumulator is not None and not torch.is_grad_enabled()
+    return (lambda op: op.launch) if alone else (lambda op: op)
+
+
 def _attend_backward(
-    dattended: torch.Tensor, uvqk: torch.Tensor, duvqk: torch.Tensor, p: Parameters, call: Call
+    kernel: Callable[[Op], Callable[..., Any]],
+    dattended: torch.Tensor,
+    uvqk: torch.Tensor,
+    duvqk: torch.Tensor,
+    p: Parameters,
+    call: Call,
 ) -> dict[str, Terms]:
     """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
     (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
     *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
-    dpos, dts = HSTU_ATTENTION_BACKWARD_INTO(dq, dk, dv, dout, q, k, v, *call.attention(p))
+    dpos, dts = kernel(HSTU_ATTENTION_BACKWARD_INTO)(dq, dk, dv, dout, q, k, v, *call.attention(p))
     terms: dict[str, Terms] = {"pos_weights": RowTerms(dpos), "ts_weights": RowTerms(dts)}
     of_channels: torch.Tensor | None = None
     for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
-        dvalues, dtable = RELATIVE_AGGREGATE_BACKWARD(
+        dvalues, dtable = kernel(RELATIVE_AGGREGATE_BACKWARD)(
             dchannel, v, table, call.tokens.seq_offsets, call.max_seq_len, times
         )
         terms[name] = RowTerms(dtable)
@@ -199,6 +211,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
         grads: dict[str, torch.Tensor | None] = {}
+        kernel = _plain(accumulator)
 
         def take(**terms: Terms) -> None:
             for name, gradient in terms.items():
@@ -220,17 +233,17 @@ class _HSTULayer(torch.autograd.Function):
         del gated
 
         duvqk = torch.empty_like(uvqk)
-        dattended, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD_INTO(
+        dattended, dweight, dbias = kernel(NORM_MUL_DROPOUT_BACKWARD_INTO)(
             call.parts(duvqk)[0], ops.linear(dy, p.output_weight.t()), attended, call.parts(uvqk)[0],
             p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds,
         )  # fmt: skip
         take(gate_weight=RowTerms(dweight), gate_bias=RowTerms(dbias))
         del attended, dweight, dbias
-        take(**_attend_backward(dattended, uvqk, duvqk, p, call))
+        take(**_attend_backward(kernel, dattended, uvqk, duvqk, p, call))
         del uvqk, dattended
 
         z, kept = x.new_empty(0, duvqk.shape[1]) if z is None else z, normed is not None
-        dx, dweight, dbias, again = NORM_LINEAR_SILU_BACKWARD_INTO(
+        dx, dweight, dbias, again = kernel(NORM_LINEAR_SILU_BACKWARD_INTO)(
             duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
             normed if kept else x.new_empty(0, x.shape[1]), means, rstds,
         )  # fmt: skip
