@@ -35,7 +35,7 @@ from tritonrec.pipeline.places import (
 from tritonrec.pipeline.stage import signature_of
 
 POISON = {torch.float32: float("nan"), torch.int64: 2**62}
-COLLECTIVES = ("all_to_all", "all_to_all_equal", "all_reduce", "gather")
+COLLECTIVES = ("all_to_all", "all_to_all_equal", "all_reduce", "all_gather")
 METHODS = {"read": "gather", "write": "update", "update": "lookup"}
 """What an access to the tables' rows may call."""
 
@@ -201,9 +201,8 @@ def snapshot(value):
     if isinstance(value, Dense):
         return snapshot([value.optimizer.rows, value.optimizer.parameters])
     if isinstance(value, DenseGradient):
-        sums = [[p.grad, *(t for t in vars(p).values() if isinstance(t, torch.Tensor))]
-                for p in value.model.parameters()]  # fmt: skip
-        return snapshot(sums)
+        accumulator = value.flight.accumulator
+        return snapshot([accumulator.sums, [each.grad for each in value.flight.model.parameters()]])
     if isinstance(value, dict):
         parts = value.items()
     elif isinstance(value, list | tuple):
