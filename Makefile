@@ -1,6 +1,7 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
-# make test     the test suite
-# make test-slow   what takes longest: compilations, the GPU script's rehearsal, a benchmark
+# make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
+# make test     the test suite in five minutes: of slow tests their quick counterparts
+# make test-all    every test: all mutants and injected faults, long interpretations, compilations
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
@@ -11,18 +12,22 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: verify test test-slow lint bench compile-matrix clean
+.PHONY: verify smoke test test-all lint bench compile-matrix clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
 	$(BIN)/tritonrec verify --data ml-100k --inject-faults --trace $(TRACES) --json out/verify.json
 
-test: .venv/installed
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+smoke: .venv/installed
+	$(PYTEST) -m "smoke and not slow" $$(grep -rlw mark.smoke tests)
 
-test-slow: .venv/installed
-	$(BIN)/python -m pytest -q -m slow
+test: .venv/installed
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/installed
+	$(PYTEST)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -31,11 +36,11 @@ lint: .venv/installed-dev
 
 bench: .venv/installed
 	mkdir -p out
-	$(BIN)/python -m pytest -q ci/bench_*.py --benchmark-json out/bench.json
-	$(BIN)/python ci/ratios.py out/bench.json
+	$(BIN)/python -m pytest -q ci/benchmarks/bench_*.py --benchmark-json out/bench.json
+	$(BIN)/python ci/benchmarks/ratios.py out/bench.json
 
 compile-matrix: .venv/installed
-	$(BIN)/python ci/compile_matrix.py --check
+	$(BIN)/python ci/compile/compile_matrix.py --check
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

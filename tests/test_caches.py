@@ -154,7 +154,7 @@ def test_a_data_cache_that_cannot_be_written_is_named(monkeypatch, cache):
     monkeypatch.setenv("TRITONREC_CACHE", cache)
     monkeypatch.setenv("HOME", "/proc/nowhere")
     with pytest.raises(
-        RuntimeError, match=r"cannot be kept in /proc/nowhere/.*tritonrec: .*Set TRITONREC_CACHE"
+        RuntimeError, match=r"cannot be cached in /proc/nowhere/.*tritonrec: .*Set TRITONREC_CACHE"
     ):
         movielens.fetch()
 

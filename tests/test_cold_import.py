@@ -6,40 +6,37 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("triton", "numba", "matplotlib", "pandas", "perfetto", "torch._inductor")
 
 
-def loaded_by(statement: str, candidates: tuple[str, ...]) -> list[str]:
-    """Which of `candidates` a fresh process has imported after `statement`.
+def loaded_by(statements: list[str], candidates: tuple[str, ...]) -> list[list[str]]:
+    """Which of `candidates` a fresh process has imported after each of the statements.
 
     The process sees no accelerator and has no leave to interpret Triton kernels.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
-    report = f"import sys; {statement}; print(*(name for name in {candidates!r} if name in sys.modules))"
+    report = f"print(*(name for name in {candidates!r} if name in sys.modules))"
+    program = "\n".join(["import sys", *(f"{statement}; {report}" for statement in statements)])
     result = subprocess.run(
-        [sys.executable, "-c", report], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout.split()
+    return [line.split() for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("module", ["tritonrec", "tritonrec.ops"])
-def test_importing_the_ops_loads_nothing_heavy(module):
-    assert loaded_by(f"import {module}", HEAVY) == []
-
-
-@pytest.mark.parametrize("module", ["nn", "data", "embedding", "checkpoint", "trace", "pipeline"])
-def test_importing_a_room_loads_nothing_heavy(module):
+def test_importing_a_package_loads_nothing_heavy():
+    light = ["tritonrec", "tritonrec.ops"]
     # Clustering is a numba function of its own, so numba may be loaded; compiling waits for the first call.
-    assert set(loaded_by(f"import tritonrec.{module}", HEAVY)) <= {"numba"}
+    packages = [
+        f"tritonrec.{name}" for name in ("nn", "trace", "checkpoint", "embedding", "data", "pipeline")
+    ]
+    modules = [*light, *packages, "matplotlib.pyplot, numba"]
+    *found, heavy = loaded_by([f"import {module}" for module in modules], HEAVY)
+    for module, loaded in zip(modules, found, strict=False):
+        assert set(loaded) <= (set() if module in light else {"numba"}), module
+    assert heavy == ["numba", "matplotlib"], "a heavy import is not seen"
 
 
 def test_the_command_line_starts_without_torch():
-    assert loaded_by("import tritonrec.harness.cli", ("torch", *HEAVY)) == []
-
-
-def test_a_heavy_import_would_be_seen():
-    assert loaded_by("import matplotlib.pyplot, numba", HEAVY) == ["numba", "matplotlib"]
+    assert loaded_by(["import tritonrec.harness.cli"], ("torch", *HEAVY)) == [[]]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CI = ROOT / "ci"
-sys.path.insert(0, str(CI))
+COMPILE = ROOT / "ci" / "compile"
+sys.path.insert(0, str(COMPILE))
 
 import compile_matrix  # noqa: E402
 
@@ -19,7 +19,7 @@ import compile_matrix  # noqa: E402
 A_PART = "--targets", "sm_90", "--only"
 
 
-def matrix(*arguments, program="ci/compile_matrix.py", folder=ROOT):
+def matrix(*arguments, program="ci/compile/compile_matrix.py", folder=ROOT):
     """The script in a process of its own: there Triton compiles, where the other tests let it interpret."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -38,7 +38,7 @@ def test_some_kernels_are_as_committed(only):
 
 SPILLS = """
 import sys
-sys.path[:0] = ["ci"]
+sys.path[:0] = ["ci/compile"]
 import launches
 from tritonrec.kernels import tuned
 before = tuned.rows
@@ -138,7 +138,7 @@ def test_faults_need_no_baseline(baseline, values, message):
 
 NEW_KERNEL = """
 import sys
-sys.path[:0] = ["ci"]
+sys.path[:0] = ["ci/compile"]
 import launches
 import tritonrec.kernels.silu.triton_silu as module
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tritonrec.distributed import Communicators
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 

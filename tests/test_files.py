@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from tritonrec.files import save_json, whole
+from tritonrec.files import atomic_write, save_json
 
 
 def test_a_file_is_replaced_at_the_end_and_nothing_lies_beside_it(tmp_path):
     target = tmp_path / "new" / "report.json"
     save_json({"a": [1]}, target)
-    with whole(target) as part:
+    with atomic_write(target) as part:
         part.write_text("{}")
         assert json.loads(target.read_text()) == {"a": [1]}
     assert target.read_text() == "{}" and os.listdir(target.parent) == ["report.json"]
@@ -23,7 +23,7 @@ def test_a_file_is_replaced_at_the_end_and_nothing_lies_beside_it(tmp_path):
 def test_an_error_keeps_what_was_there(tmp_path):
     target = tmp_path / "trace"
     target.write_text("before")
-    with pytest.raises(KeyboardInterrupt), whole(target) as part:
+    with pytest.raises(KeyboardInterrupt), atomic_write(target) as part:
         part.write_text("half")
         raise KeyboardInterrupt
     assert target.read_text() == "before" and os.listdir(tmp_path) == ["trace"]
@@ -64,7 +64,7 @@ def test_writers_of_one_file_do_not_see_each_other(tmp_path):
 
     def write(text):
         for _ in range(50):
-            with whole(target) as part:
+            with atomic_write(target) as part:
                 part.write_text(text)
             found.append(target.read_text() in texts)
 
@@ -81,7 +81,10 @@ def test_what_the_output_goes_to_is_not_replaced(tmp_path):
     """As in ``tritonrec plan --json /dev/stdout >> file``: what stands there was not written here."""
     target = tmp_path / "out"
     target.write_text("before\n")
-    code = "from tritonrec.files import whole\nwith whole('/dev/stdout') as part: part.open('a').close()"
+    code = (
+        "from tritonrec.files import atomic_write\n"
+        "with atomic_write('/dev/stdout') as part: part.open('a').close()"
+    )
     with target.open("a") as out:
         inode = os.fstat(out.fileno()).st_ino
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""`ci/gpu.sh` runs here too, in the interpreter on tiny shapes; on a GPU it runs for real."""
+"""`ci/gpu/run.sh` runs here too, in the interpreter on tiny shapes; on a GPU it runs for real."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def script(*arguments, out):
     environment = {**os.environ, "OUT": str(out)}
     return subprocess.run(
-        ["bash", "ci/gpu.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+        ["bash", "ci/gpu/run.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
 
 

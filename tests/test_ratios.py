@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "ratios.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "benchmarks" / "ratios.py"
 RATIOS = runpy.run_path(str(SCRIPT))
 
 

@@ -1,3 +1,72 @@
-"""Train large recommendation models with nested pipelining, and prove it bit for bit."""
+"""Train large recommendation models with nested pipelining, and prove it bit for bit.
 
-__version__ = "0.1.0"
+The names to start from. Each is imported from its package on first use: ``import tritonrec`` stays light.
+Ops are in `tritonrec.ops`, models in `tritonrec.nn`, loaders in `tritonrec.data`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from . import checkpoint, data, nn, ops
+    from .data import KeyedJaggedTensor
+    from .distributed import Communicators, from_environment
+    from .embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+    from .harness.verify import verify
+    from .pipeline import Trainer, WindowConfig
+    from .trace import Recorder
+
+PACKAGE_OF = {
+    "Communicators": "distributed",
+    "DenseOptimizer": "embedding",
+    "FeatureConfig": "embedding",
+    "HashTableCollection": "embedding",
+    "KeyedJaggedTensor": "data",
+    "Recorder": "trace",
+    "RowOptimizer": "embedding",
+    "TablePolicy": "embedding",
+    "Trainer": "pipeline",
+    "WindowConfig": "pipeline",
+    "from_environment": "distributed",
+    "verify": "harness.verify",
+}
+"""By name the package that has it."""
+
+__all__ = [
+    "Communicators",
+    "DenseOptimizer",
+    "FeatureConfig",
+    "HashTableCollection",
+    "KeyedJaggedTensor",
+    "Recorder",
+    "RowOptimizer",
+    "TablePolicy",
+    "Trainer",
+    "WindowConfig",
+    "__version__",
+    "checkpoint",
+    "data",
+    "from_environment",
+    "nn",
+    "ops",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `name` on first use."""
+    if name in PACKAGE_OF:
+        value = getattr(import_module(f".{PACKAGE_OF[name]}", __name__), name)
+    elif name in __all__:
+        value = import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The names to start from, before and after their first use."""
+    return sorted({*globals(), *__all__})

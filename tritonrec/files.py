@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that go with their process."""
+"""Atomic writes, and temporary folders that are removed with their process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield where to write: a name beside `path`, in a folder made for it, that becomes `path` at the end.
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`, which is renamed to `path` at the end.
 
-    After an error what was there before is there still, and of several writers the last wins. A link goes on
-    leading where it led, permissions stay; other hard links keep the old content. What is no regular file, as
-    a pipe, and what this process's output goes to (``/dev/stdout > file``), is written to itself. Nothing is
-    flushed to the disk: a process may end at any time, not the power.
+    The folder is created if needed. After an error the old file is unchanged; of several writers the last one
+    wins. Links still lead to their target, permissions stay, and other hard links keep the old content. A
+    path that is not a regular file, such as a pipe, and the file of this process's output (``/dev/stdout >
+    file``) are written directly. Nothing is flushed to the disk: safe against the end of the process, not of
+    the power.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +43,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _is_output(path: Path) -> bool:
-    """Whether it is the file that standard output or standard error are led to."""
+    """Whether standard output or standard error is redirected to `path`."""
     for stream in (1, 2):
         try:
             if os.path.samestat(os.fstat(stream), path.stat()):
@@ -53,16 +54,16 @@ def _is_output(path: Path) -> bool:
 
 
 def save_json(document: Any, path: str | os.PathLike[str]) -> None:
-    """Write `document` as indented JSON, whole or not at all."""
+    """Write `document` as indented JSON, atomically."""
     text = json.dumps(document, indent=2) + "\n"
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text)
 
 
 def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
-    """Raise OSError, naming `path`, where a file could not be written, or files into the `folder` there.
+    """Raise OSError naming `path`, if no file can be written there, or into the `folder` there.
 
-    Nothing is left behind, and nothing that is there is touched; folders on the way are not made yet.
+    Creates and changes nothing.
     """
     target = Path(path)
     try:
@@ -92,10 +93,10 @@ def _cannot_write(path: Path, error: OSError) -> OSError:
 
 
 class ScratchFolder(tempfile.TemporaryDirectory):
-    """A temporary folder that goes with this process, also when the process is killed.
+    """A temporary folder that is removed with this process, also when the process is killed.
 
-    A small process in a session of its own reads from a pipe that closes when this one ends, by whatever
-    signal, and removes the folder then. Use it like `tempfile.TemporaryDirectory`.
+    A small process in its own session reads from a pipe, which closes when this process ends by any signal,
+    and then removes the folder. Use it like `tempfile.TemporaryDirectory`.
     """
 
     def __init__(self, prefix: str = "tritonrec-", folder: str | os.PathLike[str] | None = None):
@@ -114,7 +115,7 @@ class ScratchFolder(tempfile.TemporaryDirectory):
         self._remover.communicate()
 
 
-# Ranks may be writing there until they notice the end of their launcher, so it looks again for a while.
+# Ranks may still write there until they notice the end of their launcher, so removal is repeated for 10 s.
 _REMOVE = """
 import os, shutil, sys, time
 sys.stdin.buffer.read()

@@ -6,7 +6,7 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 
 from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, owner_of
-from .kernels.dispatch import Impl, Registered, implementation
+from .kernels.dispatch import Impl, implementation
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table import (
     HashTableFullError,
@@ -30,8 +30,6 @@ from .kernels.sampled_softmax import sampled_softmax
 from .kernels.silu import silu
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
 from .kernels.unique import unique
-
-registered = Registered()  # for a torch.autograd.Function of one's own
 
 __all__ = [
     "FRACTION_BITS",
@@ -65,7 +63,6 @@ __all__ = [
     "pack_rows",
     "packed_bytes",
     "random_indices",
-    "registered",
     "relative_aggregate",
     "sampled_softmax",
     "scatter_rows",

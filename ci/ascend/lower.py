@@ -1,6 +1,6 @@
 """Lowers every kernel to Linalg for Ascend, without CANN: run by ``ci/ascend/run.sh`` in its environment.
 
-Triton's front end of triton-ascend turns a launch (see ci/launches.py) into TTIR, and the wheel's
+Triton's front end of triton-ascend turns a launch (see ci/compile/launches.py) into TTIR, and the wheel's
 `triton-adapter-opt` turns that into Linalg, the form that Huawei's compiler takes over; that compiler is
 part of CANN and does not run here. So a row says "lowers", or at which step it stopped and why.
 """

@@ -25,4 +25,4 @@ if [ "$(cat "$ASCEND_ENV/version" 2>/dev/null || true)" != "$VERSION" ]; then
         > "$("$ASCEND_ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_project.pth"
     echo "$VERSION" > "$ASCEND_ENV/version"
 fi
-PYTHONPATH=.:ci exec "$ASCEND_ENV/bin/python" ci/ascend/lower.py --wheel "$VERSION" "$@"
+PYTHONPATH=.:ci/compile exec "$ASCEND_ENV/bin/python" ci/ascend/lower.py --wheel "$VERSION" "$@"

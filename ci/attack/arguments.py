@@ -197,8 +197,8 @@ def layer(d: Draw) -> Arguments:
         "sample_ids": d.keys(tokens) if p else None, "positions": d.keys(tokens) if p else None,
         "means": d.floats(tokens), "rstds": d.floats(tokens).abs() + 0.1,
         "z": d.floats(tokens if kept else 0, columns), "normed": d.floats(tokens * kept, inner),
-        "keep_normed": kept, "keep_linear": d.rng.random() < 0.5, "bits": 36, "name": "tensor",
-        "grid": torch.zeros(columns, inner, dtype=torch.int64), "seq_offsets": d.offsets(tokens),
+        "keep_normed": kept, "keep_linear": d.rng.random() < 0.5, "fraction_bits": 36, "name": "tensor",
+        "accumulator": torch.zeros(columns, inner, dtype=torch.int64), "seq_offsets": d.offsets(tokens),
     }  # fmt: skip
 
 

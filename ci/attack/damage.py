@@ -17,7 +17,7 @@ from typing import Any
 
 from tritonrec.checkpoint import steps
 from tritonrec.checkpoint.files import manifest_of
-from tritonrec.checkpoint.manifest import seal
+from tritonrec.checkpoint.manifest import add_checksum
 
 Damage = Callable[[Path, random.Random, bool, list[Path]], str | None]
 """(directory, draw, whether checksums are to fit, other directories) -> what was done, or None."""
@@ -283,5 +283,5 @@ def _replace(directory: Path, path: Path, content: bytes) -> None:
 
 def _write_sealed(manifest: Path, body: Any) -> None:
     if isinstance(body, dict):
-        body = seal({key: value for key, value in body.items() if key != "manifest_sha256"})
+        body = add_checksum({key: value for key, value in body.items() if key != "manifest_sha256"})
     manifest.write_text(json.dumps(body))

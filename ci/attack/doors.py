@@ -35,6 +35,7 @@ from arguments import (
 )
 
 from tritonrec import ops
+from tritonrec.kernels.op import OPS
 
 # registered op -> how its arguments are drawn
 DRAWN: dict[str, Callable[[Draw], Arguments]] = {
@@ -138,7 +139,7 @@ def registered(op: str, names: list[str]) -> list[Callable[..., Any]]:
 
 def calls() -> dict[str, Call]:
     """By name."""
-    assert set(DRAWN) == set(dir(ops.registered))
+    assert set(DRAWN) == set(OPS)
     found = {}
     for name, (op, function) in PUBLIC.items():
         found[name] = Call(name, op, [a.name for a in _schema(op)], [function], _written(op))

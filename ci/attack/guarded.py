@@ -53,6 +53,8 @@ class Arena:
         if torch.equal(now, self.before):
             return False
         for tensor in (one.detach() for one in written):
+            if tensor.dtype == torch.bool:  # torch's copies turn any byte but 0 into 1
+                tensor = tensor.view(torch.uint8)
             kept = tensor.clone()
             self.bytes[self.start - BAND : ROOM] = self.before
             tensor.copy_(kept)

@@ -31,8 +31,9 @@ from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
 from tritonrec.distributed.rank_process import end_with_parent
 from tritonrec.files import ScratchFolder
-from tritonrec.harness.setup import Job
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 

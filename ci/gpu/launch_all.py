@@ -1,4 +1,4 @@
-"""Runs every case of ci/launches.py for real, on a GPU or interpreted, under a sanitizer or a profiler.
+"""Runs every case of ci/compile/launches.py, on a GPU or interpreted, under a sanitizer or a profiler.
 
 python ci/gpu/launch_all.py --json out/launches.json
 python ci/gpu/launch_all.py --profile out/kernels.trace.json --rows 65539

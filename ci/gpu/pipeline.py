@@ -19,7 +19,7 @@ import torch
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import DenseOptimizer
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.trace import Recorder

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tritonrec import ops
-from tritonrec.checkpoint import Saver, alone, steps, writer
+from tritonrec.checkpoint import Saver, single_rank, steps, writer
 
 FULL_EVERY = 3
 KEYS = torch.cat([torch.arange(-30, 30) * 2**40, torch.tensor([-(2**63), 2**63 - 1, -1, 1])])
@@ -121,7 +121,7 @@ def gather_over(links: list[socket.socket], rank: int) -> Callable[[str], list[s
             send(stream, texts)
         return texts
 
-    return gather if links else alone
+    return gather if links else single_rank
 
 
 def save_steps(directory: Path, rank: int, world_size: int, gather, count: int, report: int) -> None:

@@ -16,7 +16,7 @@ from simulated import ascending, same
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, files, load, save
-from tritonrec.checkpoint.manifest import read_manifest, seal
+from tritonrec.checkpoint.manifest import add_checksum, read_manifest
 
 DENSE = {
     "layer.weight": torch.tensor([[1.5, -0.0], [float("nan"), float("inf")]]),
@@ -79,7 +79,7 @@ def test_views_of_one_storage_are_copied(tmp_path):
     check(tmp_path, 0, dense, tables, {})
 
 
-def test_nothing_at_all_is_legal(tmp_path):
+def test_an_empty_checkpoint_is_legal(tmp_path):
     save(tmp_path, 0, {}, {}, {})
     check(tmp_path, 0, {}, {}, {})
 
@@ -231,12 +231,12 @@ def test_a_manifest_that_names_another_file_is_refused(tmp_path):
     body = read_manifest(path)
     del body["manifest_sha256"]
     body["dense"]["file"] = "step-000000000007/../../secret.0123456789abcdef.safetensors"
-    path.write_text(json.dumps(seal(body)))
+    path.write_text(json.dumps(add_checksum(body)))
     refused(tmp_path, str(path), "names a file that no save writes", "secret")
     body["dense"]["file"] = names(tmp_path)[-2]
     assert ".safetensors" in names(tmp_path)[-2]
     body["tables"]["items"]["columns"]["rows"] = ["float32", [6]]
-    path.write_text(json.dumps(seal(body)))
+    path.write_text(json.dumps(add_checksum(body)))
     refused(tmp_path, str(content(tmp_path, 7)), "but the manifest says", "[3, 6]")
 
 

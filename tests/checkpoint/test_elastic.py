@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, save_on, whole
+from speeds import slow_except
 
 from tritonrec import ops
 from tritonrec.checkpoint import SLICES, CheckpointError, load, range_of, save, slice_of, writer
 from tritonrec.checkpoint import slices as slices_module
 from tritonrec.checkpoint.files import manifest_of
-from tritonrec.checkpoint.manifest import read_manifest, seal
+from tritonrec.checkpoint.manifest import add_checksum, read_manifest
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -108,7 +109,7 @@ def at_bounds(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {column: values[chosen] for column, values in table.items()}
 
 
-@pytest.mark.parametrize("saved_by", [1, 3])
+@pytest.mark.parametrize("saved_by", slow_except([3], [1, 3]))
 def test_rows_at_the_bounds_of_parts_are_found(tmp_path, monkeypatch, saved_by):
     monkeypatch.setattr(slices_module, "PART_BYTES", 64)  # as many parts as there can be
     table = at_bounds(random_table(27, 200_000))
@@ -136,7 +137,9 @@ def parts_in(directory: Path, step: int = 1) -> list[dict]:
     return read_manifest(manifest_of(directory, step))["tables"]["t"]["layers"][-1]["parts"]
 
 
-@pytest.mark.parametrize("saved_by, world_size", list(product((1, 3, 8), (2, 5, 64))))
+@pytest.mark.parametrize(
+    "saved_by, world_size", slow_except([(1, 5), (8, 2)], product((1, 3, 8), (2, 5, 64)))
+)
 def test_little_more_is_read_than_needed(tmp_path, small_parts, saved_by, world_size):
     """At most a part at either end of the range."""
     save_on(saved_by, tmp_path, 1, {"t": random_table(11, 12_000, width=8)})
@@ -183,9 +186,9 @@ def test_a_table_of_another_width_is_refused_before_it_is_read(tmp_path):
     ]:
         with pytest.raises(ValueError, match=rf"step-000000000001\.json does not fit.*{words}"):
             load(tmp_path, like={"t": like["t"] | {column: other}})
-    with pytest.raises(ValueError, match="table 'u' is not in it"):
+    with pytest.raises(ValueError, match="table 'u' is only here"):
         load(tmp_path, like=like | {"u": like["t"]})
-    with pytest.raises(ValueError, match="table 't' is in it, but not here"):
+    with pytest.raises(ValueError, match="table 't' is only in the checkpoint"):
         load(tmp_path, like={})
 
 
@@ -215,7 +218,7 @@ def test_slices_missing_or_there_twice_are_refused(tmp_path, change, words):
     body = {name: value for name, value in read_manifest(path).items() if name != "manifest_sha256"}
     layer = body["tables"]["t"]["layers"][0]
     layer["parts"] = change(layer["parts"])
-    path.write_text(json.dumps(seal(body)))
+    path.write_text(json.dumps(add_checksum(body)))
     with pytest.raises(
         CheckpointError, match=rf"step-000000000001\.json: table 't', layer of step 1: {words}"
     ):
@@ -298,7 +301,7 @@ def test_ranks_that_save_different_things_are_refused(tmp_path, what):
 
     for error in on_ranks(2, work):
         assert isinstance(error, CheckpointError)
-        assert "the ranks do not save the same thing" in str(error)
+        assert "the ranks do not save the same tables" in str(error)
     assert load(tmp_path).step == 1
 
 
@@ -306,7 +309,7 @@ def test_a_rank_that_never_comes_is_an_error(tmp_path):
     def gather(text):
         raise ConnectionError("rank 1 is gone")
 
-    with pytest.raises(CheckpointError, match=r"could not be brought together: .*rank 1 is gone"):
+    with pytest.raises(CheckpointError, match=r"could not exchange their reports: .*rank 1 is gone"):
         save(tmp_path, 1, {}, {}, {}, rank=0, world_size=2, gather=gather)
 
 
@@ -412,15 +415,15 @@ def test_a_delta_on_another_base_is_refused(tmp_path):
     old = save_on(1, tmp_path, 1, {"t": table})[0]
     new = save_on(1, tmp_path, 2, {"t": table})[0]
     for base, step in ((old, 3), (new, 2)):
-        with pytest.raises(CheckpointError, match=r"is not what the changes are since.*save a full one"):
+        with pytest.raises(CheckpointError, match=r"is not the base of the changes.*save a full one"):
             save_on(1, tmp_path, step, {"t": table}, base=base, erased={})
     other = save_on(1, tmp_path, 2, {"t": random_table(25, 20)})[0]
-    with pytest.raises(CheckpointError, match=r"step-000000000002\.json is not what the changes are since"):
+    with pytest.raises(CheckpointError, match=r"step-000000000002\.json is not the base of the changes"):
         save_on(1, tmp_path, 3, {"t": table}, base=new, erased={})
     wider = random_table(24, 20, width=4)
     with pytest.raises(ValueError, match=r"other tables or columns .*'rows' of table 't'.*save a full"):
         save_on(1, tmp_path, 3, {"t": wider}, base=other, erased={})
-    with pytest.raises(ValueError, match="needs both its base and the erased keys"):
+    with pytest.raises(ValueError, match="needs both `base` and `erased`"):
         save_on(1, tmp_path, 3, {"t": table}, base=other)
     with pytest.raises(ValueError, match="erased keys of table 'u' must be"):
         save_on(1, tmp_path, 3, {"t": table}, base=other, erased={"u": torch.tensor([1])})
@@ -429,7 +432,7 @@ def test_a_delta_on_another_base_is_refused(tmp_path):
 
 def test_the_example_without_tritonrec_in_the_docs_reads_all_of_it(tmp_path, small_parts, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    code = text.partition("## Without tritonrec")[2].partition("```python\n")[2].partition("```")[0]
+    code = text.partition("## Loading without tritonrec")[2].partition("```python\n")[2].partition("```")[0]
     assert "import tritonrec" not in code and "from tritonrec" not in code
     model = {key: key % 251 for key in random_table(26, 300)["keys"].tolist()}
     base = save_on(3, tmp_path / "checkpoints", 4, {"items": table_of(model)}, dense={"w": torch.ones(2)})[0]

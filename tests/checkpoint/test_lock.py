@@ -22,7 +22,7 @@ HOLDER = """
 import sys
 from tritonrec.checkpoint.lock import WriterLock
 lock = WriterLock(sys.argv[1])
-lock.hold()
+lock.acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     assert load(tmp_path).step == 1
 
 
-def test_a_full_disk_costs_the_words_and_not_the_lock(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_lock_without_its_text(tmp_path, monkeypatch):
     lock = WriterLock(tmp_path)
     original = os.fdopen
 
@@ -203,10 +203,10 @@ def test_a_full_disk_costs_the_words_and_not_the_lock(tmp_path, monkeypatch):
     with (tmp_path / ".lock").open("ab") as file:
         file.write(b"\xff")
     monkeypatch.setattr(os, "fdopen", fdopen)
-    lock.hold()
+    lock.acquire()
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is in use: another process"):
-        WriterLock(tmp_path).hold()
+        WriterLock(tmp_path).acquire()
     lock.release()
     lock.release()
     assert left(tmp_path) == []

@@ -18,7 +18,7 @@ from simulated import ascending, load_on, random_table, same, save_on, whole
 from tritonrec.checkpoint import CheckpointError, load, save, writer
 from tritonrec.checkpoint import manifest as manifest_module
 from tritonrec.checkpoint.files import manifest_of
-from tritonrec.checkpoint.manifest import read_manifest, seal
+from tritonrec.checkpoint.manifest import add_checksum, read_manifest
 
 
 def refused(directory: Path, *parts: str, step: int | None = None) -> str:
@@ -139,7 +139,7 @@ def test_a_manifest_longer_than_what_is_read_is_not_written(tmp_path, monkeypatc
     save(tmp_path, 1, {}, {}, {"a": "x" * 5000})
     for module in (manifest_module, writer):
         monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 5000)
-    refused(tmp_path, "step-000000000001.json", "no manifest more than 5000")
+    refused(tmp_path, "step-000000000001.json", "a manifest has at most 5000")
     with pytest.raises(CheckpointError, match=r"step-000000000002\.json .*more than 5000"):
         save(tmp_path, 2, {}, {}, {"a": "x" * 5000})
 
@@ -158,7 +158,7 @@ def resealed(directory: Path, step: int, change: Callable[[dict], None]) -> Path
     body = read_manifest(path)
     del body["manifest_sha256"]
     change(body)
-    path.write_text(json.dumps(seal(body)))
+    path.write_text(json.dumps(add_checksum(body)))
     return path
 
 
@@ -211,12 +211,12 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "no_columns": (at("table", columns={}), "table 't' must have columns"),
     "no_keys": (lambda body: body["tables"]["t"]["columns"].pop("keys"), "must have keys of"),
     "keys_float": (at("columns", keys=["float64", []]), "must have keys of"),
-    "dtype": (at("columns", rows=["object", [3]]), "no dtype of torch: 'object'"),
-    "dtype_module": (at("columns", rows=["nn", [3]]), "no dtype of torch: 'nn'"),
+    "dtype": (at("columns", rows=["object", [3]]), "must have a dtype of torch, got 'object'"),
+    "dtype_module": (at("columns", rows=["nn", [3]]), "must have a dtype of torch, got 'nn'"),
     "shape": (at("columns", rows=["float32", [3.0]]), "shape of at most"),
     "shape_negative": (at("columns", rows=["float32", [-3]]), "shape of at most"),
     "shape_huge": (at("columns", rows=["float32", [2**61] * 9]), "rows of"),
-    "reserved": (at("columns", erased=["int64", []]), "a name with a meaning"),
+    "reserved": (at("columns", erased=["int64", []]), "a reserved name"),
     "another_width": (at("columns", rows=["float32", [4]]), "the manifest says"),
     "no_layers": (at("table", layers=[]), "must have a list of layers"),
     "top_layer_gone": (lambda body: body["tables"]["t"]["layers"].pop(), "newest layer of table 't'"),
@@ -272,7 +272,7 @@ def test_a_file_of_another_part_is_refused_under_any_name(tmp_path):
         left["file"] = file
 
     resealed(tmp_path, 40, change)
-    refused(tmp_path, "step-000000000040/t.0000-7fff", "was written for", "the manifest names it for")
+    refused(tmp_path, "step-000000000040/t.0000-7fff", "was written for", "the manifest has it for")
 
 
 def file_of(header: object, payload: bytes = bytes(12)) -> bytes:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, whole
 
-from tritonrec.checkpoint import CheckpointError, Saver, alone, load, steps
+from tritonrec.checkpoint import CheckpointError, Saver, load, single_rank, steps
+
+pytestmark = pytest.mark.smoke
 
 
 class Gate:
@@ -22,7 +24,7 @@ class Gate:
     def __call__(self, text: str) -> list[str]:
         self.entered.set()
         assert self.opened.wait(20)
-        return alone(text)
+        return single_rank(text)
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path):
@@ -100,7 +102,7 @@ def test_a_failure_surfaces_at_the_next_call(tmp_path, call):
     assert steps(tmp_path / "place") == [3]
 
 
-def test_a_failure_is_noted_on_the_error_that_ended_the_run(tmp_path):
+def test_a_failure_is_added_to_the_error_that_ended_the_run(tmp_path):
     with pytest.raises(KeyError, match="the run's own") as caught, Saver(tmp_path / "place") as saver:
         become_a_file(tmp_path / "place")
         saver.save(1, {}, {}, {})
@@ -109,7 +111,7 @@ def test_a_failure_is_noted_on_the_error_that_ended_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_full_ones_and_deltas_take_turns(tmp_path, world_size):
+def test_full_and_incremental_checkpoints_alternate(tmp_path, world_size):
     """Every third is full; each delta holds a row that changed and one that went."""
     table = random_table(2, 60)
 
@@ -134,7 +136,7 @@ def test_full_ones_and_deltas_take_turns(tmp_path, world_size):
     assert same(whole(load_on(2, tmp_path), "t"), ascending(expected))
 
 
-def test_after_a_failure_comes_a_full_one_on_all_ranks(tmp_path):
+def test_the_save_after_a_failure_is_full_on_all_ranks(tmp_path):
     table = random_table(3, 20)
 
     def work(rank, gather):

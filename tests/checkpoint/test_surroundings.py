@@ -13,7 +13,7 @@ from simulated import ascending, load_on, on_ranks, part_of, random_table, same,
 
 from tritonrec.checkpoint import CheckpointError, Saver, load, range_of, save, steps
 from tritonrec.checkpoint.files import manifest_of
-from tritonrec.data.balancing import deal
+from tritonrec.data.balancing import partition_samples
 from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.serving import TableWiseDLRM, own_samples
 from tritonrec.slipstream.rows import HotRows, owned
@@ -44,9 +44,9 @@ def test_a_rank_out_of_range_is_refused_with_its_world_size(tmp_path, rank, worl
 
 
 @pytest.mark.parametrize("world_size", [0, -1])
-def test_samples_are_dealt_to_at_least_one_rank(world_size):
+def test_samples_are_partitioned_over_at_least_one_rank(world_size):
     with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
-        deal(torch.tensor([2.0, 1.0]), world_size)
+        partition_samples(torch.tensor([2.0, 1.0]), world_size)
 
 
 def grows(directory: Path, world_size: int, lose) -> tuple[list[bool], list[str]]:
@@ -114,7 +114,7 @@ def test_a_full_checkpoint_is_saved_where_files_below_are_gone(tmp_path, world_s
     assert (gone[0] in word or what == "folder") and "a full checkpoint is saved instead" in word
 
 
-def test_nothing_is_said_while_all_files_are_there(tmp_path):
+def test_no_warning_while_all_files_exist(tmp_path):
     assert grows(tmp_path, 1, lambda step: None) == ([True, False, False, False, True], [])
 
 
@@ -124,7 +124,7 @@ def test_changes_upon_a_base_without_its_files_are_refused(tmp_path):
     file = sorted((tmp_path / "step-000000000001").glob("t.*"))[0]
     file.unlink()
     with pytest.raises(
-        CheckpointError, match=rf"{file} is missing, and the changes would build upon it: save a"
+        CheckpointError, match=rf"{file} is missing, and an incremental checkpoint needs it: save a"
     ):
         save_on(2, tmp_path, 2, {"t": table}, base=base, erased={})
 
@@ -214,8 +214,8 @@ def test_every_table_and_tensor_that_differs_is_named(tmp_path):
     assert str(caught.value).partition("tables: ")[2].split("; ") == [
         "column 'rows' of table 't' is float32 (3,) in the checkpoint, float32 (4,) here",
         "column 'score' of table 't' is int64 () in the checkpoint, int32 () here",
-        "table 'u' is in it, but not here",
-        "table 'v' is not in it",
+        "table 'u' is only in the checkpoint",
+        "table 'v' is only here",
     ]
     with pytest.raises(ValueError) as caught:
         load(tmp_path, like_dense={"w": torch.ones(2, 4), "b": torch.ones(3).half(), "new": torch.ones(1)})

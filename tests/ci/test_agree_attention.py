@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-CI = Path(__file__).resolve().parent.parent.parent / "ci"
-sys.path.insert(0, str(CI))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "ci" / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
 import agree_attention  # noqa: E402
 

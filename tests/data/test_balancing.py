@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.data.balancing import SequenceCost, deal, dynamic_batches, token_spread
+from tritonrec.data.balancing import SequenceCost, dynamic_batches, partition_samples, token_spread
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
@@ -98,22 +98,22 @@ def test_a_batch_is_yielded_before_a_later_chunk_is_read():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 9))
-def test_dealing_gives_every_sample_to_one_rank(lengths, world_size):
+def test_every_sample_is_assigned_to_one_rank(lengths, world_size):
     costs = SequenceCost().of(torch.tensor(lengths, dtype=torch.int64))
-    dealt = deal(costs, world_size)
-    assert len(dealt) == world_size
-    assert sorted(place for part in dealt for place in part.tolist()) == list(range(len(lengths)))
-    assert all(part.tolist() == sorted(part.tolist()) for part in dealt)
-    sums = [float(costs[part].sum()) for part in dealt]
+    parts = partition_samples(costs, world_size)
+    assert len(parts) == world_size
+    assert sorted(place for part in parts for place in part.tolist()) == list(range(len(lengths)))
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+    sums = [float(costs[part].sum()) for part in parts]
     largest = float(costs.max()) if lengths else 0.0
     assert max(sums) <= sum(sums) / world_size + largest + 1e-6
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
-def test_dealing_is_within_four_thirds_of_the_best(lengths, world_size):
-    dealt = deal(torch.tensor(lengths).double(), world_size)
-    longest = max(sum(lengths[place] for place in part) for part in dealt)
+def test_the_partition_is_within_four_thirds_of_the_optimum(lengths, world_size):
+    parts = partition_samples(torch.tensor(lengths).double(), world_size)
+    longest = max(sum(lengths[place] for place in part) for part in parts)
     best = min(
         max(sum(length for length, rank in zip(lengths, ranks, strict=True) if rank == mine)
             for mine in range(world_size))
@@ -123,9 +123,9 @@ def test_dealing_is_within_four_thirds_of_the_best(lengths, world_size):
 
 
 def test_ties_go_to_the_earlier_sample_and_the_lower_rank():
-    parts = deal(torch.tensor([5.0, 7, 5, 5, 7]), 3)
+    parts = partition_samples(torch.tensor([5.0, 7, 5, 5, 7]), 3)
     assert [part.tolist() for part in parts] == [[1, 3], [4], [0, 2]]
-    assert [part.tolist() for part in deal(torch.zeros(0), 2)] == [[], []]
+    assert [part.tolist() for part in partition_samples(torch.zeros(0), 2)] == [[], []]
 
 
 def test_cost_of_lengths():
@@ -142,7 +142,7 @@ def test_cost_of_lengths():
 def test_a_balanced_global_batch_is_the_same_batch(make):
     plain = make(world_size=4)
     ranks = [make(world_size=4, rank=rank, balance=True) for rank in range(4)]
-    for step in range(plain.steps_per_epoch + 1):
+    for step in (0, 1, plain.steps_per_epoch - 1, plain.steps_per_epoch):
         whole = plain.global_batch(step)
         assert whole.sample_ids.tolist() == ranks[0].global_batch(step).sample_ids.tolist()
         parts = [loads.batch(step).validate() for loads in ranks]
@@ -167,10 +167,10 @@ def test_balancing_levels_the_tokens(make, world_size):
     assert default.ratio < (1 + plain.ratio) / 2
 
 
-def test_the_cost_decides_who_gets_what():
+def test_the_cost_decides_the_partition():
     lengths = torch.tensor([100, 60, 50, 0])
-    by_tokens = deal(SequenceCost(1, 0).of(lengths), 2)
-    by_pairs = deal(SequenceCost(0, 1).of(lengths), 2)
+    by_tokens = partition_samples(SequenceCost(1, 0).of(lengths), 2)
+    by_pairs = partition_samples(SequenceCost(0, 1).of(lengths), 2)
     assert [part.tolist() for part in by_tokens] == [[0, 3], [1, 2]]
     assert [part.tolist() for part in by_pairs] == [[0], [1, 2, 3]]
 

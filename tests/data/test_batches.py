@@ -39,6 +39,7 @@ def test_joined_batches_keep_every_sample_in_order(make, parts):
     assert joined.step == 2
 
 
+@pytest.mark.smoke
 @kinds
 def test_parts_of_a_batch_joined_again_are_the_batch(make):
     batch = make(THREE)
@@ -126,7 +127,7 @@ BAD = [
     ("next_item", dict(negatives=tensor([[1, 2]])), r"negatives has 1 rows, but there are 5 item ids"),
     ("next_item", dict(negatives=tensor([1] * 5)), r"negatives must have 2 dimension.*\(5,\)"),
     ("next_item", dict(values=tensor([[1] * 5])), r"features.values must have 1 dimension.*\(1, 5\)"),
-    ("next_item", dict(keys=("items",)), r"the keys \('item',\), one after another, got \('items',\)"),
+    ("next_item", dict(keys=("items",)), r"the keys \('item',\) to be consecutive, got \('items',\)"),
     ("next_item", dict(keys=()), r"features must have one or more different keys, got \(\)"),
     ("next_item", dict(keys=("item", "user"), offsets=tensor([0, 2, 2, 5, 5, 5, 5])),
      r"features must have the one key 'item', got \('item', 'user'\)"),
@@ -134,7 +135,7 @@ BAD = [
      r"features must be a tritonrec.data.KeyedJaggedTensor, got builtins.dict; .*from_torchrec"),
     ("impressions", dict(keys=("history", "age", "user_id", "age")), r"different keys, got \('history'"),
     ("impressions", dict(keys=("history", "user_id", "exposed", "age")),
-     r"expected the keys \('history', 'exposed'\), one after another, got \('history', 'user_id'"),
+     r"expected the keys \('history', 'exposed'\) to be consecutive, got \('history', 'user_id'"),
     ("impressions", dict(offsets=tensor([0, 2, 1, *OFFSETS[3:]])), r"= 2 \(key 'history', sample 1\)"),
     ("impressions", dict(offsets=tensor([*OFFSETS[:5], 3, *OFFSETS[6:]])), r"\(key 'exposed', sample 1\)"),
     ("impressions", dict(offsets=tensor([*OFFSETS[:8], 7, *OFFSETS[9:]])),

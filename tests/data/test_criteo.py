@@ -11,7 +11,13 @@ import torch
 
 from tritonrec.data import ClickLoader, ClickLog, auc, evaluate_clicks, load, load_clicks, load_interactions
 from tritonrec.data.criteo import COLUMNS, MISSING, read_parquet, read_tsv
-from tritonrec.data.ctr_made import KEPT, SHAPES, MadeOptions, make, table_rows
+from tritonrec.data.synthetic_clicks import (
+    MIN_TABLE_ROWS,
+    SHAPES,
+    SyntheticClickOptions,
+    generate,
+    table_rows,
+)
 
 
 def fields(seed=0, rows=30):
@@ -143,7 +149,7 @@ def test_a_bad_parquet_column_is_named(tmp_path):
     assert read_parquet(path).labels.tolist() == [1] * 10 + [0] * 20
 
 
-LOG = make("avazu", MadeOptions(samples=120, seed=3))
+LOG = generate("avazu", SyntheticClickOptions(samples=120, seed=3))
 
 
 def loader(**changes):
@@ -190,8 +196,8 @@ def test_a_log_that_does_not_add_up_is_refused():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_made_logs_have_the_published_shape_and_skew(name):
-    log = make(name, MadeOptions(samples=6000, scale=1e-3, seed=5))
+def test_synthetic_logs_have_the_published_shape_and_skew(name):
+    log = generate(name, SyntheticClickOptions(samples=6000, scale=1e-3, seed=5))
     shape, rows = SHAPES[name], table_rows(SHAPES[name], 1e-3)
     assert log.dense.shape == (6000, shape.dense) and log.features == tuple(shape.tables)
     assert {"criteo": 26, "avazu": 21}[name] == len(log.features)
@@ -199,19 +205,22 @@ def test_made_logs_have_the_published_shape_and_skew(name):
     for at, feature in enumerate(log.features):
         ids, counts = np.unique(log.categories[:, at], return_counts=True)
         assert ids.min() >= 0 and ids.max() < 2**32 and len(ids) <= rows[feature]
-        if rows[feature] > KEPT:  # Zipf: the first tenth of the ids has most of the rows
+        if rows[feature] > MIN_TABLE_ROWS:  # Zipf: the first tenth of the ids has most of the rows
             counts = np.sort(counts)[::-1]
             assert counts[: len(counts) // 10].sum() > 0.5 * counts.sum(), feature
     largest = max(shape.tables, key=shape.tables.__getitem__)
     assert rows[largest] == round(shape.tables[largest] * 1e-3)
-    again, other = make(name, MadeOptions(6000, 1e-3, seed=5)), make(name, MadeOptions(6000, 1e-3, seed=6))
+    again, other = (
+        generate(name, SyntheticClickOptions(6000, 1e-3, seed=5)),
+        generate(name, SyntheticClickOptions(6000, 1e-3, seed=6)),
+    )
     assert np.array_equal(again.categories, log.categories) and np.array_equal(again.labels, log.labels)
     assert not np.array_equal(other.labels, log.labels)
 
 
-def test_made_labels_follow_from_the_features():
+def test_synthetic_labels_follow_from_the_features():
     """Counting clicks by id, feature by feature, foretells later clicks; with labels shuffled it does not."""
-    log = make("criteo", MadeOptions(samples=20000, seed=2))
+    log = generate("criteo", SyntheticClickOptions(samples=20000, seed=2))
 
     def skill(labels):
         score = np.zeros(len(log) - log.trained)
@@ -263,9 +272,9 @@ def test_ratings_become_clicks_and_each_user_s_last_tenth_is_held_out():
         dense[row] = [math.log1p(seen_items.get(item, 0)), math.log1p(seen_users.get(user, 0))]
         seen_items[item], seen_users[user] = seen_items.get(item, 0) + 1, seen_users.get(user, 0) + 1
     np.testing.assert_allclose(log.dense, np.array([dense[row] for row in order]), rtol=1e-6)
-    with pytest.raises(ValueError, match="no ratings, so nothing tells what was clicked"):
+    with pytest.raises(ValueError, match="no ratings, which are needed as clicks"):
         load_clicks("zipf:users=9")
-    with pytest.raises(ValueError, match="avazu is a log of clicks, without the users' sequences"):
+    with pytest.raises(ValueError, match="avazu is a log of clicks without users' sequences"):
         load_interactions("avazu")
 
 
@@ -292,6 +301,6 @@ def test_metrics_are_their_definitions():
     assert metrics["AUC"] == pytest.approx(np.mean(pairs))
     with pytest.raises(ValueError, match=r"predictions must be \(12,\), got \(12, 1\)"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples, 1), held)
-    alone = ClickLoader(make("avazu", MadeOptions(samples=1)), 4, 0)
-    with pytest.raises(ValueError, match="holds nothing out"):
+    alone = ClickLoader(generate("avazu", SyntheticClickOptions(samples=1)), 4, 0)
+    with pytest.raises(ValueError, match="has no held-out rows"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples), alone)

@@ -55,7 +55,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_reads(tmp_path, case):
+def test_every_format_is_read(tmp_path, case):
     content, expected = GOOD[case]
     interactions = read(tmp_path, content)
     assert columns(interactions) == expected

@@ -14,6 +14,8 @@ from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.ranking import auc, evaluate_impressions, gauc
 
+pytestmark = pytest.mark.smoke
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -100,7 +102,7 @@ def test_an_order_of_the_impressions_changes_no_bit():
     assert gauc(users, scores, labels) == gauc(users, scores, labels.bool())
 
 
-def test_scores_of_one_user_do_not_meet_those_of_another():
+def test_users_are_ranked_apart():
     found = on_tensors([1, 1, 2, 2], [10.0, 11.0, -5.0, -4.0], [0, 1, 0, 1])
     assert found == (1.0, 2, 0)
     assert auc(torch.tensor([10.0, 11, -5, -4]), torch.tensor([0, 1, 0, 1])) == 0.75

@@ -56,7 +56,7 @@ def test_layout_of_the_docstring():
     assert features.values[features.span("f0", "f1")].tolist() == features.values.tolist()
     with pytest.raises(KeyError, match="there is no key 'f2'; the keys are f0, f1"):
         features["f2"]
-    with pytest.raises(ValueError, match=r"expected the keys \('f1', 'f0'\), one after another, got"):
+    with pytest.raises(ValueError, match=r"expected the keys \('f1', 'f0'\) to be consecutive, got"):
         features.span("f1", "f0")
 
 
@@ -119,7 +119,9 @@ def test_ranges_become_indices_and_offsets():
 def torchrec(request, monkeypatch):
     """TorchRec where it is installed, and always what its documentation says of it."""
     if request.param == "torchrec":
-        return pytest.importorskip("torchrec", reason="not installed: bash ci/torchrec.sh installs it")
+        return pytest.importorskip(
+            "torchrec", reason="not installed: bash ci/benchmarks/torchrec.sh installs it"
+        )
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     import jagged_standin
 
@@ -144,7 +146,7 @@ def test_there_and_back_keeps_every_id_and_the_memory(torchrec, expected):
     assert back.values.data_ptr() == theirs.values().data_ptr() == features.values.data_ptr()
 
 
-def test_torchrecs_batch_of_clicks_is_ours(torchrec):
+def test_torchrecs_batch_of_clicks_equals_ours(torchrec):
     theirs = torchrec.KeyedJaggedTensor(
         keys=["site", "app"], values=tensor([7, 7, 8, 9]).int(), lengths=tensor([1, 1, 1, 1]).int()
     )

@@ -121,7 +121,7 @@ def test_the_held_out_item_never_trains():
     assert not {98, 99} & set(evaluated.history.lookups()["item"].ids.tolist())
 
 
-def test_evaluation_tells_target_and_everything_seen():
+def test_evaluation_batches_have_targets_and_seen_items():
     loads = loader(small_log([5, 6, 7, 8, 9], [9, 8, 5]), max_seq_len=2)
     (batch,) = loads.evaluation_batches()
     assert loads.catalogue.tolist() == [5, 6, 7, 8, 9]

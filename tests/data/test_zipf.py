@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tritonrec.data.zipf import ZipfOptions, generate
 
+pytestmark = pytest.mark.smoke
+
 
 def test_popularity_follows_the_exponent():
     options = ZipfOptions(users=4000, items=1000, exponent=1.2, seed=5)

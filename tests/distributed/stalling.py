@@ -10,10 +10,11 @@ from datetime import timedelta
 
 from tritonrec.checkpoint import writer
 from tritonrec.distributed import Watch, from_environment
-from tritonrec.harness.setup import Job
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import WindowConfig, program
+from tritonrec.pipeline import Program, Window, WindowConfig
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9)
 JOB = Job(
@@ -22,32 +23,46 @@ JOB = Job(
 
 
 def stop_at(where: str, watch: Watch) -> None:
-    """SIGSTOP this process: in the middle of a ``save``, or in ``compute`` of the fourth window."""
+    """SIGSTOP this process: in the middle of a ``save``, or before ``compute`` of the fourth window."""
 
-    def stop_before(original, when):
-        def stopping(*arguments, **options):
-            if when(*arguments):
-                reports = watch._number
-                while watch._number < reports + 2:  # until it was seen there
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return original(*arguments, **options)
+    def stop() -> None:
+        reports = watch._number
+        while watch._number < reports + 2:  # until it was seen there
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-        return stopping
+    def stop_in_window(window: Window) -> None:
+        if window.number == 3:
+            stop()
+
+    def die() -> None:
+        os._exit(17)
+
+    def fail() -> None:
+        raise OSError("the disk of this rank is gone")
 
     if where == "save":
-        writer._write_table = stop_before(writer._write_table, lambda directory, step, *_: step == 4)
-    elif where == "compute":
-        compute = program.WindowProgram.compute
-        program.WindowProgram.compute = stop_before(compute, lambda _self, window, _i: window.number == 3)
-    elif where == "die":
-        program.WindowProgram.compute = lambda self, window, i: os._exit(17)
-    elif where == "fail":
+        write = writer._write_table
 
-        def fail(self, window, i):
-            raise OSError("the disk of this rank is gone")
+        def stopping(directory, step, *arguments):
+            if step == 4:
+                stop()
+            return write(directory, step, *arguments)
 
-        program.WindowProgram.compute = fail
+        writer._write_table = stopping
+    elif where in ("compute", "die", "fail"):
+        before_compute({"compute": stop_in_window, "die": die, "fail": fail}[where])
+
+
+def before_compute(function) -> None:
+    """Every program made from now on calls `function` before stage ``compute``."""
+    make = Program.__init__
+
+    def made(program, *arguments, **options):
+        make(program, *arguments, **options)
+        program.before("compute", function)
+
+    Program.__init__ = made
 
 
 def work(communicators, where, victim, checkpoint, steps=1000):

@@ -105,7 +105,7 @@ def test_what_was_sent_arrives_and_no_two_ranks_are_further_apart_than_the_bound
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_the_bound_is_used_up_where_one_rank_is_slow(bound):
+def test_the_bound_is_reached_where_one_rank_is_slow(bound):
     gate = Gate(bound)
     assert exercise(BoundedLagAllToAll, bound, 8, gate=gate) == bound
     assert gate.opened.is_set()
@@ -131,7 +131,7 @@ class WaitsForTheNewest(BoundedLagAllToAll):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._flight = Backwards()
+        self._in_flight = Backwards()
 
 
 class Backwards(deque):

@@ -1,4 +1,4 @@
-"""Promise: ranks of a ``bls`` group that make different calls are told by name, on every rank."""
+"""Promise: ranks of a ``bls`` group that make different calls get an error on every rank that names both."""
 
 from datetime import timedelta
 

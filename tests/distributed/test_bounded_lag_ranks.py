@@ -104,7 +104,7 @@ def test_a_group_of_the_backend_is_a_process_group(pool):
         assert seen["backend"] == "bls" and seen["sum"] == 6 and seen["broadcast"] == 7
         assert seen["gather"] == [0, 1, 2] and seen["objects"] == ["0", "1", "2"]
         assert seen["fake"] == [
-            f"{name}: a group of bls sends values, which a fake tensor has not"
+            f"{name}: a group of bls sends values, and a fake tensor has none"
             for name in ("allreduce", "all_to_all_single")
         ]
         assert seen["coalesced"] == ([[0, 1, 2], [0, 10, 20]], [[3 * rank + 3], [3 * rank + 12]])
@@ -115,7 +115,7 @@ def test_a_group_of_the_backend_is_a_process_group(pool):
             for step in range(6)
         ]
         assert seen["equal"] == [10 * source + rank for source in range(WORLD)]
-        assert seen["error"] == "output has 4 rows, which 3 ranks do not divide"
+        assert seen["error"] == "output has 4 rows, not a multiple of 3 ranks: give split sizes"
 
 
 def gather_and_forget(communicators):

@@ -1,4 +1,4 @@
-"""Promise: ranks that disagree about an exchange are told by name, all of them; nothing wrong is returned."""
+"""Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ PATIENCE = timedelta(seconds=5)
 ranks = ThreadRanks(WORLD)
 
 
-def told(start, bound=0, capacity=0, exchanges=4):
+def errors_of(start, bound=0, capacity=0, exchanges=4):
     """The errors of all ranks, which each make ``start(exchange, rank, number)`` until one of them fails."""
 
     def run(group):
@@ -42,7 +42,7 @@ def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(boun
         exchange.start(torch.ones(rows * WORLD, 2), [rows] * WORLD, receive)
 
     expects = f"rank 1 expects {int(expected * rows)} of 2 float32 in all-to-all 1"
-    for error in told(start, bound, exchanges=9):
+    for error in errors_of(start, bound, exchanges=9):
         assert f"rank 0 sent {rows} rows of 2 float32, and {expects}" in error
 
 
@@ -65,7 +65,7 @@ def test_rows_of_another_dtype_or_width_are_refused_on_every_rank(values, named,
         receive = [len(values) // WORLD if source == 1 else 2 for source in range(WORLD)]
         exchange.start(mine, send, receive if known else None)
 
-    errors = told(start, capacity=64)
+    errors = errors_of(start, capacity=64)
     assert all(named in errors[rank] for rank in (0, 2)), errors
     assert "of 1 float32, and rank 1 expects" in errors[1], errors
 
@@ -76,7 +76,7 @@ def test_another_capacity_is_refused_on_every_rank(capacity):
         count = exchange.capacity // 4
         exchange.start(torch.ones(count * WORLD), [count] * WORLD)
 
-    for rank, error in enumerate(told(start, 2, capacity)):
+    for rank, error in enumerate(errors_of(start, 2, capacity)):
         other = 0 if rank == 1 else 1
         assert f"has capacity={capacity[other]}" in error, error
         assert f"rank {rank} has capacity={capacity[rank]}: give BoundedLagAllToAll the same" in error
@@ -86,7 +86,7 @@ def test_another_bound_is_refused_on_every_rank():
     def start(exchange, rank, number):
         exchange.start(torch.ones(WORLD), [1] * WORLD)
 
-    for rank, error in enumerate(told(start, (0, 0, 1), 64)):
+    for rank, error in enumerate(errors_of(start, (0, 0, 1), 64)):
         assert f"rank {2 if rank < 2 else 0} has bound={int(rank < 2)} and rank {rank} has" in error
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank():
         exchange.started += int(rank == 1 and number == 1)
         exchange.start(torch.ones(WORLD), [1] * WORLD)
 
-    errors = told(start, 0, 64)
+    errors = errors_of(start, 0, 64)
     assert all("sent all-to-all 2 and rank" in errors[rank] for rank in (0, 2)), errors
 
 
@@ -106,11 +106,11 @@ def test_more_than_the_capacity_of_a_rank_that_expects_any_number_is_refused_on_
         exchange.start(torch.ones(count * WORLD), [count] * WORLD, None if rank == 1 else receive)
 
     wrong = "rank 0 sent 80000 bytes, and rank 1 has a capacity of 64 in all-to-all 0"
-    assert all(wrong in error for error in told(start, 0, 64))
+    assert all(wrong in error for error in errors_of(start, 0, 64))
 
 
 @pytest.mark.parametrize("capacity", [0, EAGER + 100])
-def test_messages_around_the_first_ones_room_arrive_whole(capacity):
+def test_messages_around_the_size_of_the_first_buffer_arrive_complete(capacity):
     sizes = [0, 1, EAGER - 1, EAGER, EAGER + 1, 2 * EAGER, 2 * EAGER + 1, 5 * EAGER - 3]
 
     def rows(source, to, number):
@@ -161,7 +161,7 @@ def test_an_out_that_does_not_fit_is_named(out, message):
 
 
 def test_an_out_of_another_length_than_what_came_is_named():
-    with pytest.raises(RuntimeError, match="out has 2 rows, and 3 came to rank 0 in all-to-all 0"):
+    with pytest.raises(RuntimeError, match="out has 2 rows, and rank 0 received 3 in all-to-all 0"):
         BoundedLagAllToAll(None, 0).start(torch.ones(3), [3], None, torch.empty(2)).wait()
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from speeds import slow_except
 
 from tritonrec.distributed import RankPool
 
@@ -97,22 +98,26 @@ class Launched:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_ranks_and_folders_go_when_the_launcher_is_killed(tmp_path, number):
+@pytest.mark.parametrize(
+    "number", slow_except([signal.SIGKILL], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+)
+def test_ranks_and_folders_end_when_the_launcher_is_killed(tmp_path, number):
     launched = Launched(tmp_path, 2 if number == signal.SIGKILL else 1)
     launched.process.send_signal(number)
     launched.nothing_is_left()
     assert launched.process.returncode == -number
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel kills ranks on Linux only")
-def test_a_stopped_rank_goes_too(tmp_path):
+def test_a_stopped_rank_ends_too(tmp_path):
     launched = Launched(tmp_path)
     os.kill(launched.ranks[0], signal.SIGSTOP)
     launched.process.kill()
     launched.nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_started_by_a_thread_outlive_the_thread_and_not_the_process(tmp_path):
     launched = Launched(tmp_path, 1, "thread")
@@ -130,16 +135,16 @@ def test_a_launcher_that_closes_no_pool_ends_with_its_ranks(tmp_path):
     assert launched.process.returncode == 0
 
 
-def until_asked(communicators, file):
-    """Counts until it is asked to stop; what else it was asked for before."""
+def until_stopped(communicators, file):
+    """Counts until the stop is requested; returns the state of the event before and after."""
     before = communicators.stop.is_set()
     with open(file, "w") as out:
         out.write("begun")
     return before, communicators.stop.wait(60)
 
 
-def test_a_launcher_and_a_signal_ask_ranks_to_stop(tmp_path):
-    """SIGINT, as a terminal sends it to ranks as well, asks for the same; the next task starts afresh."""
+def test_a_launcher_and_a_signal_request_ranks_to_stop(tmp_path):
+    """SIGINT, which a terminal also sends to ranks, is the same request; the next task starts without one."""
     import threading
 
     with RankPool((1,)) as pool:
@@ -158,17 +163,17 @@ def test_a_launcher_and_a_signal_ask_ranks_to_stop(tmp_path):
 
             helper = threading.Thread(target=when_it_has_begun)
             helper.start()
-            assert pool.run(until_asked, 1, file) == [(False, True)]
+            assert pool.run(until_stopped, 1, file) == [(False, True)]
             helper.join()
         assert pool.processes[0].is_alive()
         pool.request_stop()  # of the task that is over
-        assert pool.run(is_asked, 1) == [False]
+        assert pool.run(is_stop_requested, 1) == [False]
         pool._tasks[0] += 1
         pool.request_stop()  # of the next one, before the rank has read it
         pool._tasks[0] -= 1
-        assert pool.run(is_asked, 1) == [True]
+        assert pool.run(is_stop_requested, 1) == [True]
 
 
-def is_asked(communicators):
+def is_stop_requested(communicators):
     time.sleep(0.3)
     return communicators.stop.is_set()

@@ -57,18 +57,12 @@ def come_late(rank):
     time.sleep(5 * rank)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool((1, 2, WORLD), timedelta(seconds=30)) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("world_size", [1, 2, WORLD])
 def test_uneven_exchanges_arrive_in_order_of_source(pool, world_size):
     assert pool.run(exchange, world_size, 10) == [10 + rank for rank in range(world_size)]
 
 
-def test_sums_on_the_grid_are_exact(pool):
+def test_int64_sums_are_exact(pool):
     # float64 would round this one.
     assert pool.run(reduce_near_the_end, 2, 2**60 + 1) == [[2, 2**60 + 3]] * 2
 
@@ -91,6 +85,7 @@ def length(communicators, data):
     return len(data)
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_nothing_of_a_large_task_is_named():
     with RankPool((2,), timedelta(seconds=3)) as own:
         assert own.run(length, 2, b"x" * 5_000_000) == [5_000_000] * 2
@@ -100,6 +95,7 @@ def test_a_rank_that_reads_nothing_of_a_large_task_is_named():
             own.run(length, 2, b"x" * 5_000_000)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_is_an_error_within_the_timeout():
     # Ranks may start later than they may keep each other waiting afterwards.
     with RankPool((2,), timedelta(seconds=3), come_late) as own:
@@ -143,7 +139,8 @@ def wait_for(files):
         time.sleep(0.02)
 
 
-def test_a_rank_that_hangs_before_it_meets_the_others_is_named(tmp_path):
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_the_rendezvous_is_named(tmp_path):
     with RankPool((1, WORLD), enter=Arrive(tmp_path, WORLD, sleep_for_long)) as own:
         wait_for([tmp_path / str(rank) for rank in range(WORLD)])
         own.start_timeout = timedelta(seconds=time.monotonic() - own._started + 1)
@@ -151,17 +148,17 @@ def test_a_rank_that_hangs_before_it_meets_the_others_is_named(tmp_path):
             own.run(exchange, WORLD, 0)
     (line,) = str(caught.value).splitlines()  # the others only wait for it
     assert line.startswith("rank 2 did not answer within ")
-    assert line.endswith(" s: it was in `enter`, before it met the others")
+    assert line.endswith(" s: it was in `enter`, before the rendezvous")
 
 
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        (leave, "rank 0 died (exit code 9): it was in `enter`, before it met the others"),
+        (leave, "rank 0 died (exit code 9): it was in `enter`, before the rendezvous"),
         (fail, "rank 0: OSError: cannot enter namespace 7"),
     ],
 )
-def test_a_rank_that_does_not_get_in_says_why(tmp_path, does, message):
+def test_a_rank_that_fails_in_enter_is_named_with_its_error(tmp_path, does, message):
     with RankPool((1,), enter=Arrive(tmp_path, 1, does)) as own, pytest.raises(RankDiedError) as caught:
         own.run(exchange, 1, 0)
     assert str(caught.value) == message
@@ -174,7 +171,7 @@ def test_a_rank_that_dies_while_it_imports_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "only_here", module)
     with RankPool((1,), enter=module.enter) as own, pytest.raises(RankDiedError) as caught:
         own.run(exchange, 1, 0)
-    assert str(caught.value) == "rank 0 died (exit code 1): it was importing what it needs"
+    assert str(caught.value) == "rank 0 died (exit code 1): it was importing its modules"
 
 
 class SlowToRead:
@@ -200,12 +197,12 @@ def nap(communicators, seconds):
     return seconds
 
 
-def test_ranks_that_torchrun_never_started_are_missed_in_time(monkeypatch):
+def test_ranks_that_torchrun_never_started_are_reported_within_the_timeout(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-    message = r"rank 0: the 2 ranks did not all meet within 1 s"
+    message = r"rank 0: not all of the 2 ranks joined within 1 s"
     with pytest.raises(RankDiedError, match=message), from_environment(timedelta(seconds=1)):
         pass
 
@@ -229,6 +226,7 @@ def test_replicas_that_do_not_divide_the_environments_ranks_are_refused(monkeypa
         pass
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""What a table does, said a second time: dictionaries, loops over keys, one rank, nothing at once."""
+"""A second implementation of a table and its policies: dictionaries, loops over keys, one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that wait for admission are bounded by steps, the same at any world size and after any restart."""
+"""Candidates for admission are bounded by steps, and the same at any world size and after any restart."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def make(policy: TablePolicy = POLICY) -> DynamicTable:
 
 
 def test_candidates_stay_bounded_however_long_the_run():
-    """Many times as many keys come once as may wait; keys, slots and notes stop growing."""
+    """Far more keys come once than candidates may stay; keys, slots and counts stop growing."""
     table, most, bytes_at = make(), 0, {}
     for step in range(12 * WINDOW):
         table.lookup(keys_at(step), step)
-        if (step + 1) % WINDOW == 0:  # before a sweep
+        if (step + 1) % WINDOW == 0:  # before the next forgetting
             most = max(most, len(table.state()["candidates"]["keys"]))
         bytes_at[step] = table.memory()["candidates"]
     assert 5 * most < 12 * WINDOW * NEW
@@ -144,7 +144,7 @@ def stays(keys: torch.Tensor, changed: dict, erased: dict, group: str) -> torch.
         (2, [(21, 3, "changes")]),
     ],
 )
-def test_what_waits_is_the_same_at_any_world_size_and_after_any_restart(world_size, stops):
+def test_candidates_are_the_same_at_any_world_size_and_after_any_restart(world_size, stops):
     expected, found = states(1, [], 45), states(world_size, stops, 45)
     assert found.keys() == expected.keys() and len(expected["candidates.keys"]) > WINDOW * NEW
     for name, values in expected.items():
@@ -163,7 +163,7 @@ def test_a_window_longer_than_the_run_changes_nothing():
 
 
 @pytest.mark.parametrize("step", [-1, 2**31])
-def test_a_step_that_cannot_be_noted_is_refused(step):
+def test_a_step_out_of_range_is_refused(step):
     with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
         make(TablePolicy(admission=2)).lookup(torch.tensor([1]), step)
 

@@ -15,13 +15,13 @@ from tritonrec.embedding.features import pool
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-class Asked(NamedTuple):
+class Lookup(NamedTuple):
     ids: torch.Tensor
     offsets: torch.Tensor | None = None
 
 
-def asked(*ids, offsets=None):
-    return Asked(torch.tensor(ids, dtype=torch.int64), None if offsets is None else torch.tensor(offsets))
+def lookup_of(*ids, offsets=None):
+    return Lookup(torch.tensor(ids, dtype=torch.int64), None if offsets is None else torch.tensor(offsets))
 
 
 @given(st.integers(2, 40), st.data())
@@ -43,7 +43,7 @@ def test_packed_keys_differ_between_tables_and_unpack_to_what_went_in(tables, da
 
 
 @given(st.lists(INT64 | st.sampled_from([-1, -(2**63), 2**63 - 1]), max_size=9))
-def test_a_table_alone_keeps_every_id(ids):
+def test_a_single_table_keeps_every_id(ids):
     ids = torch.tensor(ids, dtype=torch.int64)
     layout = KeyLayout(("one",))
     assert torch.equal(layout.pack(0, ids, "f"), ids)
@@ -70,11 +70,11 @@ def features(**changes):
 
 
 LOOKUPS = {
-    "user": asked(7, 3, 7),
-    "clicked": asked(7, 1, 7, 9),
-    "bought": asked(9, 100),
-    "genre": asked(7, 1, 7, offsets=[0, 2, 2, 3]),
-    "city": asked(3, 2**60 - 5),
+    "user": lookup_of(7, 3, 7),
+    "clicked": lookup_of(7, 1, 7, 9),
+    "bought": lookup_of(9, 100),
+    "genre": lookup_of(7, 1, 7, offsets=[0, 2, 2, 3]),
+    "city": lookup_of(3, 2**60 - 5),
 }
 
 
@@ -162,7 +162,7 @@ def test_pooled_rows_pass_their_gradient_to_every_id():
 @pytest.mark.parametrize(
     ("second", "named"),
     [
-        (FeatureConfig("b", 8, table="t"), "share table 't' but want different"),
+        (FeatureConfig("b", 8, table="t"), "share table 't' but differ"),
         (FeatureConfig("b", 4, table="t", optimizer=RowOptimizer("sgd")), "features 'a' and 'b' share table"),
         (FeatureConfig("b", 4, table="t", policy=TablePolicy(admission=2)), "policy"),
         (FeatureConfig("a", 4, table="t"), "features need distinct names"),
@@ -176,8 +176,8 @@ def test_features_that_disagree_are_refused(second, named):
 def test_a_batch_of_other_features_is_refused():
     collection = HashTableCollection(features())
     with pytest.raises(ValueError, match=r"looks up features \['user'\], the tables serve"):
-        collection.keys({"user": asked(1)})
-    without = {**LOOKUPS, "genre": asked(1, 2)}
+        collection.keys({"user": lookup_of(1)})
+    without = {**LOOKUPS, "genre": lookup_of(1, 2)}
     with pytest.raises(ValueError, match="feature 'genre' is pooled, but its lookup has no offsets"):
         collection.peek(without)
 

@@ -47,7 +47,7 @@ def tensor(values):
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     """A call works for its own keys, so that a handful of keys sees many states; colliding keys collide."""
-    monkeypatch.setattr(key_index, "LEAST_KEYS", 1)
+    monkeypatch.setattr(key_index, "MIN_KEYS_PER_CALL", 1)
     monkeypatch.setattr(murmur, "SECRET", 0)
 
 
@@ -112,8 +112,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(keys=KEYS)
     def find(self, keys):
-        asked = keys + keys[:3]
-        assert self.index.find(tensor(asked)).tolist() == [self.handle_of.get(key, -1) for key in asked]
+        keys_to_find = keys + keys[:3]
+        assert self.index.find(tensor(keys_to_find)).tolist() == [
+            self.handle_of.get(key, -1) for key in keys_to_find
+        ]
 
     @invariant()
     def holds_the_same(self):
@@ -124,10 +126,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.end == self.end
         counted = int((self.index._now.rows[: self.index._now.done] == -2).sum())
         assert self.index._now.tombstones == counted
-        assert self.index.load_factor <= key_index.FULL
-        self.note_state()
+        assert self.index.load_factor <= key_index.HARD_MAX_OCCUPANCY
+        self.record_state()
 
-    def note_state(self):
+    def record_state(self):
         if self.index._next is not None:
             self.seen.add("clearing")
         if self.index._old is not None:
@@ -136,9 +138,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.seen.add("tombstones")
 
 
-def test_is_a_dict(monkeypatch):
-    monkeypatch.setattr(key_index, "CLEARED_PER_KEY", 4)
-    monkeypatch.setattr(key_index, "MOVED_PER_KEY", 2)
+def test_a_key_index_behaves_as_a_dict(monkeypatch):
+    monkeypatch.setattr(key_index, "SLOTS_CLEARED_PER_KEY", 4)
+    monkeypatch.setattr(key_index, "SLOTS_MOVED_PER_KEY", 2)
     IndexMachine.seen.clear()
     steps = settings(max_examples=30, stateful_step_count=120, deadline=None)
     run_state_machine_as_test(IndexMachine, settings=steps)
@@ -162,7 +164,7 @@ def test_every_state_of_a_growth_finds_every_key():
     }
 
 
-def test_a_key_erased_while_it_waits_to_move_stays_away():
+def test_a_key_erased_before_its_move_stays_erased():
     index, keys = filled(768)
     more = torch.arange(512)
     for i in range(len(more)):
@@ -195,9 +197,9 @@ def test_a_moved_key_may_take_a_tombstone():
     assert index.find(tensor(crowd)).tolist() == [-1, -1, -1, *range(3, 48)]
 
 
-def test_no_call_works_more_than_its_share(monkeypatch):
+def test_the_work_of_a_call_is_bounded(monkeypatch):
     """Thousands of keys wait, and a call with four keys clears 128 slots or moves four groups."""
-    monkeypatch.setattr(key_index, "LEAST_KEYS", 4)
+    monkeypatch.setattr(key_index, "MIN_KEYS_PER_CALL", 4)
     index, _ = filled(6144, slots=8192)
     cleared, moved = [0], [0]
     for i in range(900):
@@ -225,15 +227,15 @@ def test_tombstones_are_dropped_in_the_same_size():
     index, keys = filled(700)
     rehashed, end = False, 700
     for seed in range(60):
-        gone, keys = keys[:100], keys[100:]
-        index.erase(gone)
+        erased, keys = keys[:100], keys[100:]
+        index.erase(erased)
         fresh = torch.randint(
             -(2**63), 2**63 - 1, (100,), generator=torch.Generator().manual_seed(100 + seed)
         )
         index.find_or_insert(fresh)
         keys, end = torch.cat([keys, fresh]), end + 100
         rehashed |= index._old is not None
-        assert (index.find(gone) == -1).all()
+        assert (index.find(erased) == -1).all()
         assert index.find(keys).tolist() == list(range(end - 700, end))
     assert rehashed and index.slots == 1024
 
@@ -273,7 +275,7 @@ def visits(index):
 
 @pytest.mark.parametrize("secret", [1 << 62 | 1, (1 << 63) - 1, 0x5DEECE66D1B2A3C5])
 def test_keys_chosen_to_collide_take_no_longer_than_others(monkeypatch, secret):
-    """Keys of one home and one step: with a known hash a search visits the groups of all that came before."""
+    """Keys of one first group and one stride: with a known hash a search visits the groups of all others."""
     hostile = tensor([key_with_hash((i & 255) << 24 | (i >> 8) << 56 | 1 << 32 | 5) for i in range(1500)])
     found = {}
     for name, keys, bits in (

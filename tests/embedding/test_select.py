@@ -16,14 +16,14 @@ INT64 = st.one_of(
 SCORES = st.one_of(st.integers(-2, 2), st.sampled_from([255, 256, 65536, 2**31 - 1, -(2**31)]))
 
 
-def chosen_of(ranks, items, owners, wanted):
+def chosen_of(ranks, items, owners, k):
     """(group, score, id) chosen on any rank; each rank gets the items it owns."""
 
     def run(rank, all_reduce):
         mine = [item for item, owner in zip(items, owners, strict=True) if owner == rank]
         columns = torch.tensor(mine, dtype=torch.int64).view(-1, 3)
         mask = select_smallest(
-            columns[:, 1].to(torch.int32), columns[:, 2], columns[:, 0], torch.tensor(wanted), all_reduce
+            columns[:, 1].to(torch.int32), columns[:, 2], columns[:, 0], torch.tensor(k), all_reduce
         )
         assert mask.shape == (len(mine),) and mask.dtype == torch.bool
         return [item for item, taken in zip(mine, mask.tolist(), strict=True) if taken]
@@ -40,23 +40,23 @@ def chosen_of(ranks, items, owners, wanted):
     st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
-def test_the_smallest_of_each_group(items, wanted, world_size, random):
+def test_the_smallest_of_each_group(items, k, world_size, random):
     ranks = Ranks(world_size)
     owners = [random.randrange(world_size) for _ in items]
     expected = []
-    for group, count in enumerate(wanted):
+    for group, count in enumerate(k):
         mine = sorted((score, number) for member, score, number in items if member == group)
         expected += [(group, *item) for item in mine[:count]]
-    assert chosen_of(ranks, items, owners, wanted) == expected
+    assert chosen_of(ranks, items, owners, k) == expected
     ranks.close()
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 499, 500, 501, 999, 1000, 1001])
-def test_ties_of_the_score_go_by_signed_id(wanted):
+@pytest.mark.parametrize("k", [0, 1, 499, 500, 501, 999, 1000, 1001])
+def test_ties_of_the_score_go_by_signed_id(k):
     ids = torch.randperm(1000) - 500
     scores = torch.full((1000,), 9)
-    mask = select_smallest(scores, ids, torch.zeros(1000, dtype=torch.int64), torch.tensor([wanted]))
-    assert sorted(ids[mask].tolist()) == list(range(-500, -500 + min(wanted, 1000)))
+    mask = select_smallest(scores, ids, torch.zeros(1000, dtype=torch.int64), torch.tensor([k]))
+    assert sorted(ids[mask].tolist()) == list(range(-500, -500 + min(k, 1000)))
 
 
 def test_stops_as_soon_as_it_is_decided():

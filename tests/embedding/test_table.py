@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy
 
+pytestmark = pytest.mark.smoke
+
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 keys_strategy = st.lists(
     st.one_of(st.sampled_from(EXTREMES), st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20)),
@@ -55,8 +57,8 @@ class TableAgainstDict(RuleBasedStateMachine):
 
     @rule(keys=keys_strategy)
     def erase(self, keys):
-        gone = self.table.erase(tensor(keys)).tolist()
-        assert gone == [self.model.pop(key, None) is not None for key in keys]
+        had_row = self.table.erase(tensor(keys)).tolist()
+        assert had_row == [self.model.pop(key, None) is not None for key in keys]
 
     @rule(keys=keys_strategy)
     def find(self, keys):
@@ -87,7 +89,7 @@ def test_order_of_arrival_does_not_change_rows(keys, random):
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 4, 64])
 @pytest.mark.parametrize("policy", [None, HALF])
-def test_rows_come_home_across_chunks(chunk_rows, policy):
+def test_updated_rows_are_read_back_across_chunks(chunk_rows, policy):
     store = table(chunk_rows=chunk_rows, policy=policy)
     keys = torch.randperm(100) - 50
     rows = store.lookup(keys, 0).handles
@@ -99,7 +101,7 @@ def test_rows_come_home_across_chunks(chunk_rows, policy):
 
 
 @pytest.mark.parametrize("policy", [None, HALF])
-def test_the_next_chunk_is_there_before_it_is_needed(policy):
+def test_the_next_chunk_is_allocated_ahead(policy):
     store = table(policy=policy)
     assert store.memory()["fp32_values"] == 2 * 4 * 5 * 4
     assert store.memory()["fp16_values"] == (0 if policy is None else 2 * 4 * 5 * 2)
@@ -139,13 +141,13 @@ def test_low_precision_takes_half_the_bytes_and_other_rows_keep_every_bit():
     store = table(policy=HALF)
     keys = tensor([-1, 5, 2**63 - 1])
     for step in range(4):
-        asked = keys if step == 0 else keys[:1]
-        found = store.lookup(asked, step)
-        values = store.gather(found.handles, asked) + torch.rand(len(asked), 5) / 3
+        batch_keys = keys if step == 0 else keys[:1]
+        found = store.lookup(batch_keys, step)
+        values = store.gather(found.handles, batch_keys) + torch.rand(len(batch_keys), 5) / 3
         store.round_low_precision(values, found.low_precision)
-        store.update(store.find(asked), values)
-        assert found.low_precision.tolist() == [step < 2] * len(asked)
-        assert torch.equal(store.gather(store.find(asked), asked), values)
+        store.update(store.find(batch_keys), values)
+        assert found.low_precision.tolist() == [step < 2] * len(batch_keys)
+        assert torch.equal(store.gather(store.find(batch_keys), batch_keys), values)
     assert store.memory()["saved_by_fp16"] == 2 * 5 * 2
     assert (store.counters.promoted, store.counters.demoted) == (1, 3)
     assert not torch.equal(values[0].half().float(), values[0])
@@ -197,7 +199,7 @@ def test_a_row_that_cannot_be_demoted_is_named():
         store.lookup(keys[:0], 4)
 
 
-def test_a_row_of_its_own_after_eviction_starts_afresh():
+def test_an_evicted_row_starts_from_its_initial_values():
     store = table(policy=TablePolicy(Eviction("ttl", ttl=1, keep=True)))
     key = tensor([-1])
     store.lookup(key, 0)
@@ -224,14 +226,14 @@ def test_metadata_takes_25_bytes_per_key():
 
 
 @pytest.mark.parametrize("step", [4, 5, -1, 2**31])
-def test_time_goes_forward(step):
+def test_steps_must_ascend(step):
     store = table(policy=TablePolicy(Eviction("lru", capacity=5)))
     store.lookup(tensor([1]), 5)
     with pytest.raises(ValueError, match="ascending"):
         store.lookup(tensor([1]), step)
 
 
-def test_changes_must_be_asked_for():
+def test_take_changes_needs_track_changes():
     with pytest.raises(ValueError, match="track_changes"):
         table().take_changes()
 
@@ -279,6 +281,6 @@ def test_slots_must_be_a_power_of_two(slots):
         lambda: DynamicTable(4, chunk_rows=0),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make):
+def test_settings_out_of_range_are_refused(make):
     with pytest.raises(ValueError):
         make()

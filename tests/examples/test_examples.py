@@ -30,6 +30,7 @@ def test_plain_pytorch():
     assert len(found) == 3 and found[0] > found[1] > found[2]
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_every_op_with_its_backward():
     assert run("compiled.py", "aot_eager").count("agrees") == 3
 
@@ -76,7 +77,7 @@ def test_torchrec_example_attends_inside_each_feature_of_each_sample(example):
 
 
 def test_torchrec():
-    pytest.importorskip("torchrec", reason="not installed: ci/torchrec.sh makes an environment that has it")
+    pytest.importorskip("torchrec", reason="not installed: bash ci/benchmarks/torchrec.sh installs it")
     text = run("torchrec_model.py")
     found = losses(text)
     assert len(found) == 3 and found[0] > found[1] > found[2]

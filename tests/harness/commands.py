@@ -1,11 +1,11 @@
 """The commands of `tritonrec` and their options, for tests that walk through all of them."""
 
-from typer.main import get_command
 from typer.testing import CliRunner
 
+from tritonrec.harness import cli
 from tritonrec.harness.cli import app
 
-COMMANDS = get_command(app).commands
+COMMANDS = {name: cli.load(name) for name in cli.COMMANDS}
 SMALL = "zipf:users=60,items=80,seed=3"
 NEEDED = {
     "train": ["--data", SMALL], "verify": ["--data", SMALL], "lab": ["--data", SMALL],

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritonrec.harness.contract import Verifier
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
+from tritonrec.harness.verify.contract import Verifier
 from tritonrec.nn import HSTUConfig
 
 

@@ -5,7 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from tritonrec.harness.cases import (
+from tritonrec.harness.job import Job
+from tritonrec.harness.verify.cases import (
     CONSISTENCIES,
     MICRO_BATCHES,
     OPTIMIZERS,
@@ -13,9 +14,10 @@ from tritonrec.harness.cases import (
     Case,
     contract_table,
 )
-from tritonrec.harness.setup import Job
-from tritonrec.harness.variants import VARIANTS
+from tritonrec.harness.verify.variants import VARIANTS
 from tritonrec.pipeline import PIPELINED
+
+pytestmark = pytest.mark.smoke
 
 
 def values(case):

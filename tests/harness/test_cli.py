@@ -20,6 +20,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", [[], ["verify"], ["train"], ["trace"], ["doctor"]])
 def test_every_command_has_help(command):
     result = invoke(*command, "--help")
@@ -27,6 +28,7 @@ def test_every_command_has_help(command):
     assert "Usage" in result.stdout
 
 
+@pytest.mark.slow
 def test_verify_writes_its_report(tmp_path):
     file = tmp_path / "report.json"
     result = invoke(
@@ -40,13 +42,15 @@ def test_verify_writes_its_report(tmp_path):
 
 @pytest.mark.multi_rank
 def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
-    from tritonrec.harness import run_case
+    from tritonrec.harness.verify import cases, run_case
 
-    clean = run_case.injection
+    table = cases.contract_table
+    monkeypatch.setattr(cases, "contract_table", lambda *options: table(*options)[:2])
+    clean = run_case.injection_of
     monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
-    from tritonrec.harness.contract import Verifier
-    from tritonrec.harness.report import CaseResult
+    from tritonrec.harness.verify.contract import Verifier
+    from tritonrec.harness.verify.report import CaseResult
 
     def run(self, case, fault=None):
         self.record([case])
@@ -98,13 +102,16 @@ def test_train_reports_and_saves(tmp_path):
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_clear_error(arguments, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "tritonrec", *arguments], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    text = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert message in text
-    assert "Traceback" not in text
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_bad_input_ends_the_process_without_a_traceback():
+    command = [sys.executable, "-m", "tritonrec", "trace", "/nowhere.pftrace"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "/nowhere.pftrace" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from speeds import slow_except
 
-from tritonrec.harness.cases import Case
-from tritonrec.harness.contract import Verifier
-from tritonrec.harness.faults import FAULTS
-from tritonrec.harness.report import CaseResult, Report, print_report
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.contract import Verifier
+from tritonrec.harness.verify.faults import FAULTS
+from tritonrec.harness.verify.report import CaseResult, Report, print_report
 
 pytestmark = pytest.mark.multi_rank
 
@@ -24,9 +25,15 @@ CASES = [
     # more micro-batches than a rank has samples: the empty ones are legal
     Case("nestpipe", "batch", 4, 20, False, "adam", 4),
 ]
+QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
+QUICK_FAULTS = (
+    "no-copy-of-kept-rows", "read-before-write-back", "copy-before-update", "gradient-added-twice",
+    "float-sums", "stale-dense-parameter", "dropout-by-place", "replicas-keep-their-gradients",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.smoke
+@pytest.mark.parametrize("case", slow_except(QUICK, CASES), ids=str)
 def test_a_mode_is_bit_identical_to_its_reference(verifier, case):
     result = verifier.run(case)
     assert result.identical, result.error or result.first_difference
@@ -34,8 +41,10 @@ def test_a_mode_is_bit_identical_to_its_reference(verifier, case):
     assert result.bytes_compared > 0
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_an_injected_fault_is_caught_by_the_bits(verifier, fault):
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", slow_except(QUICK_FAULTS, [fault.name for fault in FAULTS]))
+def test_an_injected_fault_is_caught_by_the_bits(verifier, name):
+    fault = next(fault for fault in FAULTS if fault.name == name)
     result = verifier.run_fault(fault)
     assert result.caught, result.evidence
     # The loss of a window rides with its dense gradients: without its last micro-batch there is none to send.
@@ -44,6 +53,7 @@ def test_an_injected_fault_is_caught_by_the_bits(verifier, fault):
         assert "check" in result.by
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_to_the_smallest_case(verifier):
     lost = next(fault for fault in FAULTS if fault.name == "lost-micro-batch-gradient")
     failed = verifier.run(replace(lost.case, world_size=4, micro_batches=4), lost.name)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tritonrec.distributed import RankPool
 from tritonrec.files import save_json
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
-from tritonrec.harness.lab.rounds import Plan, Result, measure, rows
-from tritonrec.harness.lab.run import TOLERANCE, Run, compare_losses, run_once
+from tritonrec.harness.lab.rounds import LabConfig, Result, measure, rows
+from tritonrec.harness.lab.run import TOLERANCE, LabRun, compare_losses, run_once
 from tritonrec.harness.lab.settings import (
     BASELINE,
     Setting,
@@ -26,7 +25,7 @@ from tritonrec.trace import read
 
 
 def run_with(losses, setting=BASELINE):
-    return Run(setting, len(losses), None, losses, {}, 0, 0)
+    return LabRun(setting, len(losses), None, losses, {}, 0, 0)
 
 
 def test_a_loss_that_differs_in_one_bit_is_found():
@@ -76,13 +75,7 @@ def test_missing_steps_and_other_samples_are_errors():
 @pytest.fixture(scope="module")
 def plan(job):
     switches, seconds = {"consistency": "window", "clustering": True}, {"compute": 0.03}
-    return Plan(job, 2, 100.0, ["nestpipe"], [3], switches, seconds, steps=5, rounds=2)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool([(2, 1), (2, 2)]) as started:
-        yield started
+    return LabConfig(job, 2, 100.0, ["nestpipe"], [3], switches, seconds, steps=5, rounds=2)
 
 
 def all_runs(pool, plan, folder):
@@ -188,7 +181,7 @@ def test_the_document_and_the_picture(result, tmp_path):
 
 @pytest.fixture(scope="module")
 def copies(job, pool, tmp_path_factory):
-    plan = Plan(job, 2, 100.0, ["nestpipe"], [2], {"replicas": 2, "average_every": 2}, steps=6, rounds=1)
+    plan = LabConfig(job, 2, 100.0, ["nestpipe"], [2], {"replicas": 2, "average_every": 2}, steps=6, rounds=1)
     runs = all_runs(pool, plan, tmp_path_factory.mktemp("copies"))
     return runs[0], Result(plan, rows(plan, [[measure(run, plan, runs[0][0]) for run in runs[0]]]), {})
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from tritonrec.harness.job import Job
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import Figures
 from tritonrec.harness.lab.network import LabError
-from tritonrec.harness.lab.rounds import Plan, Result, Row
+from tritonrec.harness.lab.rounds import LabConfig, Result, Row
 from tritonrec.harness.lab.settings import BASELINE, Planned, Setting, read_plan
-from tritonrec.harness.setup import Job
 from tritonrec.pipeline import NESTPIPE, WindowConfig, schedule_of
 
 BEST = {
@@ -49,16 +49,16 @@ def test_a_file_that_is_no_plan_is_named(tmp_path, content):
 
 def test_the_plan_is_one_more_row_and_runs_once(tmp_path):
     planned = read_plan(written(tmp_path))
-    plan = Plan(Job("zipf"), modes=["dbp"], planned=planned)
+    plan = LabConfig(Job("zipf"), modes=["dbp"], planned=planned)
     assert plan.settings == [BASELINE, Setting("dbp"), planned.setting]
     assert replace(plan, planned=replace(planned, setting=Setting("dbp"))).settings == plan.settings[:2]
     with pytest.raises(LabError, match="3 replicas do not divide 4"):
-        Plan(Job("zipf"), planned=read_plan(written(tmp_path, replicas=3)))
+        LabConfig(Job("zipf"), planned=read_plan(written(tmp_path, replicas=3)))
 
 
 def test_expected_stands_beside_measured(tmp_path):
     planned = read_plan(written(tmp_path))
-    plan = Plan(Job("zipf"), modes=[], planned=planned)
+    plan = LabConfig(Job("zipf"), modes=[], planned=planned)
     found = [
         Row(setting, FIGURES, ratios, "identical", {}, 0, 0)
         for setting, ratios in ((BASELINE, [1.0, 1.0, 1.0]), (planned.setting, [2.5, 1.6, 2.6]))

@@ -71,6 +71,7 @@ def test_nothing_appears_in_the_namespace_of_the_machine():
     assert not set(lab.namespaces) & set(existing())
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_lab_from_end_to_end(tmp_path):
     small = "--data zipf:users=60,items=80,seed=3 --world-size 2 --rate 50 --micro-batches 2 --modes nestpipe"

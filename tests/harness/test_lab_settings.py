@@ -13,7 +13,7 @@ from tritonrec.harness.lab import rounds
 from tritonrec.harness.lab import settings as lab_settings
 from tritonrec.harness.lab.figures import Figures
 from tritonrec.harness.lab.network import LabError
-from tritonrec.harness.lab.rounds import Plan
+from tritonrec.harness.lab.rounds import LabConfig
 from tritonrec.harness.lab.settings import (
     PAPER,
     Emulation,
@@ -23,7 +23,8 @@ from tritonrec.harness.lab.settings import (
     settings,
     share,
 )
-from tritonrec.pipeline import Window, WindowConfig
+from tritonrec.pipeline import Window, WindowConfig, WindowPlaces
+from tritonrec.pipeline.places import Samples
 
 # What is asked for.
 
@@ -46,7 +47,7 @@ def test_copies_that_are_averaged_have_the_exact_ones_beside_them():
 
 
 def test_switches_are_the_fields_of_the_window():
-    assert parse_switches(["clustering", "dedup=none", "grid-bits=30", "replicas=2"]) == {
+    assert parse_switches(["clustering", "dedup=none", "fraction-bits=30", "replicas=2"]) == {
         "clustering": True, "dedup": "none", "fraction_bits": 30, "replicas": 2
     }  # fmt: skip
     for field in fields(WindowConfig):
@@ -89,22 +90,22 @@ def test_proportions():
 
 def test_a_wrong_window_is_an_error_before_anything_is_made(job):
     with pytest.raises(LabError, match="nestpipe N=2 dedup=twice: dedup must be"):
-        Plan(job, micro_batches=[2], switches={"dedup": "twice"})
+        LabConfig(job, micro_batches=[2], switches={"dedup": "twice"})
     with pytest.raises(LabError, match="nestpipe N=2 replicas=3: 3 replicas do not divide 4 ranks"):
-        Plan(job, 4, micro_batches=[2], switches={"replicas": 3})
-    assert Plan(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
+        LabConfig(job, 4, micro_batches=[2], switches={"replicas": 3})
+    assert LabConfig(job, 4, micro_batches=[2], switches={"replicas": 2}).settings[-1].replicas == 2
     with pytest.raises(LabError, match="average_every=2: there is one copy of the tables"):
-        Plan(job, 4, switches={"average_every": 2})
+        LabConfig(job, 4, switches={"average_every": 2})
     with pytest.raises(LabError, match="replicas=2: replicas need dedup before the lookup"):
-        Plan(job, 4, switches={"dedup": "exchange", "replicas": 2})
+        LabConfig(job, 4, switches={"dedup": "exchange", "replicas": 2})
     # Measured are all steps but two: seven, which hold no whole number of threes.
     with pytest.raises(LabError, match=r"hold no whole number of averages: --steps 11$"):
-        Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=9)
-    assert Plan(job, 4, switches={"replicas": 2, "average_every": 3}, steps=11).settings[-1].approximate
+        LabConfig(job, 4, switches={"replicas": 2, "average_every": 3}, steps=9)
+    assert LabConfig(job, 4, switches={"replicas": 2, "average_every": 3}, steps=11).settings[-1].approximate
     with pytest.raises(LabError, match="give one of them"):
-        Plan(job, seconds={"compute": 1.0}, proportions=PAPER)
+        LabConfig(job, seconds={"compute": 1.0}, proportions=PAPER)
     with pytest.raises(LabError, match="at least 4 steps"):
-        Plan(job, steps=3)
+        LabConfig(job, steps=3)
 
 
 # Emulated stages do their work.
@@ -115,16 +116,16 @@ class _Program:
         self.done = []
         self.actions = {"compute": self._act, "retrieve": self._act, "exchange": self._act}
 
-    def _act(self, window, micro_batch=None):
-        self.done.append((window, micro_batch))
+    def _act(self, places, micro_batch=None):
+        self.done.append((places, micro_batch))
 
 
 def window_of(job, micro_batches):
     batch = job.loader().batch(0)
-    window = Window(0, [batch], 0)
-    places = torch.arange(batch.num_samples).split(-(-batch.num_samples // micro_batches))
-    window.micro_batches = [batch.select(each) for each in places]
-    return window
+    places = WindowPlaces(Window(0, [batch], 0))
+    parts = torch.arange(batch.num_samples).split(-(-batch.num_samples // micro_batches))
+    places[Samples] = [batch.select(each) for each in parts]
+    return places
 
 
 def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
@@ -135,11 +136,11 @@ def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
     untouched = program.actions["exchange"]
     emulation.install(program)
     assert program.actions["exchange"] is untouched
-    window = window_of(job, 3)  # 13 samples: 5, 5, 3
+    places = window_of(job, 3)  # 13 samples: 5, 5, 3
     for i in range(3):
-        program.actions["compute"](window, i)
-    program.actions["retrieve"](window)
-    assert program.done == [(window, 0), (window, 1), (window, 2), (window, None)]
+        program.actions["compute"](places, i)
+    program.actions["retrieve"](places)
+    assert program.done == [(places, 0), (places, 1), (places, 2), (places, None)]
     assert slept == pytest.approx([0.04, 0.04, 0.02, 0.04])
     assert (emulation.tasks, emulation.overruns) == (4, 0)
 
@@ -152,11 +153,11 @@ def test_work_longer_than_its_time_is_counted(job):
 
 
 def test_micro_batches_share_by_samples(job):
-    window = window_of(job, 3)  # 13 samples: 5, 5, 3
-    assert [share(window, i) for i in range(3)] == [5 / 13, 5 / 13, 3 / 13]
-    assert share(window, None) == 1
-    window.micro_batches = [window.micro_batches[0].select(torch.arange(0))] * 4
-    assert share(window, 2) == 0.25
+    places = window_of(job, 3)  # 13 samples: 5, 5, 3
+    assert [share(places, i) for i in range(3)] == [5 / 13, 5 / 13, 3 / 13]
+    assert share(places, None) == 1
+    places[Samples] = [places[Samples][0].select(torch.arange(0))] * 4
+    assert share(places, 2) == 0.25
 
 
 # Of a probe and of the command.
@@ -165,8 +166,8 @@ def test_micro_batches_share_by_samples(job):
 def test_proportions_follow_from_the_probe(job):
     seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1, 1.0, 0, 0, 0, 0)
     costs = {"compute": rounds.StageCost("compute", 1.0, 0.6, None)}
-    probe = rounds.Measured(seen, costs, "identical", 0, 0)
-    plan = Plan(job, proportions={"lookup": 0.5, "communication": 0.2})
+    probe = rounds.Measurement(seen, costs, "identical", 0, 0)
+    plan = LabConfig(job, proportions={"lookup": 0.5, "communication": 0.2})
     seconds = rounds._proportional(probe, plan)
     compute = seconds.pop("compute")
     assert sum(seconds.values()) == pytest.approx(0.5)  # of a step of 0.2 / 0.2

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_torchrec", ROOT / "ci" / "bench_torchrec.py")
+    spec = importlib.util.spec_from_file_location(
+        "bench_torchrec", ROOT / "ci" / "benchmarks" / "bench_torchrec.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
@@ -62,11 +64,11 @@ def test_both_kinds_of_ours_run_at_both_levels(bench):
 @pytest.mark.multi_rank
 def test_the_benchmark_from_end_to_end(bench, tmp_path):
     if not (bench.TORCHREC / "torchrec").is_dir():
-        pytest.skip("not installed: bash ci/torchrec.sh puts TorchRec under out/torchrec")
+        pytest.skip("not installed: bash ci/benchmarks/torchrec.sh puts TorchRec under out/torchrec")
     command = "--rate 0 --ranks 2 --rounds 1 --steps 6 --batch-size 16 --dim 8 --optimizer rowwise_adagrad"
     data = ["--data", "zipf:users=60,items=80,seed=3", "--json", str(tmp_path / "a.json")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "ci" / "bench_torchrec.py"), *command.split(), *data],
+        [sys.executable, str(ROOT / "ci" / "benchmarks" / "bench_torchrec.py"), *command.split(), *data],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

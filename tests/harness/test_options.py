@@ -1,38 +1,142 @@
-"""Promise: words on the command line become the policy they say, or one clear error."""
+"""Promise: the settings of dataclasses are options; words fill them, or are refused by one error."""
 
+from dataclasses import dataclass, field
+from typing import Literal
+
+import commands
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.harness.options import policy
+from tritonrec.embedding import Eviction, PrecisionTiers
+from tritonrec.harness import cli
+from tritonrec.harness.cli.options import with_options
+from tritonrec.harness.cli.words import eviction, precision_tiers
+from tritonrec.settings import seed_setting, setting
+
+
+@dataclass(frozen=True)
+class Inner:
+    widths: tuple[int, ...] = setting((3, 4), "Widths.", 1, 9)
+    merge: bool = setting(True, "Merge.")
+    seed: int = seed_setting()
+    hidden: int = 5
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    mode: Literal["slow", "fast"] = setting("slow", "How fast.")
+    share: float | None = setting(None, "A share.", 0, 1, option="part")
+    inner: Inner = field(default_factory=Inner)
+    seed: int = seed_setting()
+
+    def __post_init__(self):
+        if self.share == 0.5:
+            raise ValueError("0.5 is no share")
+
+
+DEFAULT = Outer("o", inner=Inner(widths=(7,), hidden=6))
+
+
+def run(*words, only=None):
+    """The exit status, the text, and the dataclass that a command gets for these words."""
+    got = []
+
+    @with_options(only)
+    def command(plan: Outer = DEFAULT, count: int = 2) -> None:
+        got.append(plan)
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words])
+    return result.exit_code, result.output, *got
+
+
+def test_without_words_a_command_gets_its_default():
+    assert run() == (0, "", DEFAULT)
+
+
+def test_words_fill_fields_at_any_depth_and_one_seed_goes_to_all():
+    words = [
+        "--mode",
+        "fast",
+        "--part",
+        "0.25",
+        "--widths",
+        "1,9",
+        "--no-merge",
+        "--seed",
+        "-3",
+        "--count",
+        "4",
+    ]
+    code, _, plan = run(*words)
+    assert code == 0 and plan == Outer("o", "fast", 0.25, Inner((1, 9), False, -3, 6), -3)
+    assert type(plan.mode) is str and plan.inner.widths == (1, 9)
+
+
+def test_the_help_has_defaults_ranges_and_words_of_the_fields():
+    text = run("--help")[1]
+    for part in ("Widths. [default: 7]", "<slow|fast>", "How fast.", "0<=x<=1", "--no-merge", "--count"):
+        assert part in text, text
+    assert "hidden" not in text and "--name" not in text
+
+
+@pytest.mark.parametrize("words", ["--mode other", "--part 2", "--widths 0", "--widths 1,x", "--hidden 1"])
+def test_words_outside_of_a_field_are_refused(words):
+    code, text, *plans = run(*words.split())
+    assert code == 2 and not plans and words.split()[0] in text
+
+
+def test_an_error_of_the_dataclass_is_one_line():
+    assert run("--part", "0.5")[:2] == (2, "error: 0.5 is no share\n")
+
+
+def test_a_command_offers_some_settings_only():
+    assert run("--part", "0.25", only=("part",))[2].share == 0.25
+    assert run("--seed", "1", only=("part",))[0] == 2
+    with pytest.raises(TypeError, match="command has no settings named sahre"):
+        run(only=("sahre",))
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_shows_the_first_sentence_of_each(name):
+    assert commands.COMMANDS[name].help.partition("\n\n")[0].replace("\n", " ") == cli.COMMANDS[name]
+
+
+pytestmark = pytest.mark.smoke
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("", 1, ""), TablePolicy()),
-        (("lru:500", 3, ""), TablePolicy(Eviction("lru", capacity=500), 3)),
-        (("lfu:500:20", 1, ""), TablePolicy(Eviction("lfu", capacity=500, every=20))),
-        (
-            ("ttl:7:2", 1, "4:100"),
-            TablePolicy(Eviction("ttl", ttl=7, every=2), precision=PrecisionTiers(4, 100)),
-        ),
+        ("", None),
+        ("lru:500", Eviction("lru", capacity=500)),
+        ("lfu:500:20", Eviction("lfu", capacity=500, every=20)),
+        ("ttl:7:2", Eviction("ttl", ttl=7, every=2)),
     ],
 )
-def test_words_become_policies(words, expected):
-    assert policy(*words) == expected
+def test_words_become_an_eviction(words, expected):
+    assert eviction(words) == expected
+
+
+@pytest.mark.parametrize(("words", "expected"), [("", None), ("4:100", PrecisionTiers(4, 100))])
+def test_words_become_precision_tiers(words, expected):
+    assert precision_tiers(words) == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("parse", "words", "named"),
     [
-        (("lru", 1, ""), r"--evict takes lru:ROWS, .* got 'lru'"),
-        (("fifo:3", 1, ""), "--evict takes"),
-        (("lru:many", 1, ""), "--evict takes whole numbers, got 'lru:many'"),
-        (("lru:0", 1, ""), "needs capacity of at least 1, got 0"),
-        (("", 1, "3"), "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
-        (("", 1, "300:2"), "threshold must be 1 to 255, got 300"),
+        (eviction, "lru", r"--evict takes lru:ROWS, .* got 'lru'"),
+        (eviction, "fifo:3", "--evict takes"),
+        (eviction, "lru:many", "--evict takes whole numbers, got 'lru:many'"),
+        (eviction, "lru:0", "needs capacity of at least 1, got 0"),
+        (precision_tiers, "3", "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
+        (precision_tiers, "300:2", "threshold must be 1 to 255, got 300"),
     ],
 )
-def test_other_words_are_refused(words, named):
+def test_other_words_are_refused(parse, words, named):
     with pytest.raises(ValueError, match=named):
-        policy(*words)
+        parse(words)

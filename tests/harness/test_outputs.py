@@ -23,12 +23,12 @@ def no_work(monkeypatch):
     def load(*args):
         raise AssertionError("it has begun to work")
 
-    for module in ("cli", "cli_train", "cli_cluster", "cli_profile"):
-        monkeypatch.setattr(f"tritonrec.harness.{module}.load_job", load)
+    for module in ("verify", "job", "lab"):
+        monkeypatch.setattr(f"tritonrec.harness.cli.{module}.load_job", load)
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)
-    monkeypatch.setattr("tritonrec.harness.serve_bench.run_bench", load)
+    monkeypatch.setattr("tritonrec.harness.serve.rounds.run_bench", load)
 
 
 def test_every_command_that_writes_is_seen():

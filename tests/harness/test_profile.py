@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritonrec.harness import profile_flame
 from tritonrec.harness.cli import app
-from tritonrec.harness.profile import Profile, profile
-from tritonrec.harness.profile_flame import NO_SAMPLE, NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
-from tritonrec.harness.profile_operators import MAIN, operators
-from tritonrec.harness.profile_report import lane_times, own_times, print_profile
+from tritonrec.harness.profile import flame
+from tritonrec.harness.profile.flame import NO_SAMPLE, NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
+from tritonrec.harness.profile.operators import MAIN, operators
+from tritonrec.harness.profile.report import lane_times, own_times, print_profile
+from tritonrec.harness.profile.run import Profile, profile
 from tritonrec.harness.trace_report import trace_report
 from tritonrec.pipeline import WindowConfig
 from tritonrec.trace import Operator, Recorder, Span, Trace, read
@@ -97,6 +97,7 @@ def run(job, out, world_size=1, console=None, **settings):
     return read(out / "trace.pftrace")
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_ranks_come_in_one_trace_with_their_operators_and_one_flame_graph(job, tmp_path, pyspy):
     arguments, out = pyspy(SAMPLES), tmp_path / "out"
@@ -246,8 +247,8 @@ BROKEN = {
 def test_what_fails_is_told_and_leaves_no_half_file(what, tmp_path, pyspy, monkeypatch):
     body, message = BROKEN[what]
     pyspy(body)
-    monkeypatch.setattr(profile_flame, "START_SECONDS", 0.3 if what == "does not begin" else 20)
-    monkeypatch.setattr(profile_flame, "STOP_SECONDS", 0.3 if what == "does not stop" else 20)
+    monkeypatch.setattr(flame, "START_SECONDS", 0.3 if what == "does not begin" else 20)
+    monkeypatch.setattr(flame, "STOP_SECONDS", 0.3 if what == "does not stop" else 20)
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(FlameError, match=message.replace("(", r"\(")), PySpy(os.getpid()) as spy:
@@ -277,7 +278,7 @@ ARGUMENTS = [
 
 
 def test_the_command_goes_on_without_py_spy(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_flame, "_find", lambda: None)
+    monkeypatch.setattr(flame, "_find", lambda: None)
     stale = tmp_path / "flame.svg"
     stale.write_text("of an earlier run")
     result = CliRunner().invoke(app, [*ARGUMENTS, "--mode", "reference", "--out", str(tmp_path)])
@@ -313,7 +314,7 @@ def busy_until(stop):
 
 
 def test_py_spy_itself_samples_the_lanes_by_name(tmp_path):
-    if profile_flame._find() is None:
+    if flame._find() is None:
         pytest.skip(NOT_INSTALLED)
     stop, target = threading.Event(), tmp_path / "flame.svg"
     thread = threading.Thread(target=busy_until, args=(stop,), name="lane compute")

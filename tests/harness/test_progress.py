@@ -12,7 +12,8 @@ from rich.console import Console
 from tritonrec.distributed import Communicators
 from tritonrec.harness import progress
 from tritonrec.harness.progress import CommandProgress, steady_seconds
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import WindowConfig
 
 

@@ -3,11 +3,11 @@
 import pytest
 from rich.console import Console
 
-from tritonrec.harness.record_traces import MODES, record_traces
+from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.trace import read
 from tritonrec.trace.analysis import summarise
 
-pytestmark = pytest.mark.multi_rank
+pytestmark = [pytest.mark.multi_rank, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
-from tritonrec.harness.state import Comparison, Difference, dense_state, earliest, loss_state, table_state
+from tritonrec.harness.verify.state import (
+    Comparison,
+    Difference,
+    dense_state,
+    earliest,
+    loss_state,
+    table_state,
+)
 from tritonrec.ops import owner_of
 
 KEYS = torch.tensor([5, -9, 2**63 - 1, 40, -(2**63), 0])

@@ -10,22 +10,18 @@ import time
 from dataclasses import replace
 
 import pytest
+from speeds import slow_except
 
 from tritonrec import checkpoint
-from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness import train as train_module
-from tritonrec.harness.stopping import graceful_stop
-from tritonrec.harness.train import Run, train
+from tritonrec.distributed import Communicators
+from tritonrec.harness.train import loop
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
+from tritonrec.harness.train.stopping import graceful_stop
 from tritonrec.pipeline import WindowConfig
 
 pytestmark = pytest.mark.multi_rank
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool((3, (2, 2))) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def reference(job):
 
 def train_until_asked(communicators, run, rank, result):
     """`train`; `rank` is asked to stop when it has seen so many results."""
-    update = train_module.CommandProgress.update
+    update = loop.CommandProgress.update
     seen = []
 
     def ask(self, *args, **fields):
@@ -47,11 +43,11 @@ def train_until_asked(communicators, run, rank, result):
             communicators.stop.set()
         return update(self, *args, **fields)
 
-    train_module.CommandProgress.update = ask
+    loop.CommandProgress.update = ask
     try:
         return train(communicators, run, quiet=True)
     finally:
-        train_module.CommandProgress.update = update
+        loop.CommandProgress.update = update
         communicators.stop.clear()
 
 
@@ -95,13 +91,13 @@ def test_a_stop_at_a_save_or_an_evaluation_saves_once(job, tmp_path, every):
 
 
 def test_a_stop_during_an_evaluation_saves_the_step_before_it(job, tmp_path, monkeypatch):
-    communicators, evaluate = Communicators.local(), train_module.evaluate_model
+    communicators, evaluate = Communicators.local(), loop.evaluate_model
 
     def ask(*args):
         communicators.stop.set()
         return evaluate(*args)
 
-    monkeypatch.setattr(train_module, "evaluate_model", ask)
+    monkeypatch.setattr(loop, "evaluate_model", ask)
     run = Run(job, "reference", WindowConfig(1), steps=STEPS, checkpoint=str(tmp_path), evaluate_every=4)
     step = train(communicators, run, quiet=True)["step"]
     assert 4 <= step < STEPS and checkpoint.steps(tmp_path) == [step]
@@ -154,17 +150,17 @@ PYTHON = [sys.executable, "-m"]
 TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
-@pytest.mark.parametrize(
-    ("launch", "options", "number", "codes"),
-    [
-        (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
-        (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
-        (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
-    ],
-    ids=["one rank", "ranks of a pool", "torchrun"],
-)
-def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, launch, options, number, codes):
+LAUNCHES = {
+    "one rank": (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
+    "ranks of a pool": (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
+    "torchrun": (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["one rank"], LAUNCHES))
+def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, name):
     """Ctrl-C reaches every process of the terminal; SIGTERM the one that was started."""
+    launch, options, number, codes = LAUNCHES[name]
     saved, summary = tmp_path / "saved", tmp_path / "summary.json"
     command = [
         "tritonrec", "train", "--data", "zipf:users=60,items=80,seed=3", "--batch-size", "16", "--dim", "8",

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tritonrec import nn
+from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness import verify
-from tritonrec.harness.user_model import first_not_invariant
+from tritonrec.harness.verify.user_model import first_not_invariant
 
 DIM = 6
 FEATURES = [FeatureConfig("item", DIM)]

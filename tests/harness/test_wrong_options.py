@@ -31,8 +31,8 @@ def no_work(monkeypatch):
 
     monkeypatch.setattr(distributed, "RankPool", work)
     for name in (
-        "train.train", "lab.rounds.run_lab", "serve_bench.run_bench", "bench.bench", "contract.Verifier",
-        "profile.profile", "simulator.run.simulate", "simulator.run.plan",
+        "train.loop.train", "lab.rounds.run_lab", "serve.rounds.run_bench", "bench.bench",
+        "verify.contract.Verifier", "profile.run.profile", "simulator.run.simulate", "simulator.run.plan",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
     monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", lambda: None)
@@ -47,25 +47,37 @@ def refused(command, option, value, *more):
 
 
 @pytest.mark.parametrize(("command", "option"), commands.options(int))
-@pytest.mark.parametrize("value", ["", "x", "nan", "1.5", HUGE, f"-{HUGE}"])
-def test_no_number(command, option, value):
+@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}"])
+def test_no_number_in_range(command, option, value):
     refused(command, option, value)
 
 
+@pytest.mark.parametrize("option", ["--steps", "--lr"])
+@pytest.mark.parametrize("value", ["", "x"])
+def test_no_number(option, value):
+    """What a type refuses it refuses for every option."""
+    refused("train", option, value)
+
+
+@pytest.mark.parametrize("value", ["nan", "1.5"])
+def test_no_whole_number(value):
+    refused("train", "--steps", value)
+
+
 @pytest.mark.parametrize(("command", "option"), commands.options(float))
-@pytest.mark.parametrize("value", ["", "x", "nan", "-1"])
+@pytest.mark.parametrize("value", ["nan", "-1"])
 def test_no_share_or_size(command, option, value):
     refused(command, option, value)
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(LISTS))
-@pytest.mark.parametrize("value", ["", ",", "x", "1,,2", "-1", "1.5", "nan", HUGE])
+@pytest.mark.parametrize("value", ["", "1,,2", "-1", "1.5", HUGE])
 def test_no_list_of_numbers(command, option, value):
     refused(command, option, value)
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(WORDS))
-@pytest.mark.parametrize("value", ["nonsense", "lru:x", ",,x", "=1", HUGE])
+@pytest.mark.parametrize("value", ["nonsense", ",,x", "=1"])
 def test_no_known_words(command, option, value):
     refused(command, option, value)
 
@@ -106,8 +118,9 @@ def test_saves_without_a_place(option):
 @pytest.fixture
 def suites(tmp_path):
     """A source tree with one suite of one benchmark."""
-    (tmp_path / "ci").mkdir()
-    (tmp_path / "ci" / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
+    folder = tmp_path / "ci" / "benchmarks"
+    folder.mkdir(parents=True)
+    (folder / "bench_moves.py").write_text("def test_gather(benchmark): benchmark(int)\n")
     return tmp_path
 
 
@@ -133,7 +146,7 @@ def test_more_memory_than_there_is_is_said(monkeypatch):
     def load(job):
         raise MemoryError("Unable to allocate 1 PiB")
 
-    monkeypatch.setattr("tritonrec.harness.cli_train.load_job", load)
+    monkeypatch.setattr("tritonrec.harness.cli.job.load_job", load)
     code, output, _ = commands.invoke("train")
     assert code == 2 and "out of memory: Unable to allocate 1 PiB" in output
 

@@ -30,7 +30,7 @@ CASES = {
     "full_rows": ([90, 6, 40], [9, 2, 0], [3, 0, 1], (1, 9, 20, 0), None, "", ""),
     "positions": ([40, 1, 0, 18], [3, 0, 0, 0], None, (1, 0, 0, 0), None, "one", ""),
     "positions_both_ways": ([66, 9], [3, 2], [5, 4], (1, 8, 0, 3), None, "two", ""),
-    "times": ([50, 1, 0, 20], None, None, (1, 0, 0, 0), None, "times", ""),
+    "times": ([34, 1, 0, 9], None, None, (1, 0, 0, 0), None, "times", ""),
     "both": ([34, 0, 40], [5, 0, 0], [2, 0, 3], (2, 12, 4, 2), None, "two times", "nvidia scales shifted"),
     "delta": ([70, 0, 33, 12], [3, 0, 1, 2], None, (1, 0, 0, 0), [5, 0, 33, 0], "", ""),
     "delta_of_everything": (

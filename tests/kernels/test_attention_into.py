@@ -1,7 +1,10 @@
 """Attention's gradients written into views of one buffer: the bits of the op that allocates, and no more."""
 
+from itertools import product
+
 import pytest
 import torch
+from speeds import slow_on_triton
 
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION_BACKWARD
@@ -55,10 +58,14 @@ def views(like):
     ]
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, name, biased):
+@pytest.mark.parametrize(
+    ("impl", "case"),
+    slow_on_triton(
+        IMPLS, product(CASES, [False, True]), [("ragged", True), ("all_empty", True), ("empty", True)]
+    ),
+)
+def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, case):
+    name, biased = case
     (do, q, k, v), call = make(CASES[name], impl, biased)
     expected = HSTU_ATTENTION_BACKWARD(do, q, k, v, *call, impl=impl)
     buffer, parts = views((q, k, v))

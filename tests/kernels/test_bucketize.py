@@ -52,6 +52,7 @@ def test_counts_around_a_block(impl, count):
     check(torch.from_numpy(np.random.default_rng(count).zipf(1.3, count) % 99 - 50), 3, impl)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_one_owner_takes_all_and_equal_keys_stay_in_order(impl):
     check(torch.full((300,), -5), 4, impl)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_op import Noted
-from torch._library.custom_ops import OPDEFS
+from noted import Noted
 from torch.autograd import forward_ad
 
 from tritonrec import ops
@@ -57,11 +56,8 @@ ARGUMENTS = [(name, argument) for name in CALLS for argument in CALLS[name][1]]
 
 
 def test_these_are_all_differentiable_ops():
-    ours = {name.split("::")[1]: op for name, op in OPDEFS.items() if name.startswith("tritonrec::")}
-    with_derivative = {name for name, op in ours.items() if op._backward_fn is not None}
-    with_derivative |= {name for name, op in OPS.items() if op.has_derivative}
-    assert CALLS.keys() | {"scatter_rows"} == with_derivative
-    assert len(ours) > 30
+    assert CALLS.keys() | {"scatter_rows"} == {name for name, op in OPS.items() if op.has_derivative}
+    assert len(OPS) > 30
 
 
 def of_one(name, argument):
@@ -242,7 +238,7 @@ def test_a_second_derivative_is_refused_by_name():
 
 def test_no_op_writes_to_an_argument_with_a_default():
     """torch 2.11 leaves defaults out on the way to the op, and then looks for those that it writes to."""
-    ours = {name: op._opoverload._schema for name, op in OPDEFS.items() if name.startswith("tritonrec::")}
+    ours = {name: op.registered.default._schema for name, op in OPS.items()}
     written = [
         (name, argument)
         for name, schema in ours.items()

@@ -26,6 +26,7 @@ def floats_of_all_sizes(count):
     return torch.cat([values, torch.tensor([0.0, -0.0, 2.0**-149, 2.0**26 - 4, -(2.0**26) + 4])])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_ties_go_to_even(impl):
     ties = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.75, -0.75]) * 2.0**-36
@@ -80,6 +81,7 @@ def test_the_first_of_several_is_named(impl):
         to_fixed_point(on(impl, values), impl=impl)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("divisor", [1.0, 3.0, -7.5, 1e-3])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_from_fixed_point_equals_the_reference(impl, divisor):

@@ -108,6 +108,7 @@ def test_scatter_of_no_rows_changes_nothing(impl, number):
     assert torch.equal(bits(destination), before)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_any_strides(impl):
     wide = on(impl, any_bits(20, 30))

@@ -47,6 +47,7 @@ def test_a_leftover_of_the_key_itself_does_not_attract_it(impl):
     assert hash_find(*table, keys_of([2, 5, 0, 7], impl), impl="reference").tolist() == [1, 0, -1, -1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_old_keys_keep_their_rows_and_new_ones_follow_in_order(impl):
     table = empty(64, impl)

@@ -94,7 +94,7 @@ class TableMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"] if GPU else IMPLS)
 def test_is_a_dict(impl):
-    examples, steps = {"reference": (20, 60), "cpu": (30, 200), "triton": (4, 25)}[impl]
+    examples, steps = {"reference": (10, 60), "cpu": (15, 100), "triton": (4, 25)}[impl]
     machine = type("Machine", (TableMachine,), {"impl": impl})
     run_state_machine_as_test(
         machine,
@@ -102,7 +102,7 @@ def test_is_a_dict(impl):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.lists(st.one_of(st.sampled_from(EXTREMES), st.integers(-30, 30)), unique=True, max_size=20)),
     st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),

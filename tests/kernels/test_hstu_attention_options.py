@@ -13,6 +13,7 @@ import triton.language as tl
 from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, grouped, judge, make, on, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_except, slow_on_triton
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference
 from tritonrec.kernels.hstu_attention.call import Call
@@ -20,9 +21,11 @@ from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTEN
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
+QUICK = ("contexts", "times", "delta", "one_scale")  # the mutants' own case has all masks at once
+
 
 def on_triton(name):
-    return pytest.param("triton", name, marks=TRITON.marks)
+    return pytest.param("triton", name, marks=[*TRITON.marks, pytest.mark.slow])
 
 
 @lru_cache
@@ -33,8 +36,7 @@ def expected(name):
     return run("reference", tensors, call), exact
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("impl", IMPLS[1:])
+@pytest.mark.parametrize(("impl", "name"), slow_on_triton(IMPLS[1:], CASES, QUICK))
 def test_error_is_that_of_plain_float32(impl, name):
     tensors, call = make(*CASES[name])
     judge(tensors, call, run(impl, tensors, call), *expected(name))
@@ -109,16 +111,16 @@ def test_delta_queries_have_the_bits_of_the_full_call(impl, name):
     assert torch.equal(got, full[rows])
 
 
-@pytest.mark.parametrize("impl", [TRITON])
-def test_atomic_dq_is_as_exact(impl):
-    tensors, call = make(*CASES["both"])
+@pytest.mark.parametrize(("impl", "name"), slow_on_triton([TRITON], ["one_scale", "both"], ["one_scale"]))
+def test_atomic_dq_is_as_exact(impl, name):
+    tensors, call = make(*CASES[name])
     got = run(impl, tensors, call._replace(deterministic=False))
-    judge(tensors, call, got, *expected("both"))
+    judge(tensors, call, got, *expected(name))
     same = run(impl, tensors, call)
     assert all(map(torch.equal, got[2:], same[2:])) and torch.equal(got[0], same[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_except([torch.float16], [torch.float16, torch.bfloat16]))
 @pytest.mark.parametrize("impl", [TRITON])
 def test_half_precision_takes_every_option(impl, dtype):
     tensors, call = make(*CASES["delta_of_everything"])

@@ -90,6 +90,7 @@ def test_keys_that_share_a_home_and_wrap_around_the_end(impl, edge):
     check(keys[:20], keys[10:][order], impl)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_any_stride_and_the_inputs_untouched(impl):
     wide = on(impl, torch.arange(120).view(40, 3))

@@ -60,6 +60,7 @@ def test_error_is_that_of_plain_float32(impl, name):
         assert_error_at_most_twice(*values, what)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_bias_is_a_bias_of_zero(impl):
     x, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
@@ -173,6 +174,7 @@ def test_cpu_weight_gradient_has_the_bits_of_the_reference(name):
     assert torch.equal(one, other)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_weight_gradient_error_is_that_of_plain_float32(impl):
     x, weight, _, dy = (on(impl, tensor) for tensor in case("odd_dim"))

@@ -7,6 +7,7 @@ import test_sparse_optimizers
 import torch
 from mutate import mutated, red
 from poison import poisoned_memory
+from speeds import slow_except
 
 from tritonrec.kernels.sparse_optimizers import numba_sparse_optimizers
 
@@ -19,9 +20,10 @@ CHECKS = mutants_of_keys.CHECKS | mutants_of_dense_layers.CHECKS
 MUTANTS = mutants_of_keys.MUTANTS | mutants_of_dense_layers.MUTANTS
 SPECIAL = mutants_of_keys.SPECIAL | mutants_of_dense_layers.SPECIAL
 PAIRS = [(module, name) for module, mutants in MUTANTS.items() for name in mutants]
+QUICK = [(module, next(iter(mutants))) for module, mutants in MUTANTS.items()]
 
 
-@pytest.mark.parametrize("module", CHECKS)
+@pytest.mark.parametrize("module", slow_except(["unique.triton_unique", "silu.triton_silu"], CHECKS))
 def test_the_kernel_itself_passes(module, tmp_path):
     """Loaded as a mutant is, with nothing edited."""
     with mutated(module, [], tmp_path), poisoned_memory():
@@ -29,12 +31,13 @@ def test_the_kernel_itself_passes(module, tmp_path):
             check()
 
 
-@pytest.mark.parametrize(("module", "name"), PAIRS)
+@pytest.mark.parametrize(("module", "name"), slow_except(QUICK, PAIRS))
 def test_a_mutant_is_found_out(module, name, tmp_path):
     with mutated(module, MUTANTS[module][name], tmp_path):
         assert red(CHECKS[module]), f"{name} of {module} survives"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
 def test_an_edit_with_a_check_of_its_own_is_found_out(name, tmp_path):
     module, edits, check = SPECIAL[name]
@@ -42,6 +45,7 @@ def test_an_edit_with_a_check_of_its_own_is_found_out(name, tmp_path):
         assert red([check]), f"{name} survives"
 
 
+@pytest.mark.slow
 def test_long_attention_passes():
     mutants_of_dense_layers.long_attention()
 

@@ -1,9 +1,13 @@
 """The record of an op: what torch sees of a call, what is written, and which arguments are refused."""
 
+import threading
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from noted import Noted
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonrec import ops
 from tritonrec.kernels import launch
@@ -46,19 +50,6 @@ WRITING = {
         lambda out, lost: ops.segment_sum(some(4, 3), SEGMENTS, 6, consistency="batch", out=out, status=lost),
     ),
 }
-
-
-class Noted(TorchDispatchMode):
-    """The names of our ops that pass by."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tritonrec":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -128,10 +119,94 @@ def test_fake_tensors_have_shapes_only():
     assert found.shape == (4, 3)
 
 
+def attention():
+    """do, then the leaves q, k, v and both tables, and a function of the leaves."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(8, 2, 7), (8, 2, 5), (8, 2, 5), (8, 2, 7), (9,), (4,)]
+    do, *leaves = (torch.randn(shape, generator=generator) + 0.1 for shape in shapes)
+    leaves = [leaf.requires_grad_() for leaf in leaves[:3]] + [torch.nn.Parameter(t) for t in leaves[3:]]
+    times = torch.randint(0, 50, (8,), generator=generator)
+    offsets, mask = torch.tensor([0, 5, 5, 8]), ops.HSTUMask(torch.tensor([2, 0, 1]))
+
+    def attend(q, k, v, pos_weights, ts_weights):
+        bias = ops.HSTUBias(pos_weights, ts_weights, times)
+        return ops.hstu_attention(q, k, v, offsets, 5, alpha=0.6, scaling_seqlen=7, mask=mask, bias=bias)
+
+    return do, leaves, attend
+
+
+def results(do, leaves, attend):
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
+FORWARD, BACKWARD = "hstu_attention", "hstu_attention_backward"
+
+
+def test_a_mode_that_begins_after_forward_sees_backward():
+    do, leaves, attend = attention()
+    out = attend(*leaves)
+    expected = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    with Noted() as noted:
+        got = torch.autograd.grad(out, leaves, do)
+    assert noted.names == [BACKWARD] and all(map(torch.equal, got, expected))
+
+
+def test_a_second_derivative_is_refused():
+    do, leaves, attend = attention()
+    dq, *_ = torch.autograd.grad(attend(*leaves), leaves, do, create_graph=True)
+    with pytest.raises(RuntimeError, match=BACKWARD):
+        torch.autograd.grad(dq.sum(), leaves)
+
+
+def test_a_derivative_of_fake_tensors_has_shapes_only():
+    do, leaves, attend = attention()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        got = results(mode.from_tensor(do), [mode.from_tensor(leaf) for leaf in leaves], attend)
+    assert [value.shape for value in got] == [do.shape, *(leaf.shape for leaf in leaves)]
+
+
+def test_a_compiled_graph_has_the_ops():
+    do, leaves, attend = attention()
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append([node.target._opname for node in graph.graph.nodes if "tritonrec" in str(node.target)])
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+    got, expected = results(do, leaves, compiled), results(do, leaves, attend)
+    assert graphs == [[FORWARD], [BACKWARD]] and all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_has_the_op(strict):
+    _, leaves, attend = attention()
+    layer = torch.nn.Module()
+    layer.forward = attend
+    exported = torch.export.export(layer, tuple(leaf.detach() for leaf in leaves), strict=strict)
+    assert torch.ops.tritonrec.hstu_attention.default in {node.target for node in exported.graph.nodes}
+
+
 def test_the_profiler_names_the_ops():
+    do, leaves, attend = attention()
     with torch.autograd.profiler.profile() as profile:
-        ops.gather_rows(some(7, 3), ROWS)
-    assert "tritonrec::gather_rows" in {event.key for event in profile.key_averages()}
+        results(do, leaves, attend)
+    names = {event.key for event in profile.key_averages()}
+    assert {f"tritonrec::{FORWARD}", f"tritonrec::{BACKWARD}"} <= names
+
+
+def test_a_profiler_of_all_threads_names_the_ops_of_a_thread_that_was_up_before():
+    do, leaves, attend = attention()
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    started = threading.Event()
+    thread = threading.Thread(target=lambda: (started.wait(), results(do, leaves, attend)))
+    thread.start()
+    with torch.profiler.profile(experimental_config=config) as profile:
+        started.set()
+        thread.join()
+    names = {event.key for event in profile.key_averages()}
+    assert {f"tritonrec::{FORWARD}", f"tritonrec::{BACKWARD}"} <= names
 
 
 def test_a_number_that_differs_from_call_to_call_compiles_one_graph():

@@ -103,6 +103,7 @@ def test_a_width_is_the_smallest_that_holds_a_row(impl, dim):
     assert torch.equal(out.cpu(), values)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_bytes_are_those_of_the_page(impl):
     values = on(impl, torch.tensor([[3, -300], [0, 0], [2**40, -(2**62)]]))

@@ -64,6 +64,7 @@ def test_known_answers_in_triton(counter, key, words):
     assert tuple(out.tolist()) == words
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
 def test_first_row_is_the_known_answer(impl):
     rows = initial_rows(0, 0, on(impl, torch.tensor([0])), 4, 0.5, impl=impl)

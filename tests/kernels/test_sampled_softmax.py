@@ -84,6 +84,7 @@ def test_a_negative_that_is_not_valid_counts_for_nothing(impl):
     assert not got[0][1] and not got[1][1].any()  # no negative at all: the loss is zero
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_large_scores_neither_overflow_nor_vanish(impl):
     hidden = torch.tensor([[200.0], [-200.0], [200.0]])

@@ -91,7 +91,7 @@ def test_intersect(left, right, drawn):
     assert_equal(got, ops.intersect(left, right, impl="reference"))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     batches=st.lists(st.lists(any_key, unique=True, min_size=1, max_size=20), min_size=1, max_size=2),
     erased=st.lists(any_key, unique=True, max_size=20),

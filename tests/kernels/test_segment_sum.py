@@ -66,6 +66,7 @@ def test_equals_the_reference(impl, consistency, name):
     assert torch.equal(sums, segment_sum(values, segments, count, consistency=consistency, impl="reference"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("consistency", CONSISTENCIES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_accumulates_into_a_view_and_nothing_else(impl, consistency):

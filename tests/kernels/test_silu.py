@@ -30,6 +30,7 @@ def both(call, x, dy):
     return y.detach(), *torch.autograd.grad(y, leaf, dy)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_error_is_that_of_plain_float32(impl, shape):

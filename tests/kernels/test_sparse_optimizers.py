@@ -75,6 +75,7 @@ def test_row_counts_around_a_tile(impl, optimizer, touched):
     assert same_bits(got, run(optimizer, "reference", rows=33, dim=32, touched=touched, steps=1)[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
 def test_only_touched_rows_and_own_columns_change(impl, optimizer):

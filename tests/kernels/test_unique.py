@@ -53,6 +53,7 @@ def case(name):
     return torch.tensor(np.asarray(keys, dtype=np.int64))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name", ["empty", "one", "extremes", "all_equal", "all_distinct", "skewed", "hot_key_last"]
 )

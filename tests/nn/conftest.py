@@ -10,7 +10,7 @@ from tritonrec import ops
 from tritonrec.nn import GradientAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci")]
+sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci" / "benchmarks")]
 
 
 @pytest.fixture

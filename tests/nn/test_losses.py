@@ -5,6 +5,8 @@ import torch
 
 from tritonrec.nn import binary_cross_entropy, sigmoid
 
+pytestmark = pytest.mark.smoke
+
 
 def numbers(rows, tasks, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     program, printed = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text().split("### Rules")[0], re.S)[
         -2:

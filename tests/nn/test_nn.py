@@ -21,6 +21,8 @@ from tritonrec.nn import (
     sum_by_sample,
 )
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = HSTUConfig(dim=12, layers=2, heads=2, qk_dim=5, v_dim=7, max_seq_len=9, dropout=0.3)
 LENGTHS = [5, 0, 1, 9, 3, 0, 7]
 NEGATIVES = 4

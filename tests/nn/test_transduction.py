@@ -14,7 +14,7 @@ from bench_layer import CHOICES as SHOWN
 from bench_layer import SIZES as SHOWN_SIZES
 from bench_layer import layer_with, saved_bytes, single_ops, workload
 from float_error import assert_error_at_most_twice
-from test_plain_eager import Noted
+from noted import Noted
 
 from tritonrec import ops
 from tritonrec.nn import (

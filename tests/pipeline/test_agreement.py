@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, demand_equal
+from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
 
@@ -22,12 +22,6 @@ JOB = Job(
     "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
 )
 MANY = JOB.__class__(**{**vars(JOB), "slots": 256, "chunk_rows": 128})
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool([(2, 1), (4, 2)]) as started:
-        yield started
 
 
 def change_values(model, tables, dense):
@@ -154,14 +148,14 @@ class Texts:
     def __init__(self, *texts):
         self.texts = list(texts)
 
-    def gather_texts(self, text):
+    def all_gather_texts(self, text):
         return self.texts
 
 
 def test_an_error_lists_a_few_settings_and_counts_the_others():
     texts = Texts("{}", "{}", '{"a": "1", "b": "2", "c": "3", "d": "4", "e": "5", "f": "6", "g": "7"}')
     with pytest.raises(RanksDisagreeError) as caught:
-        demand_equal(texts, {})
+        check_ranks_agree(texts, {})
     assert str(caught.value).startswith("rank 2 has a=1 and rank 0 has no a; rank 2 has b=2")
     assert str(caught.value).endswith("; 2 more settings differ: give every rank the same")
 

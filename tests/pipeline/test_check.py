@@ -6,6 +6,8 @@ import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -31,7 +33,7 @@ def test_every_edge_of_nestpipe_is_needed(stage, edge):
 def test_a_read_between_update_and_write_back_is_named():
     missing = NESTPIPE.without_edge("retrieve", Edge("write_back", batch=2))
     with pytest.raises(
-        ScheduleError, match=r"retrieve\(4\) writes host while write_back\(2\).*a row used by batches 2\)"
+        ScheduleError, match=r"retrieve\(4\) writes tables while write_back\(2\).*a row used by batches 2\)"
     ):
         check(missing, 2)
 
@@ -81,7 +83,7 @@ def test_a_schedule_that_starts_no_batch_is_refused():
 @pytest.mark.parametrize(
     ("missing", "instead", "message"),
     [
-        ("write_back", "sparse_update", r"the update of batch 4 never reaches the host table"),
+        ("write_back", "sparse_update", r"the update of batch 4 never reaches the tables"),
         ("exchange", "copy_kept_rows", r"compute\(0, 0\) reads embeddings\[0, 0\], which nobody has written"),
     ],
 )

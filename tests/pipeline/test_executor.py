@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tritonrec.pipeline import NESTPIPE, SCHEDULES, Edge, Executor, ScheduleError, StageFailedError, Task
 
+pytestmark = pytest.mark.smoke
+
 
 def idle_span(lane, task, context):
     return nullcontext()

@@ -6,10 +6,9 @@ import pytest
 import torch
 from trainer_parts import DIM, EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
 
-from tritonrec import checkpoint, nn
+from tritonrec import checkpoint, nn, verify
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness import verify
-from tritonrec.harness.user_model import first_not_invariant
+from tritonrec.harness.verify.user_model import first_not_invariant
 from tritonrec.pipeline import MODES
 
 FEATURES = [FeatureConfig("item", DIM)]

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, TablePolicy
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import (
     NESTPIPE,
     SCHEDULES,
     Edge,
+    LookupCounts,
     ScheduleError,
     Trainer,
     WindowConfig,
@@ -25,19 +26,12 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
-from tritonrec.pipeline.shares import Shares, meetings
+from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
     "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
 )
-MESHES = [(2, 1), (2, 2), (4, 2), (4, 4)]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(MESHES) as started:
-        yield started
 
 
 def where(communicators):
@@ -49,7 +43,7 @@ def gathered(communicators):
     """Ranks of this rank's sharding and replica groups."""
     mine = torch.tensor([communicators.rank])
     lanes = (communicators.routing, communicators.shard_control, communicators.replica, communicators.control)
-    return [torch.cat(lane.gather(mine)).tolist() for lane in lanes]
+    return [torch.cat(lane.all_gather(mine)).tolist() for lane in lanes]
 
 
 def train(communicators, window, steps, sync=False, job=JOB, late=None):
@@ -79,8 +73,8 @@ def test_groups_are_those_of_the_source(pool):
 
 
 def test_a_mesh_that_was_not_asked_for_and_replicas_that_do_not_divide_are_refused(pool):
-    with pytest.raises(ValueError, match=r"not \(4, 1\)"):
-        pool.run(where, 4)
+    with pytest.raises(ValueError, match=r"not \(3, 3\)"):
+        pool.run(where, 3, replicas=3)
     with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
         Communicators.over(range(4), replicas=3)
 
@@ -98,29 +92,27 @@ def test_replicas_stay_equal_and_send_less_between_owners(pool):
     assert torch.equal(pool.run(train, 2, window, 4, replicas=2)[0][0], together)
 
 
-def meeting_bytes(communicators, window, steps):
+def replica_bytes(communicators, window, steps):
     """What replicas sent each other after each micro-batch, of all steps, and what `train` returns."""
     sent = [0] * window.window_micro_batches
     model, tables, dense = JOB.build("adam")
     loader = JOB.loader(communicators.rank, communicators.world_size)
     with Trainer(model, tables, dense, communicators, "nestpipe", window) as trainer:
-        meet = trainer.program.actions["replica_reduce"]
 
-        def counted(window, micro_batch):
-            meet(window, micro_batch)
-            sent[micro_batch] += window.sending("replica_reduce", micro_batch).bytes
+        def add(micro_batch: int, counts: LookupCounts):
+            sent[micro_batch] += counts.row_bytes
 
-        trainer.program.actions["replica_reduce"] = counted
+        trainer.program.after("replica_reduce", add)
         list(trainer.run(loader.batch(step) for step in range(steps)))
         return sent, trainer.counts.row_bytes, tables.export()["item"]
 
 
 @pytest.mark.parametrize("consistency", ["batch", "window"])
-def test_with_first_use_replicas_meet_as_soon_as_a_row_has_seen_its_last_micro_batch(pool, consistency):
+def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_micro_batch(pool, consistency):
     plain = WindowConfig(2, seed=4, consistency=consistency)
     for world, replicas in ((2, 2), (4, 2)):
-        late = pool.run(meeting_bytes, world, plain, 4, replicas=replicas)
-        early = pool.run(meeting_bytes, world, replace(plain, first_use=True), 4, replicas=replicas)
+        late = pool.run(replica_bytes, world, plain, 4, replicas=replicas)
+        early = pool.run(replica_bytes, world, replace(plain, first_use=True), 4, replicas=replicas)
         for (sent, _, rows), (sooner, total, same) in zip(late, early, strict=True):
             assert sent[0] == 0 and min(sooner) > 0
             assert 0.8 < sum(sooner) / sent[1] < 1.2, "packed rows of other groups have other widths"
@@ -130,7 +122,7 @@ def test_with_first_use_replicas_meet_as_soon_as_a_row_has_seen_its_last_micro_b
 
 
 @pytest.mark.parametrize("late", ["communication", "replica"])
-def test_on_an_accelerator_that_is_late_replicas_meet_all_the_same(pool, late):
+def test_on_an_accelerator_that_is_late_replicas_reduce_all_the_same(pool, late):
     window = WindowConfig(3, seed=4, first_use=True, skip_fetch=True)
     wanted = pool.run(train, 4, window, 4, replicas=2)
     found = pool.run(train, 4, window, 4, False, JOB, late, replicas=2)
@@ -179,12 +171,14 @@ def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_bat
         ("replica_reduce", Edge("gradient_exchange", "same"), "row_gradient"),
     ):
         with pytest.raises(ScheduleError, match=place):
-            check(replicated.without_edge(stage, edge), 3)
+            check(
+                replicated.without_edge(stage, edge).with_edges(stage, Edge("compute", edge.micro_batch)), 3
+            )
 
 
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
-def test_shares_bring_every_sum_to_its_row_once(count, copies, seed):
+def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
     generator = torch.Generator().manual_seed(seed)
     places = [
         torch.randperm(count, generator=generator)[: int(torch.randint(count + 1, (1,), generator=generator))]
@@ -194,19 +188,19 @@ def test_shares_bring_every_sum_to_its_row_once(count, copies, seed):
     expected = torch.zeros(count, dtype=torch.int64)
     for each, value in zip(places, values, strict=True):
         expected.index_add_(0, each, value)
-    shares = [Shares.of(places, count, rank) for rank in range(copies)]
+    plans = [ReduceScatter.of(places, count, rank) for rank in range(copies)]
     parts = []
-    for rank, share in enumerate(shares):
-        came = [values[g][shares[g].order].split(shares[g].send)[rank] for g in range(copies)]
-        assert share.receive == [len(each) for each in came]
-        total = torch.zeros(share.sizes[rank], dtype=torch.int64)
-        parts.append(total.index_add_(0, share.rows, torch.cat(came)))
+    for rank, plan in enumerate(plans):
+        came = [values[g][plans[g].order].split(plans[g].input_splits)[rank] for g in range(copies)]
+        assert plan.output_splits == [len(each) for each in came]
+        total = torch.zeros(plan.sizes[rank], dtype=torch.int64)
+        parts.append(total.index_add_(0, plan.rows, torch.cat(came)))
     assert torch.equal(torch.cat(parts), expected)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
-def test_meetings_bring_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed):
+def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed):
     generator = torch.Generator().manual_seed(seed)
     uses = torch.randint(2, (copies, count), generator=generator)
     uses[torch.randint(copies, (count,), generator=generator), torch.arange(count)] = 1
@@ -217,17 +211,17 @@ def test_meetings_bring_every_sum_to_its_row_once_and_at_its_time(count, copies,
     expected = torch.zeros(count, dtype=torch.int64)
     for each, value in zip(places, values, strict=True):
         expected.index_add_(0, each, value)
-    planned = [meetings(places, complete, times, rank) for rank in range(copies)]
+    planned = [plan_replica_reductions(places, complete, times, rank) for rank in range(copies)]
     for time in range(times):
         now = [each[time] for each in planned]
         assert all(torch.equal(each.rows, (complete == time).nonzero().squeeze(1)) for each in now)
         parts = []
-        shared = [each.shares for each in now]
-        for rank, shares in enumerate(shared):
-            came = [values[g][shared[g].order].split(shared[g].send)[rank] for g in range(copies)]
-            assert shares.receive == [len(each) for each in came]
-            total = torch.zeros(shares.sizes[rank], dtype=torch.int64)
-            parts.append(total.index_add_(0, shares.rows, torch.cat(came)))
+        plans = [each.plan for each in now]
+        for rank, plan in enumerate(plans):
+            came = [values[g][plans[g].order].split(plans[g].input_splits)[rank] for g in range(copies)]
+            assert plan.output_splits == [len(each) for each in came]
+            total = torch.zeros(plan.sizes[rank], dtype=torch.int64)
+            parts.append(total.index_add_(0, plan.rows, torch.cat(came)))
         assert torch.equal(torch.cat(parts), expected[now[0].rows])
 
 
@@ -294,6 +288,7 @@ def test_ranks_whose_groups_cannot_reach_the_device_are_refused(pool):
         assert said.endswith("such as 'cpu:gloo,cuda:nccl'")
 
 
+@pytest.mark.slow
 def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
     with RankPool([(4, 2)]) as own:
         wanted = own.run(where, 4, replicas=2)

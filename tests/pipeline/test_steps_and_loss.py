@@ -7,10 +7,10 @@ import torch
 from trainer_parts import EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
 
 from tritonrec import ops
-from tritonrec.distributed import RankPool
 from tritonrec.pipeline import MODES
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", [(0, 1, 1), (0, 2, 1), (3, 0)])
 def test_steps_that_do_not_rise_are_refused_and_what_was_read_is_trained(mode, order):
@@ -73,7 +73,7 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate)
         update = results[first : first + accumulate]
         terms = sum(batch.loss_terms for batch in batches(3)[first : first + accumulate])
         for result in update:
-            assert isinstance(result.loss, float) and result.terms == terms
+            assert isinstance(result.loss, float) and result.loss_terms == terms
             assert result.loss == pytest.approx(expected_loss(update, terms), rel=2e-7)
 
 
@@ -112,12 +112,6 @@ def losses_here(communicators, mode, micro_batches, consistency, model):
     with trainer(made, mode, consistency, communicators, micro_batches=micro_batches) as training:
         results = list(training.run(read))
     return [(result.loss, len(result.losses)) for result in results]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool((2, 3)) as pool:
-        yield pool
 
 
 @pytest.mark.multi_rank

@@ -1,4 +1,4 @@
-"""Sums travel between ranks and arrive complete: on the grid in every bit, in float32 in rank order."""
+"""Promise: sums that ranks exchange are complete: in fixed point in every bit, in float32 in rank order."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tritonrec import ops
 from tritonrec.ops import ExactSumError
-from tritonrec.pipeline.shares import Shares, even_shares
+from tritonrec.pipeline.reduce_scatter import ReduceScatter, even_reduce_scatter
 from tritonrec.pipeline.sums import Sums
-from tritonrec.pipeline.window import Sent, WindowConfig
+from tritonrec.pipeline.window import LookupCounts, WindowConfig
 
 BITS = 36
 
@@ -90,12 +90,12 @@ def test_every_sum_arrives_at_its_owner(world_size, seed, consistency):
     def run(end):
         me = end.rank
         out = start.clone() if consistency == "batch" else start.to(torch.float32)
-        sent = Sent()
-        sums.exchange(
+        sent = LookupCounts()
+        sums.send_to_owners(
             sent, end, values[me], rows[me], counts[me].tolist(), out,
             torch.cat([targets[peer][me] for peer in range(world_size)]), counts[:, me].tolist(),
         )  # fmt: skip
-        assert sent.bytes == end.sent
+        assert sent.row_bytes == end.sent
         return out
 
     for me, got in enumerate(on_ranks(world_size, run)):
@@ -116,8 +116,8 @@ def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed)
     sums = Sums(WindowConfig(), torch.device("cpu"))
 
     def run(end):
-        shares = even_shares(count, world_size, end.rank)
-        return sums.means(None, end, values[end.rank], shares, 3)
+        plan = even_reduce_scatter(count, world_size, end.rank)
+        return sums.all_reduce_mean(None, end, values[end.rank], plan, 3)
 
     expected = ops.from_fixed_point(sum(values), 3.0, BITS)
     for got in on_ranks(world_size, run):
@@ -127,11 +127,14 @@ def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed)
 def test_float_means_are_summed_in_rank_order():
     values = [torch.tensor([[1e8, 1.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[-1e8, 3.0]])]
     sums = Sums(WindowConfig(consistency="window"), torch.device("cpu"))
-    found = on_ranks(3, lambda end: sums.means(None, end, values[end.rank], even_shares(1, 3, end.rank), 1))
+    found = on_ranks(
+        3,
+        lambda end: sums.all_reduce_mean(None, end, values[end.rank], even_reduce_scatter(1, 3, end.rank), 1),
+    )
     assert all(got.tolist() == [[0.0, 6.0]] for got in found)  # 1e8 + 1 is 1e8 in float32
 
 
-def test_rows_that_few_ranks_hold_meet_in_shares():
+def test_rows_that_few_ranks_hold_are_reduced_by_one_of_them():
     places = [torch.tensor([4, 0, 2]), torch.tensor([1]), torch.tensor([3, 2, 4])]
     values = [
         torch.arange(3 * rank, 3 * rank + len(at)).view(-1, 1) * 2**40 for rank, at in enumerate(places)
@@ -141,7 +144,10 @@ def test_rows_that_few_ranks_hold_meet_in_shares():
     for at, value in zip(places, values, strict=True):
         total[at] += value
     found = on_ranks(
-        3, lambda end: sums.means(None, end, values[end.rank], Shares.of(places, 5, end.rank), 7)
+        3,
+        lambda end: sums.all_reduce_mean(
+            None, end, values[end.rank], ReduceScatter.of(places, 5, end.rank), 7
+        ),
     )
     assert all(torch.equal(got, ops.from_fixed_point(total, 7.0, BITS)) for got in found)
 
@@ -154,7 +160,7 @@ def test_a_sum_that_leaves_int64_names_its_tensor(send):
         values, rows = torch.full((2, 3), 2**62), torch.tensor([0, 1])
         receive = [column[end.rank] for column in send]
         with pytest.raises(ExactSumError, match="dense gradients"):
-            sums.exchange(
+            sums.send_to_owners(
                 None,
                 end,
                 values,

@@ -156,18 +156,18 @@ def test_a_nan_in_a_gradient_names_the_tensor(consistency):
         training.step(batch_of(0, 3))
 
 
-def test_grid_overflow_names_the_tensor():
+def test_fixed_point_overflow_names_the_tensor():
     made = parts("sgd")
     ids = batch_of(0, 3).lookups()["item"].ids.unique()
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 1e12)
     with (
         trainer(parts_=made) as training,
-        pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer bits"),
+        pytest.raises(StageFailedError, match=r"ExactSumError: .*use fewer fraction bits"),
     ):
         training.step(batch_of(0, 3))
 
 
-def test_an_ordinary_gradient_is_refused_at_batch_level():
+def test_an_ordinary_gradient_is_refused_at_batch_consistency():
     made = parts()
     plain = torch.nn.Linear(DIM, DIM)
     model = made[0]

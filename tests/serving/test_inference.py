@@ -13,6 +13,8 @@ from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.nn import DLRM, DLRMConfig, partition_tables
 from tritonrec.serving import TableWiseDLRM, infer, own_samples
 
+pytestmark = pytest.mark.smoke
+
 WORLD = 3
 FEATURES = ("ad", "device", "page", "site")
 SIZES = {"ad": 50, "device": 4, "page": 9, "site": 30}
@@ -152,5 +154,5 @@ def test_a_batch_with_several_ids_of_a_sample_is_refused():
     offsets = batch.features.offsets.clone()
     offsets[1] = 0  # the first sample has no id, the second one two: as many as there are samples
     ragged = replace(batch, features=replace(batch.features, offsets=offsets))
-    with pytest.raises(ValueError, match="a served batch has one id of each feature for each sample"):
+    with pytest.raises(ValueError, match="a served batch needs one id of each feature for each sample"):
         served.lookup(ragged)

@@ -7,12 +7,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tritonrec.harness import serve_bench as bench
-from tritonrec.harness import serve_bench_mpi
-from tritonrec.harness import serve_bench_ranks as on_ranks
-from tritonrec.harness import serve_bench_report as report
 from tritonrec.harness.cli import app
-from tritonrec.harness.serve_bench_mpi import available, run_with_mpi
+from tritonrec.harness.serve import mpi, report
+from tritonrec.harness.serve import rounds as bench
+from tritonrec.harness.serve import run as on_ranks
+from tritonrec.harness.serve.mpi import available, run_with_mpi
 
 DELAYS = np.random.default_rng(5).uniform(0, 0.01, (4, 50))
 
@@ -25,13 +24,13 @@ def test_without_a_bound_everybody_pays_for_the_longest_delay_and_with_a_large_o
 
 
 def test_a_consistent_straggler_cannot_be_masked():
-    delays = bench.draw_delays(bench.Plan(steps=30), "straggler", 0)
+    delays = bench.draw_delays(bench.ServeConfig(steps=30), "straggler", 0)
     assert [bench.delays_alone(delays, bound) for bound in (0, 1, 8)] == pytest.approx([0.005] * 3)
     assert (delays[:-1] == 0).all()
 
 
 def test_delays_are_those_of_the_round_and_within_their_range():
-    plan = bench.Plan(steps=200)
+    plan = bench.ServeConfig(steps=200)
     delays = bench.draw_delays(plan, "delays", 1)
     assert np.array_equal(delays, bench.draw_delays(plan, "delays", 1))
     assert not np.array_equal(delays, bench.draw_delays(plan, "delays", 2))
@@ -66,7 +65,7 @@ def test_an_interval_is_as_wide_as_the_values_scatter():
 )
 def test_plans_are_checked(wrong, message):
     with pytest.raises(ValueError, match=message):
-        bench.Plan(**wrong)
+        bench.ServeConfig(**wrong)
 
 
 def test_messages_are_as_large_as_both_sides_say():
@@ -138,17 +137,17 @@ def test_other_predictions_end_the_run():
             answer = {"seconds": 1.0, "response": 1.0, "digest": f"{run.bound}", "largest_lag": 0}
             return [answer] * world_size
 
-    plan, digests = bench.Plan(), {}
-    first, second = (bench.Setting("delays", "bls", bound) for bound in (0, 1))
+    plan, digests = bench.ServeConfig(), {}
+    first, second = (bench.Series("delays", "bls", bound) for bound in (0, 1))
     bench._measure(plan, Pool(), first, 0, digests)
     with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
         bench._measure(plan, Pool(), second, 0, digests)
 
 
 def test_the_verdict_claims_nothing_inside_the_interval():
-    plan = bench.Plan(bounds=(0, 4), scenarios=("balanced",), sizes=())
+    plan = bench.ServeConfig(bounds=(0, 4), scenarios=("balanced",), sizes=())
     settings = [
-        bench.Setting("balanced", backend, bound, latency, [1] * 3, latency, [0.0] * 3)
+        bench.Series("balanced", backend, bound, latency, [1] * 3, latency, [0.0] * 3)
         for backend in bench.BACKENDS
         for bound, latency in ((0, [0.010, 0.012, 0.011]), (4, [0.011, 0.010, 0.0115]))
     ]
@@ -168,8 +167,8 @@ def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpiexec").write_text("")
         (tmp_path / folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(serve_bench_mpi.sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "own" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert serve_bench_mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
+    assert mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
     (tmp_path / "own" / "mpiexec").unlink()
-    assert serve_bench_mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")
+    assert mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")

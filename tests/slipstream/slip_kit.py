@@ -6,15 +6,15 @@ from itertools import pairwise
 import torch
 
 from tritonrec.data import ClickLoader
-from tritonrec.data.ctr_made import MadeOptions, make
+from tritonrec.data.synthetic_clicks import SyntheticClickOptions, generate
 from tritonrec.distributed import Communicators
-from tritonrec.harness.setup import Job
+from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.slipstream import Slipstream, SlipstreamConfig
 
 DATA = "criteo:samples=500,scale=0.0001,exponent=2.2,seed=4"
-LOG = make("criteo", MadeOptions(500, 0.0001, 2.2, seed=4))
+LOG = generate("criteo", SyntheticClickOptions(500, 0.0001, 2.2, seed=4))
 CONFIG = SlipstreamConfig(warmup=4, snapshots=3, every=2, hot_share=0.01, drop=0.5, alpha=23)
 """Classified before step 10."""
 

@@ -8,7 +8,9 @@ from slip_kit import CONFIG, LOG, expected_changes, follow, hot_of, loader
 
 from tritonrec.data import ClickLoader
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import Window, WindowConfig
+from tritonrec.pipeline.places import Buffer, OwnedRows
+from tritonrec.pipeline.stage import Read
 from tritonrec.slipstream import HotRows, Judgement, RemainingLoader, Slipstream, SlipstreamConfig, hot_rows
 from tritonrec.slipstream.classify import classify
 
@@ -147,16 +149,9 @@ def test_a_stale_row_misjudged_is_caught(monkeypatch):
 def test_a_snapshot_that_misses_an_update_is_caught(monkeypatch):
     whole = Slipstream.follow
 
-    def late(self, window):
-        if window.step != CONFIG.classify_at - 1:
-            whole(self, window)
-        else:
-            rows = [table.buffer for table in window.tables]
-            for table in window.tables:
-                table.buffer = table.buffer * 0
-            whole(self, window)
-            for table, buffer in zip(window.tables, rows, strict=True):
-                table.buffer = buffer
+    def late(self, window: Window, owned: Read[OwnedRows], buffer: Read[Buffer]):
+        missed = window.step == CONFIG.classify_at - 1
+        whole(self, window, owned, [rows * 0 for rows in buffer] if missed else buffer)
 
     monkeypatch.setattr(Slipstream, "follow", late)
     watch, weights = follow()
@@ -227,7 +222,7 @@ def test_what_is_left_is_every_kept_sample_in_its_order():
         left(kept, 5, 4)
 
 
-def test_memory_is_bounded_and_told():
+def test_memory_is_bounded_and_reported():
     watch, _ = follow()
     small = follow(SlipstreamConfig(**{**vars(CONFIG), "snapshot_mb": 0.001}))[0]
     assert small.nbytes <= 1000 < watch.nbytes
@@ -255,7 +250,7 @@ def test_settings_out_of_range_are_named(changes, message):
         SlipstreamConfig(**changes)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="alpha must be at most 26, the features, got 27"):
         follow(SlipstreamConfig(alpha=27))
     with pytest.raises(ValueError, match="mode 'reference' has none"):

@@ -7,13 +7,14 @@ import pytest
 from slip_kit import CONFIG, DATA, job
 from typer.testing import CliRunner
 
-from tritonrec.distributed import Communicators, RankPool
+from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
-from tritonrec.harness.cases import Case
 from tritonrec.harness.cli import app
-from tritonrec.harness.run_case import record_reference, run_case
-from tritonrec.harness.slipstream import SlipstreamRun, train_slipstream
-from tritonrec.harness.train import Run, train
+from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.run_case import record_reference, run_case
 from tritonrec.pipeline import WindowConfig
 from tritonrec.slipstream import SlipstreamConfig
 
@@ -57,12 +58,12 @@ def test_all_inputs_end_where_plain_training_ends(alone):
         assert found["inputs"] == 450 and found["stale_rows"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
-def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(alone):
-    with RankPool([(2, 1), (2, 2)]) as pool:
-        two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
-        window = WindowConfig(2, skip_fetch=True)
-        replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
+def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(pool, alone):
+    two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
+    window = WindowConfig(2, skip_fetch=True)
+    replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
     for summary in (*two, *replicas):
         assert same(summary, alone)
     assert two[0]["runs"][0]["counts"]["row_bytes"] > two[0]["runs"][2]["counts"]["row_bytes"] > 0
@@ -88,7 +89,7 @@ def case_of(threshold, directory):
 def test_verify_sees_whether_inputs_were_dropped(tmp_path, monkeypatch):
     # The reference is recorded under the job's own name: without Slipstream, whatever the case has.
     monkeypatch.setattr(
-        "tritonrec.harness.cases.Reference.file_name", property(lambda self: "reference.safetensors")
+        "tritonrec.harness.verify.cases.Reference.file_name", property(lambda self: "reference.safetensors")
     )
     exact = case_of(0.0, str(tmp_path))
     assert exact.first_difference is None and exact.counts["judged"] > 0 and exact.counts["hot_inputs"] > 0
@@ -118,7 +119,7 @@ def test_the_control_drops_as_many_inputs_at_random():
     assert 0.8 * share < 1 - control["inputs"] / exact["inputs"] < 1.2 * share
 
 
-def test_what_does_not_go_together_is_refused():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="use the model dlrm, not hstu"):
         compare(Run(replace(job(), model="hstu", data="ml-100k")), PLAN)
     with pytest.raises(ValueError, match="does not go with checkpoint"):

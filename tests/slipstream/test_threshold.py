@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tritonrec.slipstream import threshold
 from tritonrec.slipstream.threshold import find_threshold, interval, t_quantile
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize(
     ("confidence", "freedom", "published"),

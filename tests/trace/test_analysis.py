@@ -88,7 +88,7 @@ def test_warm_up_is_left_out():
     assert summary.busy_ns["routing"] == 2
     with pytest.raises(ValueError, match="rank 0 computed 3 batches: none is left after 3 of warm-up"):
         summarise(STEPS, warmup=3)
-    with pytest.raises(ValueError, match="warmup is 0, not >= 1"):
+    with pytest.raises(ValueError, match="warmup must be at least 1, got 0"):
         summarise(STEPS, warmup=0)
 
 

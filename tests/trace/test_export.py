@@ -8,9 +8,8 @@ import numpy
 import pytest
 from matplotlib import image
 
-from tritonrec.trace import Recorder, read, save_joined
+from tritonrec.trace import LANES, Recorder, read, save_joined
 from tritonrec.trace.kineto import export
-from tritonrec.trace.recorder import LANES
 from tritonrec.trace.timeline import STAGE_COLOURS, draw
 
 MILLISECOND = 1_000_000

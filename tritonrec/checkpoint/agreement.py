@@ -1,4 +1,4 @@
-"""Steps that all ranks take or none."""
+"""Phases of a save that succeed on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from .files import CheckpointError
 
 Gather = Callable[[str], list[str]]
-"""Collective: takes this rank's text, returns those of all ranks in rank order, on every rank."""
+"""All-gather of texts: takes this rank's text, returns the texts of all ranks in rank order."""
 
 
-def alone(text: str) -> list[str]:
+def single_rank(text: str) -> list[str]:
     """The `Gather` of a single rank."""
     return [text]
 
 
 class Agreement:
-    """Steps that all ranks take or none: each reports how it fared, and where one failed all raise.
+    """Phases that succeed on all ranks or on none: ranks exchange reports, and if one failed all raise.
 
     Attributes:
-        reports: of all ranks about the last step, in rank order.
+        reports: of all ranks about the last phase, in rank order.
     """
 
     def __init__(self, gather: Gather, rank: int, failed: str):
@@ -30,8 +30,8 @@ class Agreement:
         self.reports: list[dict[str, Any]] = []
 
     @contextmanager
-    def of_all(self, undo: Callable[[], None] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield this rank's report, to be filled by the step in the block."""
+    def phase(self, undo: Callable[[], None] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield this rank's report, to be filled in the block; on an error rank 0 calls `undo`."""
         report: dict[str, Any] = {}
         failure: Exception | None = None
         try:
@@ -43,7 +43,7 @@ class Agreement:
             self.reports = [json.loads(text) for text in self.gather(json.dumps(report))]
         except Exception as error:
             raise CheckpointError(
-                f"{self.failed}: the ranks could not be brought together: {error!r}. "
+                f"{self.failed}: the ranks could not exchange their reports: {error!r}. "
                 "The checkpoints before it are untouched"
             ) from error
         failures = [report["error"] for report in self.reports if "error" in report]

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's files, and how they are read, written and flushed."""
+"""Names, reads and flushes of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import stat
 from pathlib import Path
 
-KEPT = 2
+NUM_KEPT = 2
+"""Checkpoints that a save leaves in a directory."""
 
 PARTIAL = ".partial-"  # prefix of names that are still being written
 
@@ -17,7 +18,7 @@ _MANIFEST = re.compile(r"step-(\d{12})\.json")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or cannot be trusted; the message names the file."""
+    """A checkpoint cannot be written, or is damaged; the message names the file."""
 
 
 def folder_of(step: int) -> str:
@@ -37,13 +38,13 @@ def steps(directory: Path | str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def in_words(error: BaseException) -> str:
-    """The error and its kind; the repr of one about a byte that is no text holds the whole text."""
+def describe(error: BaseException) -> str:
+    """An error and its type; the repr of a UnicodeDecodeError would include the whole text."""
     return f"{type(error).__name__}: {error}"
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the regular file at `path`; OSError for anything else, which reading could wait for."""
+    """Bytes of the regular file at `path`; OSError for anything else, whose read could block."""
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -53,7 +54,7 @@ def size_of(path: Path) -> int:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Flush `partial` to the disk and give it its name; the name itself is flushed with the directory."""
+    """Flush `partial` to the disk and rename it to `path`; flush the directory for the name itself."""
     flush(partial)
     os.replace(partial, path)
 

@@ -1,4 +1,4 @@
-"""One writer at a time: rank 0 of a run locks the directory for as long as the run saves there."""
+"""One writer at a time: rank 0 of a run locks the directory as long as the run saves there."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class WriterLock:
-    """A lock (flock) of the file ``.lock`` in `directory`, which says who holds it.
+    """A lock (flock) of the file ``.lock`` in `directory`, which names the process that holds it.
 
-    The system gives the lock up when the process ends, however it ends; a file that a killed process left
-    behind is taken over. `release` removes the file.
+    The system releases the lock when the process ends, for any reason; the file of a killed process is
+    reused. `release` removes the file.
     """
 
     def __init__(self, directory: Path | str):
         self.path = Path(directory) / NAME
         self._file: IO[str] | None = None
 
-    def hold(self) -> None:
-        """Take the lock; nothing happens where this object has it already. Makes the directory.
+    def acquire(self) -> None:
+        """Take the lock, if this object does not hold it yet; creates the directory.
 
-        Raises CheckpointError naming the process that has the lock, and OSError where no file can be made.
-        A file system without locks is a warning.
+        Raises CheckpointError naming the process that holds the lock, and OSError where no file can be
+        created. Warns on a file system without locks.
         """
         if self._file is not None and self._in_place(self._file):
             return
@@ -49,15 +49,15 @@ class WriterLock:
                 raise
             if self._in_place(file):
                 break
-            file.close()  # who had it has removed it: it keeps nobody out
-        with suppress(OSError):  # a full disk; the lock holds without the words
+            file.close()  # its last holder has removed it, so it excludes nobody
+        with suppress(OSError):  # a full disk; the lock works without the text
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         self._file = file
 
     def release(self) -> None:
-        """Give the lock up and remove its file; nothing happens where it is not held."""
+        """Release the lock and remove its file, if this object holds it."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -87,7 +87,7 @@ class WriterLock:
             )
 
     def _in_place(self, file: IO[str]) -> bool:
-        """Whether the file that is open is the one at the path, and not one that was removed meanwhile."""
+        """Whether the open file is still the one at the path."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except (FileNotFoundError, NotADirectoryError):

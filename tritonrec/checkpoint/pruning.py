@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which files go."""
+"""Removal of old checkpoints and unused files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 import re
 from pathlib import Path
 
-from .files import KEPT, PARTIAL, CheckpointError, flush, manifest_of, steps
+from .files import NUM_KEPT, PARTIAL, CheckpointError, flush, manifest_of, steps
 from .manifest import CONTENT, files_of, read_manifest
 
 _FOLDER = re.compile(r"step-\d{12}")
 
 
-def prune(directory: Path, kept: int | None = KEPT) -> None:
-    """Remove all but the last `kept` checkpoints (None: none of them), and files that none of these names.
+def prune(directory: Path, kept: int | None = NUM_KEPT) -> None:
+    """Remove all but the last `kept` checkpoints (None: keep all), and files that these do not name.
 
-    A manifest that cannot be read, which may be that of a newer tritonrec, keeps every file in place but
-    the half-written ones. A link is removed, never followed: nothing goes outside of `directory`, and a
-    linked folder stays as it is while a checkpoint needs it.
+    A manifest that cannot be read may be of a newer tritonrec: then only partial files are removed. Links are
+    removed, never followed: no file outside of `directory` is removed, and a linked folder stays unchanged
+    while a checkpoint needs it.
     """
     saved = steps(directory)
     dropped = saved[:-kept] if kept else []

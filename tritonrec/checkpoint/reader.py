@@ -1,4 +1,4 @@
-"""Reading a checkpoint at any world size: a rank opens the files that meet its range, and no others."""
+"""Loading a checkpoint at any world size: a rank reads only the files that overlap its range."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch import Tensor
 from .. import ops
 from ..kernels.arguments import check_rank
 from . import slices
-from .files import CheckpointError, in_words, manifest_of, size_of, steps
+from .files import CheckpointError, describe, manifest_of, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
 from .writer import columns_of, difference
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one rank loaded.
+    """The loaded shard of one rank.
 
     Attributes:
-        step: the state is that after this many steps.
+        step: number of steps of the saved state.
         dense: replicated tensors by name.
-        tables: by name the columns of the rows this rank owns, ``"keys"`` (n,) int64 ascending among them.
-        meta: as it was saved.
+        tables: by name the columns of this rank's rows, with ``"keys"`` (n,) int64 ascending.
+        meta: as saved.
         saved_by: world size of the run that saved.
-        files: names of the files read; bytes_read: their size; bytes_needed: of it what ended up in here.
+        files: names of the files read. bytes_read: their size. bytes_needed: bytes of the tensors above.
     """
 
     step: int
@@ -54,21 +54,21 @@ def load(
     like: Mapping[str, Mapping[str, Tensor]] | None = None,
     like_dense: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
-    """This rank's part of the last checkpoint in `directory`, or of the given step; not a collective.
+    """Load this rank's shard of the last checkpoint in `directory`, or of the given step; not a collective.
 
-    Every byte read is checked against the manifest first. An incremental checkpoint gives what a full one of
-    the same state would, bit for bit.
+    Checksums of all files read are compared with the manifest. An incremental checkpoint gives the same bits
+    as a full one of the same state.
 
     Args:
-        rank, world_size: of the run that loads, whatever world size saved.
-        like: tables, of any number of rows, whose names, columns, dtypes and widths the checkpoint must have.
-        like_dense: tensors whose names, dtypes and shapes those of the checkpoint must have.
+        rank, world_size: of the run that loads; the run that saved may have had another world size.
+        like: tables, of any number of rows, with the expected names, columns, dtypes and widths.
+        like_dense: tensors with the expected names, dtypes and shapes.
     Raises:
-        CheckpointError: naming the file, when there is no checkpoint, a file is missing, shortened, altered
-            or that of another step, a slice is missing or there twice, another version wrote it, or it takes
-            more memory than there is.
-        ValueError: a rank outside [0, world_size), or tensors that differ from `like` or `like_dense`; all
-            differences are named.
+        CheckpointError: naming the file, where there is no checkpoint, a file is missing, shortened, altered
+            or of another step, a slice is missing or repeated, the format has another version, or memory is
+            short.
+        ValueError: a rank outside [0, world_size), or tensors that differ from `like` or `like_dense`; the
+            message names all differences.
     """
     check_rank(rank, world_size)
     directory = Path(directory)
@@ -83,9 +83,9 @@ def load(
 
     if like is not None:
         saved = {name: table["columns"] for name, table in body["tables"].items()}
-        wanted = columns_of(like)
-        if saved != wanted:
-            raise ValueError(f"{path} does not fit this run's tables: {difference(saved, wanted)}")
+        expected = columns_of(like)
+        if saved != expected:
+            raise ValueError(f"{path} does not fit this run's tables: {difference(saved, expected)}")
     reader = _Reader(directory, rank, world_size, advice)
     try:
         tensors = reader.read(body["dense"], {})
@@ -96,7 +96,7 @@ def load(
         tables = {name: reader.table(name, table) for name, table in body["tables"].items()}
     except MemoryError as error:
         raise CheckpointError(
-            f"{path}: the part of rank {rank} of {world_size} takes more memory than there is{advice}"
+            f"{path}: the shard of rank {rank} of {world_size} takes more memory than there is{advice}"
         ) from error
     columns = [values for table in tables.values() for values in table.values()]
     needed = sum(tensor.nbytes for tensor in [*dense.values(), *columns])
@@ -105,11 +105,11 @@ def load(
     )
 
 
-def _dense_difference(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+def _dense_difference(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
     """All tensors in which the two differ, in words."""
     kinds = (
         {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
-        for tensors in (saved, wanted)
+        for tensors in (saved, expected)
     )
     there, here = kinds
     return "; ".join(
@@ -119,8 +119,8 @@ def _dense_difference(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor])
     )
 
 
-def _first_flaw(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | None:
-    """Why a file of `size` bytes, read to its header's end, is not that of `part`, in words."""
+def _header_error(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | None:
+    """Read the header of a file of `size` bytes; an error if it is not that of `part`, else None."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size, MAX_HEADER_BYTES) - 8:
         return f"its header has {length} bytes, and it has {size}"
@@ -131,11 +131,11 @@ def _first_flaw(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | No
         whole = 8 + length + max(ends, default=0)
     except MemoryError:
         raise
-    except Exception as error:  # whatever JSON holds, it may be of any type
-        return f"its header gives {in_words(error)}"
+    except Exception as error:  # JSON values may be of any type
+        return f"its header gives {describe(error)}"
     if whole != size:
         return f"its header is that of {whole} bytes, and it has {size}"
-    return None if written == part else f"it was written for {written}, and the manifest names it for {part}"
+    return None if written == part else f"it was written for {written}, but the manifest has it for {part}"
 
 
 class _Reader:
@@ -146,7 +146,7 @@ class _Reader:
         self.bytes_read = 0
 
     def read(self, entry: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a file whose bytes are those that were written, for the given part of a table."""
+        """Read the tensors of a file for the given part of a table, and check size, header and checksum."""
         path = self.directory / entry["file"]
         size: int | None = None
         try:
@@ -155,11 +155,11 @@ class _Reader:
                 raise CheckpointError(
                     f"{path} has {size} bytes, but {entry['bytes']} were written{self.advice}"
                 )
-            with path.open("rb") as file:  # the header first: the rest may be more than the memory holds
-                flaw = _first_flaw(file, size, part)
-                if flaw:
+            with path.open("rb") as file:  # header first: the rest may exceed the memory
+                problem = _header_error(file, size, part)
+                if problem:
                     raise CheckpointError(
-                        f"{path} was altered, or is no file of a checkpoint: {flaw}{self.advice}"
+                        f"{path} was altered, or is no file of a checkpoint: {problem}{self.advice}"
                     )
                 file.seek(0)
                 content = file.read()
@@ -180,37 +180,35 @@ class _Reader:
         self.bytes_read += len(content)
         try:
             return parse(content)
-        except (
-            Exception
-        ) as error:  # of safetensors or torch: dtypes, shapes and offsets can be wrong in many ways
+        except Exception as error:  # safetensors and torch raise many types for wrong dtypes and offsets
             raise CheckpointError(
-                f"{path} was altered, or is no file of a checkpoint: {in_words(error)}{self.advice}"
+                f"{path} was altered, or is no file of a checkpoint: {describe(error)}{self.advice}"
             ) from error
 
     def table(self, name: str, table: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The columns of the rows that this rank owns, from the newest layer down, keys ascending."""
+        """Columns of this rank's rows of a table, keys ascending; newer layers replace older ones."""
         found: dict[str, list[Tensor]] = {
             column: [torch.empty(0, *shape, dtype=getattr(torch, dtype))]
             for column, (dtype, shape) in table["columns"].items()
         }
-        settled = np.empty(0, np.int64)  # keys that newer layers hold or have erased
+        superseded = np.empty(0, np.int64)  # keys that newer layers have or have erased
         for layer in reversed(table["layers"]):
-            newly_settled = [settled]
+            newly_superseded = [superseded]
             for part in layer["parts"]:
-                if part["file"] and slices.meets((part["begin"], part["end"]), self.owned):
+                if part["file"] and slices.overlaps((part["begin"], part["end"]), self.owned):
                     place = {"table": name, "begin": part["begin"], "end": part["end"]}
                     tensors = self.read(part, place)
                     self._check(part, tensors, table["columns"], name)
                     keys = tensors["keys"]
-                    wanted = ops.owner_of(keys, self.world_size).numpy() == self.rank
-                    if len(settled):
-                        wanted &= ~np.isin(keys.numpy(), settled)
-                    chosen = torch.from_numpy(np.flatnonzero(wanted))
+                    selected = ops.owner_of(keys, self.world_size).numpy() == self.rank
+                    if len(superseded):
+                        selected &= ~np.isin(keys.numpy(), superseded)
+                    chosen = torch.from_numpy(np.flatnonzero(selected))
                     for column, values in found.items():
                         values.append(slices.take_rows(tensors[column], chosen))
-                    newly_settled += [keys.numpy(), tensors[ERASED].numpy()]
+                    newly_superseded += [keys.numpy(), tensors[ERASED].numpy()]
             if layer is not table["layers"][0]:
-                settled = np.concatenate(newly_settled)
+                superseded = np.concatenate(newly_superseded)
         order = torch.from_numpy(np.argsort(torch.cat(found["keys"]).numpy()))
         return {column: slices.take_rows(torch.cat(found.pop(column)), order) for column in table["columns"]}
 
@@ -219,12 +217,12 @@ class _Reader:
     ) -> None:
         expected = {column: (dtype, [part["rows"], *shape]) for column, (dtype, shape) in columns.items()}
         expected[ERASED] = ("int64", [part[ERASED]])
-        held = {
+        actual = {
             column: (str(values.dtype).removeprefix("torch."), list(values.shape))
             for column, values in tensors.items()
         }
-        if held != expected:
+        if actual != expected:
             raise CheckpointError(
-                f"{self.directory / part['file']} holds {held} of table {name!r}, but the manifest says "
+                f"{self.directory / part['file']} holds {actual} of table {name!r}, but the manifest says "
                 f"{expected}{self.advice}"
             )

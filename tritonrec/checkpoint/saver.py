@@ -1,4 +1,4 @@
-"""Saving beside training, full or incremental."""
+"""Asynchronous checkpoints, full or incremental."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.arguments import check_rank
-from .agreement import Agreement, Gather, alone
+from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
 from .lock import WriterLock
 from .manifest import first_missing, read_manifest
@@ -22,7 +22,7 @@ from .writer import Saved, Tables, copy_of, save
 
 
 class Saver:
-    """Writes checkpoints on a thread of its own, one at a time, while training goes on::
+    """Writes checkpoints on a background thread, one at a time, while training goes on::
 
         with Saver("checkpoints", rank=rank, world_size=world_size, gather=gather, full_every=8) as saver:
             ...
@@ -31,23 +31,22 @@ class Saver:
             else:
                 saver.save(step, dense, changed_rows, meta, erased=erased_keys)
 
-    All ranks save the same steps in the same order. `gather` is called on the thread, so it needs a process
-    group of its own. From here to `close` the directory is this run's: rank 0 holds the lock on it. Where
-    there are several ranks, making one is collective.
+    All ranks save the same steps in the same order. `gather` is called on the thread and needs a process
+    group of its own. Rank 0 holds the lock of the directory until `close`. The constructor is collective.
 
     Args:
         directory, rank, world_size, gather: see `save`.
-        full_every: each full checkpoint is followed by this many less one that hold changes only. After a
-            save that failed, at the start, and where files of the last checkpoint are gone, comes a full one.
-        around: a context for the thread's work on a save, from its step.
+        full_every: one checkpoint of this many is full, the others are incremental. The first one is also
+            full, and one after a failed save, or after files of the last checkpoint were removed.
+        context: makes a context manager for the thread's work, from the step.
 
     Raises:
-        CheckpointError: another run saves into the directory, or it cannot be made.
+        CheckpointError: another run saves into the directory, or it cannot be created.
 
     Attributes:
-        blocked: seconds that the last `save` kept its caller: waiting for the save before, and copying.
-        waited: of these, the seconds it waited for the save before.
-        seconds: from the last `save` call until its checkpoint was whole on the disk.
+        blocked: seconds that the last `save` blocked its caller: the wait for the previous save, and copies.
+        waited: seconds of `blocked` spent on that wait.
+        seconds: from the last call of `save` until its checkpoint was complete on the disk.
     """
 
     def __init__(
@@ -56,36 +55,36 @@ class Saver:
         *,
         rank: int = 0,
         world_size: int = 1,
-        gather: Gather = alone,
+        gather: Gather = single_rank,
         full_every: int = 1,
-        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        context: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ):
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         check_rank(rank, world_size)
         self.directory, self.rank, self.world_size, self.gather = Path(directory), rank, world_size, gather
-        self.full_every, self.around = full_every, around
+        self.full_every, self.context = full_every, context
         self.blocked = self.waited = self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._last: Saved | None = None
-        self._since_full = 0  # checkpoints since the last full one, that one included; 0: there is none
-        self._next_is_full: bool | None = None  # once it is decided
+        self._since_full = 0  # checkpoints from the last full one on; 0: there is none
+        self._next_is_full: bool | None = None  # None: not decided yet
         self._lock = WriterLock(self.directory)
         agreement = self._agreement(f"no checkpoint can be saved in {self.directory}")
         try:
-            with agreement.of_all():
+            with agreement.phase():
                 if rank == 0:
-                    self._lock.hold()
+                    self._lock.acquire()
         except BaseException:
             self._lock.release()
             raise
 
     def next_is_full(self) -> bool:
-        """Whether the next save takes the whole state, rather than what changed since the last save.
+        """Whether the next save takes the whole state, rather than the changes since the last save.
 
-        Collective, and the same on all ranks. Waits for a save that is running, and raises what made it fail.
-        Where files that changes would build upon are gone, a full one comes, with a warning on rank 0.
+        Collective, and the same on all ranks. Waits for a running save, and raises its error. If files that
+        an incremental checkpoint needs are missing, the next one is full, with a warning on rank 0.
         """
         self.wait()
         if self._next_is_full is None:
@@ -102,15 +101,14 @@ class Saver:
         erased: Mapping[str, Tensor] | None = None,
         owned: bool = False,
     ) -> None:
-        """Take a snapshot of the state, and return while it is being written.
+        """Copy the state and start to write it.
 
-        Waits for the save before, and raises what made it fail; nothing is saved then.
+        Waits for the previous save, and raises its error; then nothing is saved.
 
         Args:
-            step, dense, tables, meta, erased: see `save` of the package. `tables` hold everything where
-                `next_is_full`, and otherwise the rows that changed since the last save.
-            owned: the tensors are a snapshot already, which nobody changes until the save is over; without
-                it they are copied.
+            step, dense, tables, meta, erased: see `save` of the package. `tables` have all rows if
+                `next_is_full`, otherwise the rows that changed since the last save.
+            owned: do not copy the tensors; the caller leaves them unchanged until the save has ended.
         """
         began = time.perf_counter()
         full = self.next_is_full()
@@ -118,7 +116,7 @@ class Saver:
         if full != (erased is None):
             raise ValueError(
                 f"step {step}: the next checkpoint is {'full' if full else 'incremental'} and takes "
-                f"{'no' if full else 'the'} erased keys; ask next_is_full()"
+                f"{'no' if full else 'the'} erased keys: see next_is_full()"
             )
         copied = [
             mapping if owned else {name: copy_of(tensor) for name, tensor in mapping.items()}
@@ -132,7 +130,7 @@ class Saver:
         self.blocked = time.perf_counter() - began
 
     def wait(self) -> Saved | None:
-        """The last checkpoint saved here, once it is whole on the disk; raises what made it fail."""
+        """Wait for the last save; returns its checkpoint, or raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -142,7 +140,7 @@ class Saver:
         return self._last
 
     def close(self) -> None:
-        """Wait for the save that is running, give the lock up, and raise what made the save fail."""
+        """Wait for the last save, release the lock, and raise the error of the save."""
         try:
             self.wait()
         finally:
@@ -163,7 +161,7 @@ class Saver:
 
     def _write(self, began: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
-            with self.around(arguments[0]):
+            with self.context(arguments[0]):
                 self._last = save(
                     self.directory,
                     *arguments,
@@ -179,27 +177,27 @@ class Saver:
             self._failure, self._since_full = error, 0
 
     def _agreement(self, failed: str) -> Agreement:
-        return Agreement(alone if self.world_size == 1 else self.gather, self.rank, failed)
+        return Agreement(single_rank if self.world_size == 1 else self.gather, self.rank, failed)
 
     def _base_is_gone(self) -> bool:
-        """Whether the last checkpoint is not on the disk as it was saved; rank 0 looks for all."""
+        """Whether files of the last checkpoint are missing or changed; rank 0 checks for all."""
         assert self._last is not None
-        agreement = self._agreement(f"{self._last.path} could not be looked at")
-        with agreement.of_all() as report:
+        agreement = self._agreement(f"{self._last.path} could not be checked")
+        with agreement.phase() as report:
             if self.rank == 0:
-                report["flaw"] = _flaw_of(self._last)
-        flaw = agreement.reports[0]["flaw"]
-        if flaw and self.rank == 0:
+                report["problem"] = _disk_error(self._last)
+        problem = agreement.reports[0]["problem"]
+        if problem and self.rank == 0:
             warnings.warn(
-                f"{flaw}, and changes would build upon it: a full checkpoint is saved instead",
+                f"{problem}, and an incremental checkpoint needs it: a full checkpoint is saved instead",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return bool(flaw)
+        return bool(problem)
 
 
-def _flaw_of(saved: Saved) -> str | None:
-    """What is not on the disk of a checkpoint as it was saved, in words; files by their length alone."""
+def _disk_error(saved: Saved) -> str | None:
+    """An error about a saved checkpoint's manifest and file lengths on the disk; None if they are right."""
     try:
         body = read_manifest(saved.path)
     except CheckpointError as error:

@@ -1,7 +1,7 @@
-"""Which slice of the hash a key lies in, and which slices a rank owns or a file holds.
+"""Slices of the hash ring: of keys, of ranks and of files.
 
-The upper 32 bits of a key's murmur hash are a ring of 2**32 places, cut into 65,536 slices by the upper 16.
-Rank r of W owns a contiguous range of places, the same that `ops.owner_of` gives it::
+The upper 32 bits of a key's murmur hash are its place on a ring of 2**32 places. The upper 16 bits cut the
+ring into 65,536 slices. Rank r of W owns a contiguous range of places, as by `ops.owner_of`::
 
     place    0                                                      2**32
     slice    0 ................................................. 65535
@@ -39,7 +39,7 @@ def slice_of(keys: Tensor) -> Tensor:
 
 
 def range_of(rank: int, world_size: int) -> Range:
-    """The places that `rank` owns: those p with ``p * world_size >> 32 == rank``.
+    """The range of places p that `rank` owns: ``p * world_size >> 32 == rank``.
 
     Raises ValueError for a rank that is not in [0, world_size).
     """
@@ -48,7 +48,7 @@ def range_of(rank: int, world_size: int) -> Range:
 
 
 def slices_of(part: Range) -> Range:
-    """First and last slice that a range of places reaches into."""
+    """First and last slice that overlap a range of places."""
     return part[0] // _WIDTH, (part[1] - 1) // _WIDTH
 
 
@@ -62,7 +62,7 @@ def order_of(keys: Tensor) -> Tensor:
 def take_rows(values: Tensor, positions: Tensor) -> Tensor:
     """``values[positions]`` for a contiguous tensor of any dtype.
 
-    By numpy, in the calling thread: torch would put up a pool of threads beside the one that trains.
+    By numpy, in the calling thread: torch would start a pool of threads beside the training.
     """
     shape = (len(positions), *values.shape[1:])
     width = values.element_size() * prod(values.shape[1:])
@@ -74,8 +74,8 @@ def take_rows(values: Tensor, positions: Tensor) -> Tensor:
 def parts_of(owned: Range, num_bytes: int) -> list[Range]:
     """Cut the range of a rank into parts of about PART_BYTES, one file each.
 
-    The cuts lie on a power-of-two division of the whole ring, MAX_PARTS at most, so that the ranks of any
-    other world size find their share in few files.
+    Cuts are multiples of the ring divided by a power of two, at most MAX_PARTS, so that ranks of another
+    world size find their shards in few files.
     """
     begin, end = owned
     whole_table = num_bytes * PLACES // (end - begin)
@@ -87,12 +87,12 @@ def parts_of(owned: Range, num_bytes: int) -> list[Range]:
     return list(pairwise(cuts))
 
 
-def meets(left: Range, right: Range) -> bool:
+def overlaps(left: Range, right: Range) -> bool:
     return left[0] < right[1] and right[0] < left[1]
 
 
-def first_flaw(parts: list[Range]) -> str | None:
-    """Where `parts` leave a gap in the ring or overlap, in words; None where they tile it."""
+def tiling_error(parts: list[Range]) -> str | None:
+    """An error about the first gap or overlap of `parts`; None if they tile the ring."""
     reached = 0
     for begin, end in [*sorted(parts), (PLACES, PLACES)]:
         if begin > reached:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own files, rank 0 the manifest, in three agreements of all ranks."""
+"""Writing a checkpoint in three phases of all ranks: checks, files of every rank, manifest of rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import ops
 from ..kernels.arguments import check_rank
 from . import files, slices
-from .agreement import Agreement, Gather, alone
+from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError, folder_of, manifest_of
 from .lock import WriterLock
 from .manifest import (
@@ -29,10 +29,10 @@ from .manifest import (
     MAX_MANIFEST_BYTES,
     RESERVED,
     VERSION,
+    add_checksum,
     first_missing,
     label_of,
     read_manifest,
-    seal,
 )
 from .pruning import prune
 
@@ -41,9 +41,9 @@ Tables = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was published: what an incremental one may build upon.
+    """A complete checkpoint, the possible base of an incremental one.
 
-    `bytes` is what this rank wrote, without the manifest.
+    `bytes` were written by this rank, without the manifest.
     """
 
     step: int
@@ -61,31 +61,31 @@ def save(
     *,
     rank: int = 0,
     world_size: int = 1,
-    gather: Gather = alone,
+    gather: Gather = single_rank,
     base: Saved | None = None,
     erased: Mapping[str, Tensor] | None = None,
     lock: WriterLock | None = None,
 ) -> Saved:
-    """Write the state after `step` steps; collective, all ranks call it for the same steps in the same order.
+    """Write the state after `step` steps. Collective: all ranks save the same steps in the same order.
 
     Args:
-        directory: made if it is not there, and seen by all ranks. Afterwards it holds this checkpoint and the
-            latest one before, with all that these build upon.
-        step: from 0 to 10**12 - 1, and not less than the last step saved there; the same step is replaced.
-        dense: replicated tensors of any dtype and shape; rank 0's are written.
-        tables: for each table the columns of the rows that this rank owns: ``"keys"`` (n,) int64, distinct,
-            and any others of n rows. All ranks give the same tables, dtypes and widths.
-        meta: anything that JSON gives back unchanged; rank 0's is written.
-        gather: exchanges small texts among the ranks. A rank that fails reports so, and all of them raise.
-        base: makes this checkpoint incremental: `tables` hold the rows that changed or came since `base`,
-            which is the newest one in `directory`.
-        erased: with `base`, for each table the keys (n,) int64 of this rank that went since. A key that is in
-            `tables` as well came back.
-        lock: on the directory, which the caller gives up; by default it is taken for this call alone.
+        directory: visible to all ranks; created if needed. Afterwards it holds this checkpoint and the
+            previous one, with all files that they need.
+        step: in [0, 10**12), not below the last step saved there; the same step is replaced.
+        dense: replicated tensors of any dtype and shape; those of rank 0 are written.
+        tables: for each table the columns of this rank's rows: ``"keys"`` (n,) int64, distinct, and others of
+            n rows. All ranks give the same tables, dtypes and widths.
+        meta: values that JSON keeps unchanged; those of rank 0 are written.
+        gather: all-gather of small texts. If a rank fails, all ranks raise.
+        base: makes this checkpoint incremental: `tables` have the rows that changed or were added since
+            `base`, the newest checkpoint in `directory`.
+        erased: with `base`, for each table the keys (n,) int64 of this rank erased since. A key also in
+            `tables` was inserted again.
+        lock: of the directory, released by the caller; by default it is taken for this call only.
     Raises:
-        ValueError: a rank, shape, dtype, key or step out of place, or `meta` that JSON would change.
+        ValueError: a wrong rank, shape, dtype, key or step, or `meta` that JSON would change.
         CheckpointError: the files could not be written here or on another rank, or another run saves there.
-            What was there before still is, and so it is after a ValueError.
+            Earlier checkpoints are unchanged, as after a ValueError.
     """
     check_rank(rank, world_size)
     if lock is not None:
@@ -114,22 +114,22 @@ def _save(
     agreement = Agreement(gather, rank, f"{manifest} could not be written")
     layers: dict[str, Any] = {}
 
-    with agreement.of_all() as report:
+    with agreement.phase() as report:
         _check_tables(tables, base, erased)
         columns = columns_of(tables)
         if rank == 0:
             _check_meta(meta)
-            lock.hold()
+            lock.acquire()
             layers = _prepare(directory, step, columns, base)
         report["call"] = {"step": step, "tables": columns, "base": base and base.sha256, "ranks": world_size}
     calls = [other["call"] for other in agreement.reports]
     if any(call != calls[0] for call in calls) or len(calls) != world_size:
         raise CheckpointError(
-            f"{manifest}: the ranks do not save the same thing, so nothing was written: rank {rank} saves "
+            f"{manifest}: the ranks do not save the same tables, so nothing was written: rank {rank} saves "
             f"{calls[rank] if rank < len(calls) else None} and rank 0 {calls[0]}"
         )
 
-    with agreement.of_all(undo=lambda: prune(directory, kept=None)) as report:
+    with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
         nothing = torch.empty(0, dtype=torch.int64)
         report["tables"] = {
@@ -139,13 +139,13 @@ def _save(
             for name in columns
         }
         if rank == 0:
-            # Copies, for safetensors takes no views of one storage.
+            # safetensors refuses views of one storage, so tensors are copied.
             tensors = {f"dense/{name}": copy_of(tensor) for name, tensor in dense.items()}
             report["dense"] = _write(directory, f"{folder_of(step)}/dense", tensors, {}, rank)
         files.flush(directory / folder_of(step))
     written = agreement.reports
 
-    with agreement.of_all(undo=lambda: prune(directory, kept=None)) as report:
+    with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         if rank == 0:
             body = {
                 "format": FORMAT,
@@ -164,7 +164,7 @@ def _save(
             }
             report["sha256"] = _publish_manifest(directory, step, body)
     if rank == 0:
-        # What cannot be removed now does no harm, and the next save fails over it by name.
+        # A file that cannot be removed does no harm; the next save fails and names it.
         with suppress(OSError):
             prune(directory)
 
@@ -178,7 +178,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def columns_of(tables: Tables) -> dict[str, dict[str, Any]]:
-    """dtype and shape of a row of every column of every table."""
+    """dtype and row shape of every column of every table."""
     return {
         name: {
             column: [str(values.dtype).removeprefix("torch."), list(values.shape[1:])]
@@ -188,37 +188,35 @@ def columns_of(tables: Tables) -> dict[str, dict[str, Any]]:
     }
 
 
-def difference(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]) -> str:
-    """All tables and columns in which two results of `columns_of` differ, in words."""
+def difference(saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]) -> str:
+    """A text about all tables and columns in which two results of `columns_of` differ."""
     found = []
-    for name in sorted({*saved, *wanted}):
-        if name not in saved or name not in wanted:
-            found.append(f"table {name!r} is {'not in it' if name in wanted else 'in it, but not here'}")
+    for name in sorted({*saved, *expected}):
+        if name not in saved or name not in expected:
+            found.append(f"table {name!r} is only {'here' if name in expected else 'in the checkpoint'}")
             continue
-        for column in sorted({*saved[name], *wanted[name]}):
-            there, here = saved[name].get(column), wanted[name].get(column)
+        for column in sorted({*saved[name], *expected[name]}):
+            there, here = saved[name].get(column), expected[name].get(column)
             if there != here:
                 found.append(
-                    f"column {column!r} of table {name!r} is {_in_words(there)} in the checkpoint, "
-                    f"{_in_words(here)} here"
+                    f"column {column!r} of table {name!r} is {_describe(there)} in the checkpoint, "
+                    f"{_describe(here)} here"
                 )
     return "; ".join(found)
 
 
-def _in_words(kind: Sequence[Any] | None) -> str:
+def _describe(kind: Sequence[Any] | None) -> str:
     return "not there" if kind is None else f"{kind[0]} {tuple(kind[1])}"
 
 
 def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tensor] | None) -> None:
     if (base is None) != (erased is None):
-        raise ValueError(
-            "an incremental checkpoint needs both its base and the erased keys; a full one neither"
-        )
-    for name, gone in (erased or {}).items():
-        if name not in tables or gone.dim() != 1 or gone.dtype != torch.int64:
+        raise ValueError("an incremental checkpoint needs both `base` and `erased`, a full one neither")
+    for name, erased_keys in (erased or {}).items():
+        if name not in tables or erased_keys.dim() != 1 or erased_keys.dtype != torch.int64:
             raise ValueError(
                 f"erased keys of table {name!r} must be (n,) int64 and of a table that is saved, "
-                f"got {tuple(gone.shape)} {gone.dtype}"
+                f"got {tuple(erased_keys.shape)} {erased_keys.dtype}"
             )
     for name, table in tables.items():
         keys = table.get("keys")
@@ -227,7 +225,7 @@ def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tenso
             raise ValueError(f"table {name!r} must have a column 'keys' (n,) int64, got {given}")
         for column, values in table.items():
             if column in RESERVED:
-                raise ValueError(f"table {name!r} must not have a column {column!r}: the name has a meaning")
+                raise ValueError(f"table {name!r} must not have a column {column!r}: the name is reserved")
             if values.dim() < 1 or len(values) != len(keys):
                 raise ValueError(
                     f"column {column!r} of table {name!r} must have {len(keys)} rows as its keys, "
@@ -247,14 +245,14 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
 def _prepare(
     directory: Path, step: int, columns: dict[str, dict[str, Any]], base: Saved | None
 ) -> dict[str, Any]:
-    """Make room for the new checkpoint; the layers of its base by table."""
+    """Check step and base, and remove leftovers; returns the layers of the base by table."""
     if not 0 <= step < 10**12:
         raise ValueError(f"step must be in [0, 10**12), got {step}")
     saved = files.steps(directory)
     if saved and saved[-1] > step:
         raise ValueError(
             f"{directory} holds step {saved[-1]} already, which is later than {step}: "
-            "a run that starts again further back needs a directory of its own"
+            "choose another directory for a run that restarts at an earlier step"
         )
     layers = {}
     if base is not None:
@@ -262,11 +260,11 @@ def _prepare(
         below = read_manifest(path)
         if saved[-1] != base.step or base.step == step or below["manifest_sha256"] != base.sha256:
             raise CheckpointError(
-                f"{path} is not what the changes are since, or not the newest checkpoint: save a full one"
+                f"{path} is not the base of the changes, or not the newest checkpoint: save a full one"
             )
         missing = first_missing(directory, below)
         if missing:
-            raise CheckpointError(f"{missing}, and the changes would build upon it: save a full checkpoint")
+            raise CheckpointError(f"{missing}, and an incremental checkpoint needs it: save a full one")
         tables = {name: table["columns"] for name, table in below["tables"].items()}
         if tables != columns:
             raise ValueError(
@@ -275,7 +273,7 @@ def _prepare(
             )
         layers = {name: table["layers"] for name, table in below["tables"].items()}
     directory.mkdir(parents=True, exist_ok=True)
-    prune(directory)  # leftovers of a failed save would take the room of this one
+    prune(directory)  # leftovers of a failed save would take disk space from this one
     return layers
 
 
@@ -288,28 +286,28 @@ def _write_table(
     rank: int,
     world_size: int,
 ) -> list[dict[str, Any]]:
-    """Write the rows of one table that this rank owns; the entries of its parts."""
+    """Write this rank's rows of one table; returns the manifest's entries of its parts."""
     columns = {column: values.detach().cpu().contiguous() for column, values in table.items()}
     keys, order = _ordered(columns["keys"], f"table {name!r}", rank, world_size)
     erased, _ = _ordered(erased.cpu().contiguous(), f"erased keys of table {name!r}", rank, world_size)
 
     owned = slices.range_of(rank, world_size)
     parts = slices.parts_of(owned, sum(values.nbytes for values in columns.values()) + erased.nbytes)
-    # All cuts but the ends of the range, which nothing of this rank lies beyond, are bounds of slices.
+    # All cuts are bounds of slices, except the ends of the range; this rank has no key beyond these.
     cuts = [slices.slices_of(part)[0] for part in parts[1:]]
     row_cuts = np.searchsorted(slices.slice_of(keys).numpy(), cuts).tolist()
     erased_cuts = np.searchsorted(slices.slice_of(erased).numpy(), cuts).tolist()
 
     entries = []
-    for part, rows, gone in zip(
+    for part, rows, deleted in zip(
         parts, pairwise([0, *row_cuts, len(order)]), pairwise([0, *erased_cuts, len(erased)]), strict=True
     ):
         entry = {"begin": part[0], "end": part[1], "rank": rank, "rows": rows[1] - rows[0]}
-        entry |= {ERASED: gone[1] - gone[0], "file": None, "bytes": 0, "sha256": None}
+        entry |= {ERASED: deleted[1] - deleted[0], "file": None, "bytes": 0, "sha256": None}
         if entry["rows"] or entry[ERASED]:
             chosen = order[rows[0] : rows[1]]
             tensors = {column: slices.take_rows(values, chosen) for column, values in columns.items()}
-            tensors[ERASED] = erased[gone[0] : gone[1]]
+            tensors[ERASED] = erased[deleted[0] : deleted[1]]
             header = {"table": name, "begin": part[0], "end": part[1]}
             entry |= _write(directory, f"{folder_of(step)}/{label_of(name, part)}", tensors, header, rank)
         entries.append(entry)
@@ -317,7 +315,7 @@ def _write_table(
 
 
 def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """`keys` as the files have them and their order, or ValueError where one is foreign or there twice."""
+    """`keys` in the order of the files, and this order; ValueError for a foreign or repeated key."""
     foreign = np.flatnonzero(ops.owner_of(keys, world_size).numpy() != rank)
     if len(foreign):
         raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(keys[foreign[0]])}")
@@ -332,7 +330,7 @@ def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tenso
 def _write(
     directory: Path, label: str, tensors: dict[str, Tensor], header: dict[str, Any], rank: int
 ) -> dict[str, Any]:
-    """Write a file under a name that carries a part of its checksum; its entry in the manifest."""
+    """Write a file whose name contains a part of its checksum; returns its entry in the manifest."""
     folder, _, name = label.partition("/")
     partial = directory / folder / f"{files.PARTIAL}{name}.rank{rank}.safetensors"
     partial.touch()
@@ -351,15 +349,15 @@ def _write(
 
 def _layer(step: int, world_size: int, name: str, written: list[dict[str, Any]]) -> dict[str, Any]:
     parts = [part for report in written for part in report["tables"][name]]
-    flaw = slices.first_flaw([(part["begin"], part["end"]) for part in parts])
-    if flaw:
-        raise CheckpointError(f"table {name!r}: {flaw}")
+    problem = slices.tiling_error([(part["begin"], part["end"]) for part in parts])
+    if problem:
+        raise CheckpointError(f"table {name!r}: {problem}")
     return {"step": step, "world_size": world_size, "parts": parts}
 
 
 def _publish_manifest(directory: Path, step: int, body: Mapping[str, Any]) -> str:
     partial = directory / f"{files.PARTIAL}{folder_of(step)}.json"
-    sealed = seal(body)
+    sealed = add_checksum(body)
     text = json.dumps(sealed, indent=1) + "\n"
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{partial} would have {len(text)} bytes, more than {MAX_MANIFEST_BYTES}")

@@ -3,7 +3,7 @@
 from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
 from tritonrec.data.clustering import payload_inflation, split, tapered
-from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_of, evaluate_clicks
+from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ratings, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
@@ -29,7 +29,7 @@ __all__ = [
     "NextItemLoader",
     "SequenceCost",
     "auc",
-    "clicks_of",
+    "clicks_from_ratings",
     "evaluate",
     "evaluate_clicks",
     "evaluate_impressions",

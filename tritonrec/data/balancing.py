@@ -1,15 +1,14 @@
-"""Equal work for every rank: dynamic sequence batching, and dealing one global batch by cost.
+"""Load balancing between ranks: dynamic sequence batching, and partition of a global batch by cost.
 
 Sequences differ in length, and a synchronous step takes as long as its slowest rank. Two remedies:
 
-- `dynamic_batches` (MTGRBoost, section 5.1, Algorithm 1): every rank takes as many samples as come closest to
-  a target number of tokens. Batches differ in their number of samples, so what a step trains on changes with
-  the target and the world size.
-- `deal` hands out the samples of one global batch by cost, the longest first, each to the rank with the least
-  so far. The batch stays the same set of samples, so under ``"batch"`` consistency the bits do too.
+- `dynamic_batches` (MTGRBoost, section 5.1, Algorithm 1): each rank's batch has the number of samples that
+  comes closest to a target number of tokens. The samples of a step depend on target and world size.
+- `partition_samples` assigns the samples of one global batch by cost, the largest first, to the rank with the
+  smallest sum so far. The batch has the same samples, and under ``"batch"`` consistency the same bits.
 
-`TokenSpread` says what is left: a synchronous step waits for its longest rank, so ``ratio`` is the time that
-dense computation takes over the time it would take if all ranks had as much to do.
+`TokenSpread` measures the remaining imbalance: a synchronous step waits for its longest rank, so ``ratio`` is
+the time of dense computation over the time with equal work on all ranks.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ class SequenceCost:
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def deal(costs: Tensor, world_size: int) -> list[Tensor]:
-    """Places of the samples of each rank: `world_size` int64 tensors, each ascending, every sample in one.
+def partition_samples(costs: Tensor, world_size: int) -> list[Tensor]:
+    """Positions of the samples of each rank: `world_size` int64 tensors, each ascending, every sample in one.
 
-    Greedy: by falling cost (B,), the earlier of two equal ones first, to the rank with the smallest sum so
-    far, the lower one of equal ranks. The largest sum is at most 4/3 of the best possible (Graham 1969).
+    Greedy (longest processing time first): samples by descending cost (B,), of equal ones the earlier first,
+    go to the rank with the smallest sum so far, of equal ones the lower rank. The largest sum is at most 4/3
+    of the optimum (Graham 1969).
 
     Raises ValueError for a world size below 1.
     """
@@ -60,25 +60,25 @@ def deal(costs: Tensor, world_size: int) -> list[Tensor]:
     order = torch.argsort(costs, descending=True, stable=True).tolist()
     values = costs.tolist()
     loads = [(0.0, rank) for rank in range(world_size)]
-    dealt: list[list[int]] = [[] for _ in range(world_size)]
+    parts: list[list[int]] = [[] for _ in range(world_size)]
     for place in order:
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + values[place], rank))
-        dealt[rank].append(place)
-    return [torch.tensor(sorted(places), dtype=torch.int64) for places in dealt]
+        parts[rank].append(place)
+    return [torch.tensor(sorted(places), dtype=torch.int64) for places in parts]
 
 
 def dynamic_batches(chunks: Iterable[np.ndarray], target_tokens: int) -> Iterator[int]:
-    """Numbers of samples of the batches that Algorithm 1 cuts from chunks of sequence lengths (n,) int64.
+    """Yield the numbers of samples of the batches that Algorithm 1 cuts from chunks of lengths (n,) int64.
 
-    Whole chunks are read until the buffer holds `target_tokens`; the batch is as many samples from its front
-    as come closest to the target, fewer if two counts are equally close, and at least one. What is left waits
-    for the next chunk, and what is left at the end makes the last batch::
+    Whole chunks are read until the buffer holds `target_tokens`. A batch is the leading samples whose tokens
+    come closest to the target: fewer samples if two counts are equally close, and at least one. The rest
+    stays in the buffer for the next batch, and the last rest is the last batch::
 
         target 10    chunks [4, 3, 5, 9], [2, 2]    yields 3 (12 tokens), 1 (9 tokens), 2 (4 tokens)
 
-    The paper's text does not yield when the closest count is the whole buffer, and would then never go on
-    (target 10, buffer [3, 8]); such a buffer is a batch here. Raises ValueError for a target below 1.
+    By the paper's text no batch is yielded when the closest count is the whole buffer, and the algorithm does
+    not end (target 10, buffer [3, 8]); here such a buffer is a batch. Raises ValueError for a target below 1.
     """
     if target_tokens < 1:
         raise ValueError(f"target_tokens must be at least 1, got {target_tokens}")
@@ -99,18 +99,18 @@ def dynamic_batches(chunks: Iterable[np.ndarray], target_tokens: int) -> Iterato
         yield len(waiting)
 
 
-class Shards(Protocol):
-    """What `token_spread` asks of a loader."""
+class SupportsTokenCounts(Protocol):
+    """A loader for `token_spread`."""
 
     def tokens_per_rank(self, step: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class TokenSpread:
-    """How unequal the ranks' tokens are: 1.0 and 0 are the best.
+    """Imbalance of the ranks' tokens; ratios of 1.0 and a spread of 0 are the best.
 
-    ratio: sum over steps of the longest rank's tokens, over that of the mean rank's.
-    worst_ratio: the largest of a single step. spread: mean over steps of longest minus shortest rank.
+    ratio: sum over steps of the longest rank's tokens, divided by the sum of the mean over ranks.
+    worst_ratio: largest ratio of a single step. spread: mean over steps of longest minus shortest rank.
     """
 
     ratio: float
@@ -118,8 +118,8 @@ class TokenSpread:
     spread: float
 
 
-def token_spread(loader: Shards, steps: Iterable[int]) -> TokenSpread:
-    """Measure `steps` of a loader, all ranks; a ValueError where they hold no token."""
+def token_spread(loader: SupportsTokenCounts, steps: Iterable[int]) -> TokenSpread:
+    """Measure `steps` of a loader over all ranks; raises ValueError for steps without tokens."""
     tokens = torch.stack([loader.tokens_per_rank(step) for step in steps]).double()
     tokens = tokens[tokens.sum(1) > 0]
     if len(tokens) == 0:

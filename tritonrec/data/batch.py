@@ -1,4 +1,4 @@
-"""Batches: ids by feature and sample, and labels beside them; nothing is padded.
+"""Batches: ids by feature and sample, with labels; nothing is padded.
 
 A `Batch` is a step, sample ids and a `KeyedJaggedTensor`. A kind of batch is a subclass with columns: a row
 for each sample, or for each id of a key. Three samples of next-item training, the second one empty, which is
@@ -30,15 +30,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, Movable, by_key, check_tensor, same
+from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, Movable, check_tensor, common_value, order_by_key
 
 
 class Column(NamedTuple):
-    """Which rows a field of a batch has, and how they are stored."""
+    """Rows and type of a field of a batch."""
 
     keys: tuple[str, ...]  # a row for each id of these keys, one key after another; (): for each sample
-    dtype: torch.dtype | None  # None: a `KeyedJaggedTensor` with a bag for each row, or nothing
-    dim: int  # dimensions of the tensor, the rows among them
+    dtype: torch.dtype | None  # None: a `KeyedJaggedTensor` with a bag for each row, or None
+    dim: int  # dimensions of the tensor, the first one included
 
 
 def per_sample(dtype: torch.dtype = torch.int64, dim: int = 1) -> dict[str, Column]:
@@ -53,13 +53,13 @@ def per_token(*keys: str, dtype: torch.dtype | None = torch.int64, dim: int = 1)
 
 @dataclass(frozen=True)
 class Batch(Movable):
-    """One step's samples, with all tensors on one device. The scheduler asks no more of a batch than this.
+    """The samples of a step, with all tensors on one device: the interface of batches for the trainer.
 
-    ``sample_ids`` tell samples apart wherever a random choice depends on the sample (dropout, negatives), so
-    they must not depend on how the batch is cut up.
+    Random choices that depend on the sample (dropout, negatives) use ``sample_ids``, so these must not depend
+    on the cut into micro-batches.
 
-    A kind of batch is a frozen dataclass with more fields: columns (`per_sample`, `per_token`), and values
-    that all samples share. It may override the lookups and the terms of the loss.
+    A kind of batch is a frozen dataclass with further fields: columns (`per_sample`, `per_token`), and values
+    shared by all samples. It may override the lookups and the number of loss terms.
     """
 
     step: int
@@ -73,15 +73,15 @@ class Batch(Movable):
 
     @property
     def loss_terms(self) -> int:
-        """Terms of the batch's loss; the sum of the losses is divided by their number over all ranks."""
+        """Number of the loss's terms; the sum of losses is divided by the number over all ranks."""
         return self.num_samples
 
     def lookups(self) -> dict[str, Lookup]:
-        """What each feature looks up; the features are the same for every batch of a run."""
+        """The `Lookup` of each feature; all batches of a run have the same features."""
         return self.features.to_dict()
 
     def sample_keys(self) -> tuple[Tensor, Tensor]:
-        """Offsets (B + 1,) and keys (n,) int64 that tell which samples share keys; repeats are allowed.
+        """Keys of each sample, for clustering: offsets (B + 1,) and keys (n,) int64, repeats allowed.
 
         Equal ids of different features give different keys.
         """
@@ -95,7 +95,7 @@ class Batch(Movable):
         return KeyedJaggedTensor(keys, numbered, self.features.offsets).by_sample(*keys)
 
     def select(self, indices: Tensor) -> Self:
-        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
+        """The samples at `indices` (b,) int64, in that order; IndexError for an index outside [0, B)."""
         indices, old = indices.to(self.sample_ids.device), self.features
         places, offsets = old.places(indices)
         new = KeyedJaggedTensor(old.keys, old.values.index_select(0, places), offsets)
@@ -112,12 +112,12 @@ class Batch(Movable):
     def concat(cls, batches: Sequence[Self]) -> Self:
         """One batch of all samples, in the order given.
 
-        Raises ValueError unless there is a batch and all have the same step, features and shapes of columns.
+        Raises ValueError without batches, and for different steps, features or shapes of columns.
         """
         if not batches:
             raise ValueError("concat: needs at least one batch")
         joined: dict[str, Any] = {
-            each.name: same(each.name, [getattr(batch, each.name) for batch in batches])
+            each.name: common_value(each.name, [getattr(batch, each.name) for batch in batches])
             for each in fields(cls)
             if each.name not in ("sample_ids", "features") and "column" not in each.metadata
         }
@@ -126,13 +126,13 @@ class Batch(Movable):
         for name, (keys, _dtype, _dim) in cls._columns():
             values = [getattr(batch, name) for batch in batches]
             joined[name] = values[0]
-            if same(f"rows of {name}", [_row(value) for value in values]) is not None:
+            if common_value(f"rows of {name}", [_row(value) for value in values]) is not None:
                 is_tensor = isinstance(values[0], Tensor)
                 joined[name] = torch.cat(values) if is_tensor else KeyedJaggedTensor.concat(values)
             if len(keys) > 1:
                 at = [features.keys.index(key) for key in keys]
                 sizes = [[batch.features.length_per_key[key] for key in at] for batch in batches]
-                joined[name] = _take(joined[name], by_key(sizes).to(features.values.device))
+                joined[name] = _take(joined[name], order_by_key(sizes).to(features.values.device))
         return cls(**joined)
 
     def validate(self) -> Self:
@@ -179,7 +179,7 @@ def _take(value: Tensor | KeyedJaggedTensor | None, rows: Tensor) -> Tensor | Ke
 
 
 def _row(value: Any) -> Any:
-    """The shape of a column's rows, the keys of its bags, or None."""
+    """Shape of a column's rows, keys of its bags, or None."""
     return value.shape[1:] if isinstance(value, Tensor) else value and value.keys
 
 
@@ -260,6 +260,6 @@ class JaggedBatch(Batch):
         return torch.repeat_interleave(self.sample_ids, self.lengths)
 
     def token_positions(self) -> Tensor:
-        """(L,) int64: the place of each token in its own sequence, from 0."""
+        """(L,) int64: the position of each token in its sequence, from 0."""
         positions = torch.arange(self.num_tokens, dtype=torch.int64, device=self.ids.device)
         return positions - torch.repeat_interleave(self.offsets[:-1], self.lengths)

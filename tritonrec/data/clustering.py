@@ -1,23 +1,24 @@
 """Key-centric sample clustering: micro-batches whose samples share keys (NestPipe, section V.C).
 
-A frozen window of N micro-batches exchanges each key once per micro-batch that contains it. Cutting a batch
-where it stands scatters a key over many of them, so the payload grows with N; samples that share keys belong
-together::
+A frozen window of N micro-batches exchanges each key once per micro-batch that contains it. A plain cut of
+the batch scatters a key over many micro-batches, so the payload grows with N. Clustering puts samples that
+share keys together::
 
     sample       0      1      2      3               exchanged keys
     keys        a b    c d    a b    c e
     plain      [ 0      1 ] [  2      3 ]             a b c d | a b c e    8 of 5 distinct: inflation 1.6
     clustered  [ 0      2 ] [  1      3 ]             a b     | c d e      5 of 5 distinct: inflation 1.0
 
-The scheme is one greedy pass. Each micro-batch starts from the sample with the most shared keys left, and
-then takes the sample whose keys it already holds to the greatest part, until it has its share of the keys.
-A key of h samples weighs 1 / h, and nothing if no other sample has it: popular keys are everywhere in any
-case. Weights are integers and ties go to the earlier sample, so every machine finds the same partition.
+The scheme is one greedy pass. Each micro-batch starts with the remaining sample of the largest weight of
+shared keys. It then takes the sample with the largest part of its keys in the micro-batch already, until it
+has its share of the keys. A key of h samples has weight 1 / h, and 0 if h = 1: popular keys are in every
+micro-batch anyway. Weights are integers and ties go to the earlier sample, so every machine finds the same
+partition.
 
 A batch of 128 sequences of up to 50 tokens takes about one millisecond with 4 negatives per token, on the
-CPU, in the data stage. Negatives drawn at random are shared by chance only: the more of them there are, the
-less clustering can win (MovieLens-100K, N = 8: inflation 3.15 becomes 2.57 without negatives, and 6.75
-becomes 6.46 with 4 per token).
+CPU, in the data stage. Random negatives are shared by chance only, so clustering gains less with more of them
+(MovieLens-100K, N = 8: inflation falls from 3.15 to 2.57 without negatives, and from 6.75 to 6.46 with 4 per
+token).
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from tritonrec.ops import unique
 
 from ..kernels.caches import njit
 
-_UNIT = 1 << 20  # the weight of a key is _UNIT // holders: sums of them stay far from 2**53
+_UNIT = 1 << 20  # a key of h samples has weight _UNIT // h; sums of weights stay far below 2**53
 
 
 def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper: float = 1.0) -> list[Tensor]:
-    """Cut a batch on the CPU into micro-batches: N tensors of sample indices, int64, every sample in one.
+    """Cut a batch on the CPU into micro-batches: N int64 tensors of sample indices, every sample in one.
 
-    Plain: runs of the batch as it stands, equal in samples up to one. Clustered: by shared keys; a
-    micro-batch holds at most its share of the batch's keys (`sample_keys`, repeats counted) and one sample's
-    more, and none is empty as long as there are N samples. With fewer samples than N, empty micro-batches are
-    legal in both. With `taper` below 1 shares are those of `tapered`.
+    Plain: consecutive samples, in numbers that differ by one at most. Clustered: by shared keys; a
+    micro-batch exceeds its share of the batch's keys (`sample_keys`, repeats counted) by less than one
+    sample, and none is empty if there are N samples. With fewer samples some micro-batches are empty. With
+    `taper` below 1 the shares are those of `tapered`.
 
-    Raises ValueError when N is less than 1, or when the batch's `sample_keys` do not fit together.
+    Raises ValueError for N below 1, and for `sample_keys` whose offsets and keys do not fit together.
     """
     shares = tapered(num_micro_batches, taper)
     samples = torch.arange(batch.num_samples)
@@ -62,11 +63,11 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
 
 
 def tapered(num_micro_batches: int, taper: float) -> Tensor:
-    """Shares (N,) float64 of a window whose ends are small; they add up to 1.
+    """Shares (N,) float64 of the micro-batches of a window, small at both ends; they add up to 1.
 
     Each micro-batch has `taper` times the share of its neighbour nearer to the middle: N = 5 and 0.5 give
-    1/10, 2/10, 4/10, 2/10, 1/10. The exchange of rows for the first micro-batch and that of gradients after
-    the last one have no computation to hide behind, and each later exchange has the micro-batch before it.
+    1/10, 2/10, 4/10, 2/10, 1/10. No computation hides the exchange of rows for the first micro-batch, nor the
+    exchange of gradients after the last one.
     """
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
@@ -79,7 +80,7 @@ def tapered(num_micro_batches: int, taper: float) -> Tensor:
 
 
 def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
-    """Sum of distinct keys of the micro-batches over distinct keys of the batch: at least 1.0."""
+    """Sum of the micro-batches' distinct keys, divided by the batch's distinct keys: at least 1.0."""
     whole = len(torch.unique(batch.sample_keys()[1]))
     parts = sum(len(torch.unique(batch.select(indices).sample_keys()[1])) for indices in micro_batches)
     return parts / whole if whole else 1.0
@@ -87,20 +88,18 @@ def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
 
 @njit(cache=True, nogil=True)
 def _cluster(offsets, numbers, num_keys, shares):
-    """Samples in the order of their micro-batches (B,), and the end of each micro-batch in it (N,).
+    """Samples (B,) in the order of their micro-batches, and the end of each micro-batch (N,) in this order.
 
-    `shares` (N,) float64 of the keys, repeats counted, that each micro-batch is to have.
-
-    `numbers` are the samples' keys renumbered from 0, jagged by `offsets`; a sample's share of a micro-batch
-    is their count.
+    `numbers` are the samples' keys renumbered from 0, jagged by `offsets`. `shares` (N,) float64 are the
+    micro-batches' shares of the keys, repeats counted.
     """
     num_samples = len(offsets) - 1
     key_offsets, keys = _keys_of_samples(offsets, numbers, num_keys)
-    holder_offsets, holders = _samples_of_keys(key_offsets, keys, num_keys)
+    sample_offsets, key_samples = _samples_of_keys(key_offsets, keys, num_keys)
 
     weights = np.zeros(num_keys, dtype=np.int64)
     for key in range(num_keys):
-        count = holder_offsets[key + 1] - holder_offsets[key]
+        count = sample_offsets[key + 1] - sample_offsets[key]
         if count > 1:
             weights[key] = _UNIT // count
     total = np.zeros(num_samples, dtype=np.int64)
@@ -112,14 +111,14 @@ def _cluster(offsets, numbers, num_keys, shares):
     order = np.empty(num_samples, dtype=np.int64)
     ends = np.empty(num_micro_batches, dtype=np.int64)
     free = np.ones(num_samples, dtype=np.bool_)
-    home = np.full(num_keys, -1, dtype=np.int64)  # the micro-batch that took the key last
+    last_micro_batch = np.full(num_keys, -1, dtype=np.int64)  # the micro-batch that took the key last
     placed = 0
     left = offsets[num_samples]
     for micro_batch in range(num_micro_batches):
         later = num_micro_batches - 1 - micro_batch
         share = np.ceil(left * (shares[micro_batch] / shares[micro_batch:].sum()) - 1e-6)
         begin, taken = placed, 0
-        held = np.zeros(num_samples, dtype=np.int64)  # weight of the sample's keys that are already here
+        shared_weights = np.zeros(num_samples, dtype=np.int64)  # of the sample's keys in this micro-batch
         while placed < num_samples:
             is_enough = taken >= share or num_samples - placed <= later
             if later > 0 and placed > begin and is_enough:
@@ -129,7 +128,7 @@ def _cluster(offsets, numbers, num_keys, shares):
                 if free[sample]:
                     score = float(total[sample])
                     if placed > begin:
-                        score = held[sample] / max(total[sample], 1)
+                        score = shared_weights[sample] / max(total[sample], 1)
                     if score > best_score:
                         best, best_score = sample, score
             free[best] = False
@@ -138,10 +137,10 @@ def _cluster(offsets, numbers, num_keys, shares):
             taken += offsets[best + 1] - offsets[best]
             for at in range(key_offsets[best], key_offsets[best + 1]):
                 key = keys[at]
-                if home[key] != micro_batch:
-                    home[key] = micro_batch
-                    for holder in range(holder_offsets[key], holder_offsets[key + 1]):
-                        held[holders[holder]] += weights[key]
+                if last_micro_batch[key] != micro_batch:
+                    last_micro_batch[key] = micro_batch
+                    for at_sample in range(sample_offsets[key], sample_offsets[key + 1]):
+                        shared_weights[key_samples[at_sample]] += weights[key]
         left -= taken
         ends[micro_batch] = placed
     return order, ends
@@ -168,15 +167,15 @@ def _keys_of_samples(offsets, numbers, num_keys):
 
 @njit(cache=True, nogil=True)
 def _samples_of_keys(key_offsets, keys, num_keys):
-    """The other way round, samples of each key: holder_offsets (U + 1,), holders."""
-    holder_offsets = np.zeros(num_keys + 1, dtype=np.int64)
+    """Samples of each key, jagged: sample_offsets (U + 1,), key_samples."""
+    sample_offsets = np.zeros(num_keys + 1, dtype=np.int64)
     for key in keys:
-        holder_offsets[key + 1] += 1
-    holder_offsets = np.cumsum(holder_offsets)
-    cursor = holder_offsets[:-1].copy()
-    holders = np.empty(len(keys), dtype=np.int64)
+        sample_offsets[key + 1] += 1
+    sample_offsets = np.cumsum(sample_offsets)
+    cursor = sample_offsets[:-1].copy()
+    key_samples = np.empty(len(keys), dtype=np.int64)
     for sample in range(len(key_offsets) - 1):
         for at in range(key_offsets[sample], key_offsets[sample + 1]):
-            holders[cursor[keys[at]]] = sample
+            key_samples[cursor[keys[at]]] = sample
             cursor[keys[at]] += 1
-    return holder_offsets, holders
+    return sample_offsets, key_samples

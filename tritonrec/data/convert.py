@@ -1,7 +1,7 @@
 """Write a log as Parquet: ``python -m tritonrec.data.convert SOURCE OUT``.
 
-``--partition-by date`` makes a folder for each day (UTC) of the events' timestamps; within a day the rows
-keep their order, so the sequences of users are those of the source. OUT appears when it is whole.
+``--partition-by date`` makes a folder for each day (UTC) of the events' timestamps. Within a day the rows
+keep their order, so users' sequences equal those of the source. OUT appears when it is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tritonrec.data import parquet
-from tritonrec.data.epochs import at_least
+from tritonrec.data.epochs import check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load_interactions
 from tritonrec.files import ScratchFolder
@@ -39,14 +39,14 @@ def write(
 
     Args:
         partition_by: ``"date"`` for a folder a day, which takes `time_unit` of the timestamps.
-        rows_per_file, rows_per_group: most rows of a file, and of a row group, which is a shard.
-        report: called with the number of rows after each file.
+        rows_per_file, rows_per_group: largest number of rows of a file, and of a row group, which is a shard.
+        report: called after each file with its number of rows.
 
-    Raises FileExistsError for an `out` that is a file or a folder with anything in it, and ValueError for an
-    empty log and numbers below 1.
+    Raises FileExistsError where `out` is a file or a folder that is not empty, and ValueError for an empty
+    log and numbers below 1.
     """
-    at_least("rows_per_file", rows_per_file, 1)
-    at_least("rows_per_group", rows_per_group, 1)
+    check_at_least("rows_per_file", rows_per_file, 1)
+    check_at_least("rows_per_group", rows_per_group, 1)
     if partition_by not in (None, "date"):
         raise ValueError(f"partition_by must be 'date' or None, got {partition_by!r}")
     if len(log) == 0:

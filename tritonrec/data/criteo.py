@@ -5,12 +5,13 @@ As text, one impression a line, 40 fields between tabs, no header; a field may b
     label  I1 ... I13          C1 ... C26
     0      1  1  5  0  1382 .. 68fd1e64  80e26c9b  fb936136 ..        0 or 1, integers, hexadecimal
 
-In Parquet the columns have these names (``label``, ``I1``, ..., ``C26``), in any order and with others beside
-them: counts are numbers, categories either strings of hexadecimal digits or integers from 0 on, and a field
-may be null. A folder's files are read in the order of their paths. Both are read in the order of time.
+In Parquet the columns have these names (``label``, ``I1``, ..., ``C26``), in any order; further columns are
+ignored. Counts are numbers, categories strings of hexadecimal digits or integers of at least 0, and a field
+may be null. A folder's files are read in the order of their paths. Rows of both formats are in the order of
+time.
 
-A count x becomes log(1 + max(x, 0)), 0 where it is missing. A category becomes its number, 2**32 where it is
-missing, which no eight hexadecimal digits reach. The last tenth is held out.
+A count x becomes log(1 + max(x, 0)), a missing one 0. A category becomes its number, a missing one 2**32,
+beyond eight hexadecimal digits. The last tenth is held out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 import pyarrow.dataset as ds
 
-from tritonrec.data.ctr import ClickLog, split_in_time
+from tritonrec.data.ctr import ClickLog, num_training_rows
 
 COUNTS = tuple(f"I{number}" for number in range(1, 14))
 CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
@@ -41,8 +42,7 @@ for _digits, _first in ((b"0123456789", 0), (b"abcdef", 10), (b"ABCDEF", 10)):
 def read_tsv(path: Path | str) -> ClickLog:
     """Read a file in Criteo's text format, compressed (.gz, .bz2) or not.
 
-    Raises FileNotFoundError for a missing file, and ValueError naming file, line and column for anything that
-    cannot be read as it was meant.
+    Raises FileNotFoundError for a missing file, and ValueError naming file, line and column of a bad field.
     """
     path = Path(path)
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_tsv(path: Path | str) -> ClickLog:
         table = _text(path)
     except pa.ArrowInvalid:
         try:
-            table = _text(path, use_threads=False)  # which tells the line
+            table = _text(path, use_threads=False)  # its error names the line
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path}: not Criteo's text format, 40 fields between tabs: {error}") from error
     return _log([(_Part(path, "line", 1), table)], path)
@@ -71,8 +71,8 @@ def _text(path: Path, use_threads: bool = True) -> pa.Table:
 def read_parquet(path: Path | str) -> ClickLog:
     """Read a Parquet file, or a folder of them at any depth.
 
-    Raises FileNotFoundError for a path that does not exist, and ValueError naming file, column and row, from
-    0 on, for a column that is missing or of another type, and for a value out of range.
+    Raises FileNotFoundError for a path that does not exist, and ValueError naming file, column and row (from
+    0) for a missing column, another type, and a value out of range.
     """
     path = Path(path)
     if not path.exists():
@@ -94,7 +94,7 @@ def _parquet_parts(path: Path) -> Iterator[tuple[_Part, pa.Table]]:
 
 
 class _Part:
-    """Where a table came from, for errors."""
+    """Source of a table, for error messages."""
 
     def __init__(self, path: Path, unit: str, first: int):
         self.path, self.unit, self.first = path, unit, first
@@ -121,7 +121,7 @@ def _log(parts: Iterator[tuple[_Part, pa.Table]] | list[tuple[_Part, pa.Table]],
         raise ValueError(f"{path}: holds no impressions")
     return ClickLog(
         np.concatenate(dense), np.concatenate(categories), np.concatenate(labels), CATEGORIES,
-        split_in_time(rows),
+        num_training_rows(rows),
     )  # fmt: skip
 
 

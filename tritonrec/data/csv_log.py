@@ -1,16 +1,16 @@
 """Any interaction log as text: one row a line, columns user, item, timestamp and maybe rating.
 
-Comma, tab and semicolon are told apart by the first line. A first line without any number in it is a header,
-whose columns may come in any order, with others between them; without one the order is fixed::
+The first line decides between comma, tab and semicolon. A first line without any number is a header, with
+columns in any order and others between them; without a header the order is fixed::
 
     user_id:token   item_id:token   rating:float   timestamp:float
     196             242             3              881250949
 
     196,242,881250949,3
 
-Names are matched without regard to case, ``_id`` and what follows a colon. A column of ids is taken as it is
-when every value is a plain int64 number; otherwise its values are strings, numbered 0, 1, 2, ... as they
-first occur, so the ids stay the same when rows are appended. Timestamps are integers, or decimals, which
+Names match regardless of case, ``_id`` and a suffix after a colon. A column of plain int64 numbers is taken
+as ids. The values of any other column are strings, numbered 0, 1, 2, ... in the order of their first
+occurrence, so the ids stay the same when rows are appended. Timestamps are integers or decimals; decimals
 order the rows exactly and are then rounded down.
 """
 
@@ -39,8 +39,7 @@ _INT64 = range(-(2**63), 2**63)
 def read(path: Path | str) -> Interactions:
     """Read a log; the format is described in the module's docstring.
 
-    Raises FileNotFoundError for a missing file, and ValueError naming file, line and column for anything that
-    cannot be read as it was meant.
+    Raises FileNotFoundError for a missing file, and ValueError naming file, line and column of a bad field.
     """
     path = Path(path)
     columns: dict[str, int] = {}
@@ -105,7 +104,7 @@ def _delimiter(path: Path, first_line: str) -> str:
 
 
 def _columns(path: Path, line: int, fields: list[str]) -> tuple[dict[str, int], bool]:
-    """Where each column stands, and whether the first row is a header."""
+    """Position of each column, and whether the first row is a header."""
     if any(_is_number(field) for field in fields):
         if len(fields) not in (3, 4):
             _fail(
@@ -149,8 +148,8 @@ def _identifier(path: Path, line: int, column: str, field: str) -> str:
 
 
 def _identifiers(values: list[str]) -> np.ndarray:
-    """(N,) int64: the numbers themselves, or the place of each string in the order of first occurrence."""
-    # "007", "+7" and "1_0" are numbers to Python, but other ids than 7 and 10: only the plain form counts.
+    """(N,) int64: the numbers themselves, or the number of each string in the order of first occurrence."""
+    # Python reads "007", "+7" and "1_0" as numbers, but they are other ids than 7 and 10.
     if all(_INTEGER.fullmatch(value) and int(value) in _INT64 for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)
     numbers: dict[str, int] = {}

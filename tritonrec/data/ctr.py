@@ -25,13 +25,13 @@ from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
 from tritonrec.data.batch import Batch, check_binary, per_sample
-from tritonrec.data.epochs import EpochLoader, at_least
+from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.ranking import auc
 
 CLICK_RATING = 4.0
-"""Ratings from here on count as clicks, as in `tritonrec.data.impression_loader`."""
+"""Smallest rating that counts as a click, as in `tritonrec.data.impression_loader`."""
 HELD_OUT = 0.1
 """Share of a log that is held out."""
 
@@ -79,8 +79,8 @@ class ClickLog:
         return len(self.labels)
 
 
-def split_in_time(rows: int) -> int:
-    """How many of `rows` in the order of time are trained on: all but the last `HELD_OUT`, at least one."""
+def num_training_rows(rows: int) -> int:
+    """Number of training rows of `rows` in the order of time: all but the last `HELD_OUT`, at least one."""
     return max(1, rows - math.ceil(rows * HELD_OUT))
 
 
@@ -111,15 +111,15 @@ class ClickBatch(Batch):
 
 
 class ClickLoader(EpochLoader[ClickBatch]):
-    """The rows of a log that are trained on, shuffled and sharded over ranks; sample ids are rows of the log.
+    """Training rows of a log, shuffled and sharded over ranks; sample ids are row numbers of the log.
 
     Args:
         log: see `ClickLog`.
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
         seed: int64; fixes the order of samples in every epoch.
-        rank, world_size: which shard `batch` returns.
-        balance: as `EpochLoader`; all samples cost the same.
-        rows: (first, last) of the rows to train on; all but those held out by default.
+        rank, world_size: of the shard that `batch` returns.
+        balance: as `EpochLoader`; all samples have the same cost.
+        rows: [first, last) of the training rows; by default all that are not held out.
 
     Raises ValueError for a number out of range.
     """
@@ -148,12 +148,12 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return self._categories[self.sample_ids]
 
     def make_batch(self, step: int, samples: Tensor) -> ClickBatch:
-        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._rows(step, self.sample_ids[samples])
 
     def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
-        """The rows held out, in their order, `batch_size` at a time; step 0."""
-        at_least("batch_size", batch_size, 1)
+        """The held-out rows in their order, `batch_size` at a time, as step 0."""
+        check_at_least("batch_size", batch_size, 1)
         for rows in torch.arange(self.log.trained, len(self.log)).split(batch_size):
             yield self._rows(0, rows)
 
@@ -162,19 +162,17 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return ClickBatch(step, rows, features, self._dense[rows], self._labels[rows])
 
 
-def clicks_of(log: Interactions) -> ClickLog:
-    """A rating log as clicks: a rating of at least `CLICK_RATING` is one (MovieLens as CTR).
+def clicks_from_ratings(log: Interactions) -> ClickLog:
+    """Clicks from a rating log: a rating of at least `CLICK_RATING` is a click (MovieLens as CTR).
 
-    Features are ``item`` and ``user``, what the log knows of its users, and ``genres``, one id for each set
-    of genres, where it has them. The two dense ones are log(1 + n) of the ratings that the item had got
-    before, and that the user had given. The last `HELD_OUT` of every user's ratings are held out.
+    Features are ``item``, ``user``, the log's user features, and, if the log has genres, ``genres``, one id
+    for each set of genres. The two dense features are log(1 + n) of the number n of earlier ratings of the
+    item, and by the user. The last `HELD_OUT` of every user's ratings are held out.
 
     Raises ValueError for a log without ratings.
     """
     if log.rating is None:
-        raise ValueError(
-            "the log has no ratings, so nothing tells what was clicked: give it a column 'rating'"
-        )
+        raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
     in_time = np.argsort(log.timestamp, kind="stable")
     user, item, rating = log.user[in_time], log.item[in_time], log.rating[in_time]
     earlier = [_earlier(ids) for ids in (item, user)]
@@ -200,7 +198,7 @@ def clicks_of(log: Interactions) -> ClickLog:
 
 
 def _earlier(ids: np.ndarray) -> np.ndarray:
-    """(n,) int64: how often each id occurs before its place."""
+    """(n,) int64: the number of earlier occurrences of each id."""
     order = np.argsort(ids, kind="stable")
     arranged = ids[order]
     starts = np.append(True, arranged[1:] != arranged[:-1]).nonzero()[0]
@@ -211,14 +209,14 @@ def _earlier(ids: np.ndarray) -> np.ndarray:
 
 
 def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: ClickLoader) -> dict[str, float]:
-    """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` of the rows held out.
+    """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows.
 
-    `predict` takes a batch and returns probabilities (B,). One of at least one half predicts a click. BCE
-    is the mean cross entropy in nats, with probabilities no closer to 0 and 1 than 1e-7. Raises ValueError
-    where nothing is held out, and for predictions of another shape.
+    `predict` maps a batch to probabilities (B,). A probability of at least 0.5 predicts a click. BCE is the
+    mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. Raises ValueError where
+    nothing is held out, and for predictions of another shape.
     """
     if loader.log.trained == len(loader.log):
-        raise ValueError("the log holds nothing out, so there is nothing to evaluate on")
+        raise ValueError("the log has no held-out rows to evaluate on: give it more rows")
     scores, labels = [], []
     for batch in loader.evaluation_batches():
         found = predict(batch).detach().cpu()

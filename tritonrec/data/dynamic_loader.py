@@ -1,12 +1,12 @@
-"""Batches of about as many tokens on every rank: Algorithm 1 of MTGRBoost over the samples of any loader.
+"""Batches with about equal tokens on every rank: Algorithm 1 of MTGRBoost over the samples of any loader.
 
 An epoch's samples, in its shuffled order, are cut into chunks, and chunk c goes to rank c modulo the world
 size. Every rank cuts its own batches (`balancing.dynamic_batches`), so their numbers of samples differ; the
-loss is divided by the number of its terms over all ranks, as everywhere. A rank that runs out has empty
-batches until all are through, and the next epoch begins with empty buffers: each sample is in one batch of
-each epoch.
+loss is divided by the number of its terms over all ranks, as everywhere. A rank without further samples has
+empty batches until the end of the epoch, and the next epoch begins with empty buffers: each sample is in one
+batch of each epoch.
 
-Epochs may differ in their number of steps, so a step is found by counting the steps of the epochs before it.
+Epochs may differ in their number of steps, so the steps of all earlier epochs are counted to find a step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import dynamic_batches
-from tritonrec.data.epochs import BatchType, EpochLoader, at_least
+from tritonrec.data.epochs import BatchType, EpochLoader, check_at_least
 
 
 class DynamicBatchLoader(Generic[BatchType]):
     """The samples of `loader` in batches of about `target_tokens` tokens a rank; a function of (seed, step).
 
     Args:
-        loader: gives samples, seed, rank and world size; what it holds out for evaluation stays with it.
+        loader: source of samples, seed, rank, world size and evaluation.
         target_tokens: N of Algorithm 1; by default the mean length times the loader's samples per rank.
-        chunk_samples: samples that go to one rank together.
+        chunk_samples: samples of a chunk.
 
     Raises ValueError for a number below 1.
     """
@@ -39,12 +39,12 @@ class DynamicBatchLoader(Generic[BatchType]):
         if target_tokens is None:
             total = int(loader.sample_tokens.sum()) * loader.batch_size
             target_tokens = max(total // (loader.num_samples * loader.world_size), 1)
-        at_least("target_tokens", target_tokens, 1)
-        at_least("chunk_samples", chunk_samples, 1)
+        check_at_least("target_tokens", target_tokens, 1)
+        check_at_least("chunk_samples", chunk_samples, 1)
         self.loader, self.target_tokens, self.chunk_samples = loader, target_tokens, chunk_samples
         self.rank, self.world_size = loader.rank, loader.world_size
         self._lock = Lock()
-        self._first_steps = [0]  # of each epoch planned so far, and of the one after
+        self._first_steps = [0]  # of each epoch planned so far, and of the next one
         self._recent_plan: tuple[int, list[list[Tensor]]] | None = None
 
     @property
@@ -54,11 +54,11 @@ class DynamicBatchLoader(Generic[BatchType]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of the first epoch; `steps_of` tells those of any."""
+        """Steps of the first epoch; see `steps_of` for the others."""
         return self.steps_of(0)
 
     def steps_of(self, epoch: int) -> int:
-        """Steps of `epoch`, the batches of the rank that has the most."""
+        """Steps of `epoch`: the largest number of batches of a rank."""
         return max(len(batches) for batches in self._plan(epoch))
 
     def batch(self, step: int) -> BatchType:
@@ -74,8 +74,8 @@ class DynamicBatchLoader(Generic[BatchType]):
         return torch.stack([self.loader.sample_tokens[samples].sum() for samples in self._samples(step)])
 
     def _samples(self, step: int) -> list[Tensor]:
-        """Places in the loader's `sample_ids` of each rank's samples."""
-        at_least("step", step, 0)
+        """Positions of each rank's samples in the loader's `sample_ids`."""
+        check_at_least("step", step, 0)
         with self._lock:
             while self._first_steps[-1] <= step:
                 self._first_steps.append(self._first_steps[-1] + self.steps_of(len(self._first_steps) - 1))
@@ -85,7 +85,7 @@ class DynamicBatchLoader(Generic[BatchType]):
         return [batches[place] if place < len(batches) else nothing for batches in self._plan(epoch)]
 
     def _plan(self, epoch: int) -> list[list[Tensor]]:
-        """For every rank the samples of its batches."""
+        """Samples of the batches of every rank."""
         recent = self._recent_plan
         if recent is None or recent[0] != epoch:
             chunks = self.loader.epoch_order(epoch).split(self.chunk_samples)

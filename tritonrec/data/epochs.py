@@ -1,7 +1,7 @@
-"""Samples in a shuffled order, epoch after epoch, dealt to ranks: what all training loaders have in common.
+"""Base of all training loaders: samples in a shuffled order, epoch after epoch, sharded over ranks.
 
-Nothing is remembered between steps: the order comes from a counter-based generator, so any step can be made
-at any time, by any rank, and a run that resumes at step t sees what it would have seen.
+Loaders have no state between steps: the order comes from a counter-based generator. So any rank can make any
+step at any time, and a run resumed at step t gets the same batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tritonrec.data.balancing import SequenceCost, deal
+from tritonrec.data.balancing import SequenceCost, partition_samples
 from tritonrec.ops import random_indices
 
 # Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
@@ -24,13 +24,13 @@ class EpochLoader(Generic[BatchType]):
     """Batches of samples in the order of an epoch, sharded over ranks.
 
     Args:
-        sample_ids: (S,) int64, all different; they alone decide the order.
+        sample_ids: (S,) int64, distinct; with the seed they decide the order.
         sample_tokens: (S,) int64, the length of each sample.
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
         seed: int64; fixes the order of samples in every epoch.
-        rank, world_size: which shard `batch` returns.
-        balance: deal each global batch by cost (`balancing.deal`), True for the default `SequenceCost`;
-            otherwise rank r has samples r, r + world_size, ... of it.
+        rank, world_size: of the shard that `batch` returns.
+        balance: partition each global batch by cost (`balancing.partition_samples`), True for the default
+            `SequenceCost`; otherwise rank r has its samples r, r + world_size, ...
 
     Raises ValueError for a number out of range.
     """
@@ -45,8 +45,8 @@ class EpochLoader(Generic[BatchType]):
         world_size: int = 1,
         balance: bool | SequenceCost = False,
     ) -> None:
-        at_least("batch_size", batch_size, 1)
-        at_least("world_size", world_size, 1)
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
         self.sample_ids, self.sample_tokens = sample_ids, sample_tokens
@@ -55,7 +55,7 @@ class EpochLoader(Generic[BatchType]):
         self._recent_order: tuple[int, Tensor] | None = None
 
     def make_batch(self, step: int, samples: Tensor) -> BatchType:
-        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         raise NotImplementedError
 
     @property
@@ -69,7 +69,7 @@ class EpochLoader(Generic[BatchType]):
         return -(-self.num_samples // self.batch_size)
 
     def epoch_order(self, epoch: int) -> Tensor:
-        """(S,) int64: places of the samples in the order of `epoch`."""
+        """(S,) int64: positions of the samples in the order of `epoch`."""
         recent = self._recent_order
         if recent is None or recent[0] != epoch:
             ids = self.sample_ids
@@ -80,11 +80,11 @@ class EpochLoader(Generic[BatchType]):
         return recent[1]
 
     def global_batch(self, step: int) -> BatchType:
-        """The batch of all ranks at `step` >= 0, which counts on over the epochs."""
+        """The batch of all ranks at `step` >= 0, counted over all epochs."""
         return self.make_batch(step, self._global_samples(step))
 
     def batch(self, step: int) -> BatchType:
-        """This rank's samples of the global batch, in its order; there may be none."""
+        """This rank's samples of the global batch, in its order; may be empty."""
         samples = self._global_samples(step)
         return self.make_batch(step, samples[self._shards(samples)[self.rank]])
 
@@ -99,18 +99,18 @@ class EpochLoader(Generic[BatchType]):
         return torch.stack([tokens[places].sum() for places in self._shards(samples)])
 
     def _global_samples(self, step: int) -> Tensor:
-        at_least("step", step, 0)
+        check_at_least("step", step, 0)
         epoch, place = divmod(step, self.steps_per_epoch)
         return self.epoch_order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
 
     def _shards(self, samples: Tensor) -> list[Tensor]:
         if self.cost is not None:
-            return deal(self.cost.of(self.sample_tokens[samples]), self.world_size)
+            return partition_samples(self.cost.of(self.sample_tokens[samples]), self.world_size)
         places = torch.arange(len(samples))
         return [places[rank :: self.world_size] for rank in range(self.world_size)]
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    """Raise a ValueError if `value` is smaller than `least`."""
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raise ValueError if `value` is below `least`."""
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

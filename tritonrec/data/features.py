@@ -1,4 +1,4 @@
-"""What is known about users and items apart from the log: one id per user feature, a bag of genres per item.
+"""Features of users and items beside the log: one id per user feature, a bag of genres per item.
 
 Two users with two features, and three items of which the second has no genre::
 
@@ -6,7 +6,7 @@ Two users with two features, and three items of which the second has no genre::
     gender     [ 2,  1]   (U,)            offsets   [ 0,  2,  2,  3]     (I + 1,)
     age        [ 3,  3]   (U,)            genres    [ 1,  4,      2]
 
-Ids of values count from 1. A user or item that the table does not know has feature 0, or no genre.
+Ids of values count from 1. A user or item without an entry has feature 0, or no genre.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UserFeatures:
                 )
 
     def of(self, users: np.ndarray) -> dict[str, np.ndarray]:
-        """Every feature of `users` (n,) int64, as (n,) int64; 0 for a user that is not known."""
+        """Every feature (n,) int64 of `users` (n,) int64; 0 for an unknown user."""
         places = _places(self.user_ids, users)
         return {name: np.append(column, 0)[places] for name, column in self.columns.items()}
 
@@ -67,7 +67,7 @@ class ItemGenres:
 
 
 def numbered(words: list[str]) -> np.ndarray:
-    """(n,) int64: the place of each word among all in the order of the alphabet, from 1."""
+    """(n,) int64: the number of each word in the alphabetical order of distinct words, from 1."""
     return np.unique(np.array(words, dtype=str), return_inverse=True)[1].astype(np.int64) + 1
 
 
@@ -79,8 +79,8 @@ def _check_ids(name: str, ids: np.ndarray) -> None:
         raise ValueError(f"{name} must ascend: {name}[{at + 1}] = {ids[at + 1]} comes after {ids[at]}")
 
 
-def _places(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Places of `wanted` in `known`, ascending; its length where absent."""
-    places = np.searchsorted(known, wanted)
-    found = np.append(known, 0)[places] == wanted
+def _places(known: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Positions of `ids` in `known`, which ascends; its length where absent."""
+    places = np.searchsorted(known, ids)
+    found = np.append(known, 0)[places] == ids
     return np.where(found, places, len(known))

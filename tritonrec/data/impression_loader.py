@@ -1,18 +1,18 @@
 """Batches of impressions from a rating or click log, as a pure function of (seed, step).
 
 The last `max_exposed` events of every user are held out for evaluation. The others are cut, from the last one
-backwards, into windows of `max_exposed` exposed items; a sample is one window with up to `max_history` events
-before it, so every event of the training part is exposed once in an epoch::
+backwards, into windows of `max_exposed` exposed items. A sample is one window with up to `max_history` events
+before it, so every training event is exposed once in an epoch::
 
     events of a user    a   b   c   d   e   f   g       max_exposed = 2, max_history = 3
     windows            [a] [b   c] [d   e]              three samples,
     histories           -   a       a b c               the first one without a history
     held out                               [f   g]      for evaluation, with history c d e
 
-Labels and actions come from the log's feedback columns, where it has any (KuaiRand): each is a task, and the
-action of an event is the number whose bit i tells task i. Otherwise they come from the ratings: task
-``click`` is a rating of at least 4, task ``conversion`` one of 5, and the action is the rating, rounded down.
-A conversion is always a click, so the two are the paper's CTR and CTCVR.
+Labels and actions come from the log's feedback columns, if any (KuaiRand): each column is a task, and bit i
+of an event's action is its label of task i. Otherwise they come from the ratings: task ``click`` is a rating
+of at least 4, task ``conversion`` a rating of 5, and the action is the rating, rounded down. A conversion is
+always a click, so the two are the paper's CTR and CTCVR.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
-from tritonrec.data.epochs import EpochLoader, at_least
+from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
@@ -35,16 +35,16 @@ CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
 class ImpressionLoader(EpochLoader[ImpressionBatch]):
     """Windows of a log, sharded over ranks, and the last window of every user for evaluation.
 
-    Sample ids are the places of the windows' first exposed items in the log's `sequences`. The context is
-    ``user_id``, and what the log knows of its users.
+    Sample ids are the positions of the windows' first exposed items in the log's `sequences`. The context is
+    ``user_id`` and the log's user features.
 
     Args:
         interactions: the log, with ratings or feedback.
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
-        max_history, max_exposed: most events of a sample before and in its window.
+        max_history, max_exposed: largest number of events of a sample before and in its window.
         seed: int64; fixes the order of samples in every epoch.
-        rank, world_size: which shard `batch` returns.
-        balance: deal each global batch to the ranks by cost (`EpochLoader`); the batch stays the same.
+        rank, world_size: of the shard that `batch` returns.
+        balance: partition each global batch by cost (`EpochLoader`); the batch has the same samples.
 
     Raises ValueError for a number out of range, for a log without labels, and when no user has more than
     `max_exposed` events.
@@ -61,8 +61,8 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         world_size: int = 1,
         balance: bool | SequenceCost = False,
     ) -> None:
-        at_least("max_history", max_history, 0)
-        at_least("max_exposed", max_exposed, 1)
+        check_at_least("max_history", max_history, 0)
+        check_at_least("max_exposed", max_exposed, 1)
         self.max_history, self.max_exposed = max_history, max_exposed
         sequences = interactions.sequences
         rows = sequences.rows
@@ -106,15 +106,15 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         return tuple(self._context)
 
     def make_batch(self, step: int, samples: Tensor) -> ImpressionBatch:
-        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._cut(step, self._users[samples], self.sample_ids[samples], self._window_ends[samples])
 
     def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
-        """The held-out window of every user, in the order of their ids, `batch_size` at a time; step 0.
+        """The held-out window of every user, in the order of their ids, `batch_size` at a time, as step 0.
 
-        Their histories are the training events before; a user who has none is evaluated all the same.
+        Histories are the training events; users without any are included.
         """
-        at_least("batch_size", batch_size, 1)
+        check_at_least("batch_size", batch_size, 1)
         for users in torch.arange(len(self._starts)).split(batch_size):
             yield self._cut(0, users, self._held_out[users], self._ends[users])
 
@@ -157,13 +157,11 @@ def _feedback(interactions: Interactions) -> tuple[np.ndarray, np.ndarray, tuple
     rating = interactions.rating
     if rating is None:
         raise ValueError(
-            "the log has neither ratings nor feedback columns, so no impression has a label: "
+            "the log has neither ratings nor feedback columns, which give the labels of impressions: "
             "train on the next item, or give the log a column 'rating'"
         )
     if not ((rating >= 0) & (rating < 2**53)).all():
         row = int((~((rating >= 0) & (rating < 2**53))).nonzero()[0][0])
-        raise ValueError(
-            f"ratings serve as ids of actions, so they must be in [0, 2**53): row {row} has {rating[row]}"
-        )
+        raise ValueError(f"ratings are ids of actions and must be in [0, 2**53): row {row} has {rating[row]}")
     labels = np.stack([rating >= CLICK_RATING, rating == CONVERSION_RATING], 1).astype(np.int64)
     return labels, rating.astype(np.int64), ("click", "conversion")

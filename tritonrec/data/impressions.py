@@ -1,8 +1,8 @@
 """Sequence-wise samples of click and conversion models (MTGRBoost, section 2): context, history, exposed.
 
-A sample is what one user did up to some point: features of the user, earlier events with the action taken,
-and the items shown afterwards, each with one label per task. Three samples, the second one without a history
-and the last one with nothing exposed (both legal), so B = 3, Lh = 3, Le = 3 and T = 2::
+A sample is a stretch of one user's events: features of the user, earlier events with their actions, and the
+items exposed afterwards, each with one label per task. Three samples, the second one without a history and
+the last one without exposed items (both legal), so B = 3, Lh = 3, Le = 3 and T = 2::
 
     sample_ids             [   70,      71,      72 ]        (B,)
     features["history"]
@@ -13,7 +13,7 @@ and the last one with nothing exposed (both legal), so B = 3, Lh = 3, Le = 3 and
       ids                  [   20,  21, 22          ]        (Le,)
     features["gender"]     [    1,       2,       1 ]        (B,)    one id for each sample
     features["user_id"]    [    4,       9,       5 ]        (B,)
-    history_actions        [ 3,  5,               1 ]        (Lh,)   what the user did, as an id
+    history_actions        [ 3,  5,               1 ]        (Lh,)   id of the user's action
     timestamps             [ 5,  9,               4,         (Lh + Le,)
                               12,   6,  7           ]
     labels                 [    1,   0,  1          ]        (Le, T) of task click
@@ -24,8 +24,8 @@ and the last one with nothing exposed (both legal), so B = 3, Lh = 3, Le = 3 and
       offsets              [  0,  2,  3,  3,  4,  6,  7]     (Lh + Le + 1,)
       values               [1, 4, 2,      2, 1, 4,  3  ]     item 12 has none
 
-A model reads a sample's tokens in the order context, history, exposed; a sample's loss is the sum over its
-exposed items and tasks. An empty batch has no row in any of these, and keeps its features.
+A model reads a sample's tokens in the order context, history, exposed. A sample's loss is the sum over its
+exposed items and tasks. An empty batch has the same features without rows.
 
 Dimensions: B samples, Lh tokens of history, Le exposed tokens, T tasks.
 """
@@ -42,7 +42,7 @@ from tritonrec.data.batch import Batch, check_binary, per_token
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 
 ITEMS = ("history", "exposed")  # the first two keys; the contextual features follow
-LOOKED_UP = ("item", "action", "genre")  # names that a contextual feature cannot have
+RESERVED_NAMES = ("item", "action", "genre")  # names that a contextual feature cannot have
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ImpressionBatch(Batch):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples: B contextual ones for each feature of the context, Lh and Le."""
+        """Tokens of all samples: B for each feature of the context, and Lh + Le."""
         return len(self.features.values)
 
     @property
@@ -92,7 +92,7 @@ class ImpressionBatch(Batch):
 
     @property
     def loss_terms(self) -> int:
-        """Le: one term for each exposed item, in which its tasks are summed."""
+        """Le: one term for each exposed item, the sum over its tasks."""
         return len(self.labels)
 
     def lookups(self) -> dict[str, Lookup]:
@@ -112,7 +112,7 @@ class ImpressionBatch(Batch):
         return self.features.by_sample(*ITEMS)
 
     def exposed_context(self, name: str) -> Tensor:
-        """(Le,) int64: a contextual feature, for each exposed item that of its sample."""
+        """(Le,) int64: a contextual feature of each exposed item's sample."""
         return torch.repeat_interleave(self.features[name].ids, self.features.lengths[1])
 
     def validate(self) -> Self:
@@ -120,9 +120,9 @@ class ImpressionBatch(Batch):
         super().validate()
         if self.features.keys[:2] != ITEMS:
             raise ValueError(f"the first keys of features must be {ITEMS}, got {self.features.keys}")
-        taken = [name for name in LOOKED_UP if name in self.context]
+        taken = [name for name in RESERVED_NAMES if name in self.context]
         if taken:
-            raise ValueError(f"context cannot have a feature called {taken[0]!r}: the name is taken")
+            raise ValueError(f"context cannot have a feature called {taken[0]!r}: the name is reserved")
         self.features.validate_dense(*self.context)
         if self.labels.shape[1] != len(self.tasks):
             raise ValueError(

@@ -8,8 +8,7 @@ Two keys and three samples, so F = 2 and B = 3. Sample 1 has no item and sample 
     offsets      [  0,       2,   2,             5,   6,     8,  8]  (F * B + 1,)
 
 The ids of key f and sample b are ``values[offsets[f * B + b] : offsets[f * B + b + 1]]``. TorchRec's
-``KeyedJaggedTensor`` has the same layout, so nothing is copied on the way from it or to it. Without a
-sample, offsets are ``[0]``.
+``KeyedJaggedTensor`` has the same layout, so conversions copy nothing. Without samples, offsets are ``[0]``.
 
 Dimensions: F keys, B samples, n values.
 """
@@ -27,9 +26,9 @@ from torch import Tensor
 
 
 class Lookup(NamedTuple):
-    """The ids (n,) int64 that one feature looks up, and where they are pooled the offsets of their bags.
+    """The ids (n,) int64 of a feature's lookup, and for pooling the offsets of their bags.
 
-    With ``offsets`` (m + 1,) int64, bag j is ``ids[offsets[j] : offsets[j + 1]]``; it may be empty.
+    With ``offsets`` (m + 1,) int64, bag j is ``ids[offsets[j] : offsets[j + 1]]`` and may be empty.
     """
 
     ids: Tensor
@@ -44,7 +43,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens of given ranges, range after range, and the ranges' new offsets.
+    """Positions of the tokens of the given ranges, one range after another, and the new offsets.
 
     `starts` and `lengths` are (m,) int64. Returns indices (sum of lengths,) and offsets (m + 1,)::
 
@@ -55,27 +54,27 @@ def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(shift.numel(), device=lengths.device) + shift, offsets
 
 
-def by_key(sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Places of rows that lie batch by batch, `sizes[batch][key]` of them, in the order of their keys."""
+def order_by_key(sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Positions, in the order of keys, of rows stored batch by batch, ``sizes[batch][key]`` of each."""
     lengths = torch.tensor(sizes, dtype=torch.int64)
     starts = offsets_of(lengths.flatten())[:-1].view(lengths.shape)
     return token_indices(starts.t().flatten(), lengths.t().flatten())[0]
 
 
 class Movable:
-    """A frozen dataclass whose tensors move between memories together."""
+    """A frozen dataclass whose tensors are moved between devices together."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on `device`."""
+        """A copy on `device`."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory, from which copies to an accelerator run asynchronously."""
+        """A copy in page-locked memory, for asynchronous copies to an accelerator."""
         return self.map(Tensor.pin_memory)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed; their shapes and values must stay."""
-        moved = object.__new__(type(self))  # what is known of the values stays, so there is nothing to make
+        """A copy with `change` applied to every tensor, which must keep shapes and values."""
+        moved = object.__new__(type(self))  # keeps cached properties, which depend on the values
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 value = change(value)
@@ -92,13 +91,13 @@ class KeyedJaggedTensor(Movable):
     ``features["genre"]`` is a `Lookup`: the key's ids, and the offsets (B + 1,) of its samples from 0.
     """
 
-    keys: tuple[str, ...]  # F different ones, at least one
+    keys: tuple[str, ...]  # F distinct keys, at least one
     values: Tensor  # (n,) int64
     offsets: Tensor  # (F * B + 1,) int64
 
     @staticmethod
     def from_dict(features: Mapping[str, Lookup]) -> KeyedJaggedTensor:
-        """One key for each entry, in their order; ids without offsets are one for each sample (B,)."""
+        """One key for each entry, in their order; ids (B,) without offsets are one for each sample."""
         lengths = [
             torch.ones_like(ids) if offsets is None else offsets.diff() for ids, offsets in features.values()
         ]
@@ -113,13 +112,13 @@ class KeyedJaggedTensor(Movable):
 
     @staticmethod
     def from_torchrec(features: Any) -> KeyedJaggedTensor:
-        """From TorchRec's ``KeyedJaggedTensor``, over the same memory where its tensors are int64.
+        """From TorchRec's ``KeyedJaggedTensor``; int64 tensors share its memory.
 
-        Raises ValueError for weights, for a batch size that differs by key, and for values that are no
+        Raises ValueError for weights, for batch sizes that differ by key, and for values that are not
         integers.
         """
         if features.weights_or_none() is not None:
-            raise ValueError(f"features {features.keys()} have weights, which no table applies: drop them")
+            raise ValueError(f"features {features.keys()} have weights, which tables ignore: drop them")
         if features.variable_stride_per_key():
             raise ValueError(
                 f"features {features.keys()} have different batch sizes, {features.stride_per_key()}: "
@@ -132,10 +131,10 @@ class KeyedJaggedTensor(Movable):
 
     def to_torchrec(self) -> Any:
         """TorchRec's ``KeyedJaggedTensor`` over the same memory. Raises ImportError without TorchRec."""
-        from torchrec import KeyedJaggedTensor as Theirs
+        from torchrec import KeyedJaggedTensor as TorchRecTensor
 
         lengths = self.lengths.flatten()
-        return Theirs(keys=list(self.keys), values=self.values, lengths=lengths, offsets=self.offsets)
+        return TorchRecTensor(keys=list(self.keys), values=self.values, lengths=lengths, offsets=self.offsets)
 
     @property
     def num_samples(self) -> int:
@@ -149,7 +148,7 @@ class KeyedJaggedTensor(Movable):
 
     @cached_property
     def length_per_key(self) -> tuple[int, ...]:
-        """Ids of each key. Numbers of the host: reading them from an accelerator would wait for it."""
+        """Ids of each key, on the host; cached, since a read from an accelerator waits for it."""
         if len(self.keys) == 1 or not self.num_samples:
             return (self.values.numel(),) * len(self.keys)
         ends = self.offsets[:: self.num_samples].tolist()
@@ -161,15 +160,15 @@ class KeyedJaggedTensor(Movable):
         return self.values.numel() == self.offsets.numel() - 1 and bool((self.offsets.diff() == 1).all())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with values and offsets changed; their shapes and values must stay."""
+        """A copy with `change` applied to values and offsets, which must keep shapes and values."""
         _ = self.length_per_key  # read before the move
         return super().map(change)
 
     def span(self, *keys: str) -> slice:
-        """The part of `values` that belongs to `keys`. Raises ValueError unless they follow one another."""
+        """The part of `values` of `keys`. Raises ValueError unless these keys are consecutive."""
         first = self.keys.index(keys[0]) if keys and keys[0] in self.keys else 0
         if self.keys[first : first + len(keys)] != keys:
-            raise ValueError(f"expected the keys {keys}, one after another, got {self.keys}")
+            raise ValueError(f"expected the keys {keys} to be consecutive, got {self.keys}")
         ends = [0, *accumulate(self.length_per_key)]
         return slice(ends[first], ends[first + len(keys)])
 
@@ -185,9 +184,9 @@ class KeyedJaggedTensor(Movable):
         return dict(zip(self.keys, map(Lookup, *parts), strict=True))
 
     def places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the values of the samples at `indices` (b,) are, key by key, and their offsets (F * b + 1,).
+        """Positions, key by key, of the values of the samples at `indices` (b,), and offsets (F * b + 1,).
 
-        An index outside [0, B) is an IndexError.
+        Raises IndexError for an index outside [0, B).
         """
         if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise IndexError(
@@ -197,7 +196,7 @@ class KeyedJaggedTensor(Movable):
         return self._places(lambda entries: entries.index_select(1, indices))
 
     def _places(self, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """As `places`, of those keys and samples that `choose` picks from a matrix (F, B)."""
+        """As `places`, for the keys and samples that `choose` selects from a matrix (F, B)."""
         size = len(self.keys), self.num_samples
         starts = choose(self.offsets[:-1].view(size)).flatten()
         if self.is_dense:
@@ -205,17 +204,17 @@ class KeyedJaggedTensor(Movable):
         return token_indices(starts, choose(self.offsets[1:].view(size)).flatten() - starts)
 
     def select(self, indices: Tensor) -> KeyedJaggedTensor:
-        """The samples at `indices` (b,) int64, in that order; an index outside [0, B) is an IndexError."""
+        """The samples at `indices` (b,) int64, in that order; IndexError for an index outside [0, B)."""
         places, offsets = self.places(indices.to(self.offsets.device))
         return KeyedJaggedTensor(self.keys, self.values.index_select(0, places), offsets)
 
     @staticmethod
     def concat(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """All samples of `parts`, in the order given. Raises ValueError where the keys differ."""
-        keys = same("features", [part.keys for part in parts])
+        keys = common_value("features", [part.keys for part in parts])
         values, lengths = torch.cat([part.values for part in parts]), [part.lengths for part in parts]
         if len(keys) > 1:
-            values = values[by_key([part.length_per_key for part in parts]).to(values.device)]
+            values = values[order_by_key([part.length_per_key for part in parts]).to(values.device)]
         return KeyedJaggedTensor(keys, values, offsets_of(torch.cat(lengths, 1).flatten()))
 
     def by_sample(self, *keys: str) -> tuple[Tensor, Tensor]:
@@ -291,8 +290,8 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}, but the batch is on {device}")
 
 
-def same(name: str, values: Sequence[Any]) -> Any:
-    """The one value that all batches have; a ValueError of `concat` where they differ."""
+def common_value(name: str, values: Sequence[Any]) -> Any:
+    """The value shared by all batches; raises ValueError for `concat` where values differ."""
     for value in values:
         if value != values[0]:
             raise ValueError(f"concat: the batches have different {name}: {values[0]} and {value}")

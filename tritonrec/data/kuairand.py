@@ -1,4 +1,4 @@
-"""KuaiRand: what people watched in the Kuaishou app, with their feedback (Gao et al., CIKM 2022).
+"""KuaiRand: videos watched in the Kuaishou app, with feedback (Gao et al., CIKM 2022).
 
 Reads the published CSV files as they are (Pure, 1K and 27K have the same columns). A log has, among others::
 
@@ -33,10 +33,10 @@ _INTEGERS = ("user_id", "video_id", "time_ms", "is_click", "long_view", "is_like
 
 
 def read(path: Path | str) -> Interactions:
-    """A log file, or those of a folder (or of its ``data``): ``log_standard_*.csv`` in the order of names.
+    """Read a log file, or ``log_standard_*.csv`` of a folder (or of its ``data``) in the order of names.
 
-    The logs of random exposure (``log_random_*.csv``) are read only by their own path. Raises
-    FileNotFoundError where there is no log, and ValueError naming file and column of what cannot be read.
+    Logs of random exposure (``log_random_*.csv``) are read by their own path only. Raises FileNotFoundError
+    where there is no log, and ValueError naming file and column of a bad value.
     """
     path = Path(path)
     logs = [path]
@@ -79,7 +79,7 @@ def read(path: Path | str) -> Interactions:
 
 
 def _table(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Those of the columns that the file has, as int64 and as strings."""
+    """The given columns that the file has, as int64 and as strings."""
     types = {name: pa.int64() for name in integers} | {name: pa.string() for name in words}
     options = pc.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False)
     try:

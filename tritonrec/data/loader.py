@@ -8,8 +8,8 @@ the last ``max_seq_len + 1`` items make a sequence and its labels::
     ids                  10  11  12
     labels                   11  12  13
 
-A user without a single (id, label) pair, that is with fewer than two training items, is in no training batch.
-Nothing is remembered between steps (`epochs`): negatives, too, come from counters.
+A user without any (id, label) pair, that is with fewer than two training items, is in no training batch.
+Loaders have no state between steps (`epochs`): negatives, too, come from a counter-based generator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.epochs import NEGATIVES, EpochLoader, at_least
+from tritonrec.data.epochs import NEGATIVES, EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import token_indices
 from tritonrec.ops import random_indices
@@ -32,27 +32,27 @@ from tritonrec.ops import random_indices
 class EvaluationBatch:
     """Users to rank the whole catalogue for. B users, I items of the catalogue, S items seen in all.
 
-    `history` holds the last ``max_seq_len`` training items of each user. It has no negatives, and its labels
-    repeat its ids: there is nothing to learn from.
+    `history` has the last ``max_seq_len`` training items of each user. It has no negatives, and its labels
+    repeat its ids: it is not for training.
     """
 
     history: JaggedBatch
-    targets: Tensor  # (B,) int64: place of the held-out item in the catalogue, -1 if it was never trained
-    seen_users: Tensor  # (S,) int64: place of the user in this batch, and ...
-    seen_items: Tensor  # (S,) int64: ... place in the catalogue of an item in that user's training sequence
+    targets: Tensor  # (B,) int64: position of the held-out item in the catalogue, -1 if it was never trained
+    seen_users: Tensor  # (S,) int64: position of the user in this batch, and ...
+    seen_items: Tensor  # (S,) int64: ... position in the catalogue of an item of the user's training sequence
 
 
 class NextItemLoader(EpochLoader[JaggedBatch]):
-    """Batches of next-item training, sharded over ranks, and the leave-one-out evaluation that goes with it.
+    """Batches of next-item training, sharded over ranks, and of leave-one-out evaluation.
 
     Args:
         interactions: the log.
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
-        max_seq_len: most tokens of a sample.
+        max_seq_len: largest number of tokens of a sample.
         num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
         seed: int64; fixes the order of samples in every epoch, and all negatives.
-        rank, world_size: which shard `batch` returns.
-        balance: deal each global batch to the ranks by cost (`EpochLoader`); the batch stays the same.
+        rank, world_size: of the shard that `batch` returns.
+        balance: partition each global batch by cost (`EpochLoader`); the batch has the same samples.
 
     Raises ValueError for a number out of range, and when no user has two training items.
     """
@@ -68,8 +68,8 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         world_size: int = 1,
         balance: bool | SequenceCost = False,
     ) -> None:
-        at_least("max_seq_len", max_seq_len, 1)
-        at_least("num_negatives", num_negatives, 0)
+        check_at_least("max_seq_len", max_seq_len, 1)
+        check_at_least("num_negatives", num_negatives, 0)
         self.max_seq_len, self.num_negatives = max_seq_len, num_negatives
 
         sequences = interactions.sequences
@@ -97,12 +97,12 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
     def num_items(self) -> int:
         """Items of the `catalogue` (I,) int64: all items in training sequences, ascending.
 
-        `popularity` (I,) int64 tells how often each occurs in them.
+        `popularity` (I,) int64 is the number of their occurrences.
         """
         return len(self.catalogue)
 
     def make_batch(self, step: int, samples: Tensor) -> JaggedBatch:
-        """The batch of the samples at `samples` (b,) int64, places in `sample_ids`, in that order."""
+        """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         users, lengths = self._samples[samples], self.sample_tokens[samples]
         tokens, offsets = token_indices(self._starts[users] + self._trained[users] - 1 - lengths, lengths)
         ids = self._items[tokens]
@@ -127,7 +127,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         return replace(batch, negatives=self.catalogue[drawn])
 
     def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
-        """All users with an item held out, in the order of their ids, `batch_size` at a time."""
+        """All users with a held-out item, in the order of their ids, `batch_size` at a time."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         for users in self._evaluated.split(batch_size):
@@ -153,7 +153,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
             )
 
     def _places(self, items: Tensor) -> Tensor:
-        """Places of `items` in the catalogue, -1 where absent."""
+        """Positions of `items` in the catalogue, -1 where absent."""
         places = torch.searchsorted(self.catalogue, items)
         found = self.catalogue[places.clamp(max=self.num_items - 1)] == items
         return torch.where(found, places, -1)

@@ -1,9 +1,9 @@
 """MovieLens-100K: 100,000 ratings of 1,682 films by 943 people (Harper and Konstan, TiiS 2015).
 
-The log and two files about users and films are part of the recbole 1.2.1 wheel. They are taken out of the
-wheel once, without installing anything, their checksums are verified, and they are kept under
-``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``; afterwards no network is needed.
-``python -m tritonrec.data.movielens`` does it ahead of time.
+The log and two files about users and films are part of the recbole 1.2.1 wheel. They are extracted from the
+wheel once, without an installation, checked by their checksums, and cached in ``$TRITONREC_CACHE`` or
+``~/.cache/tritonrec``; afterwards no network is needed. ``python -m tritonrec.data.movielens`` does this
+ahead of time.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def cache_directory() -> Path:
 
 
 def load() -> Interactions:
-    """The log with what is known of its users and films, fetched first if need be; raises what `fetch` does.
+    """The log with features of users and films, fetched first if needed; raises the errors of `fetch`.
 
-    User features: ``age`` (1 to 7, `AGE_BUCKETS`), ``gender`` and ``occupation`` (their words in the order of
-    the alphabet, from 1). Genres: the words of a film's class, in the order of the alphabet, from 1.
+    User features: ``age`` (1 to 7, `AGE_BUCKETS`), ``gender`` and ``occupation`` (words numbered from 1 in
+    alphabetical order). Genres: the words of a film's class, numbered in the same way.
     """
     path = fetch()
     features = _users(path.with_name("ml-100k.user"))
@@ -56,10 +56,10 @@ def load() -> Interactions:
 
 
 def fetch() -> Path:
-    """Path of ``ml-100k.inter`` in the cache, beside which the other `FILES` lie, all of them verified.
+    """Path of ``ml-100k.inter`` in the cache, beside the other `FILES`, all of them verified.
 
-    Fills the cache by ``pip download`` if need be. Raises RuntimeError, saying what to do, when the download
-    fails or a checksum differs.
+    Fills the cache by ``pip download`` if needed. Raises RuntimeError with advice where the download fails or
+    a checksum differs.
     """
     cache = cache_directory()
     missing = [name for name in FILES if not (cache / name).exists()]
@@ -73,12 +73,12 @@ def fetch() -> Path:
     if missing:
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            # In the cache itself, so that the rename at the end stays on one file system.
+            # In the cache folder, so that the final rename stays on one file system.
             folder = ScratchFolder("ml-100k-", cache)
         except OSError as error:
             raise RuntimeError(
-                f"MovieLens-100K cannot be kept in {cache}: {error.strerror}. Set TRITONREC_CACHE to a "
-                "writable folder, or to one that holds it"
+                f"MovieLens-100K cannot be cached in {cache}: {error.strerror}. Set TRITONREC_CACHE to a "
+                "writable folder, or to one with the files"
             ) from error
         with folder as scratch:
             wheel = _download(Path(scratch))
@@ -88,7 +88,7 @@ def fetch() -> Path:
 
 
 def _keep(wheel: Path, name: str, scratch: Path) -> None:
-    """Move one of `FILES` from the wheel into the cache, if it is the right one."""
+    """Move one of `FILES` from the wheel into the cache, if its checksum is right."""
     content = _member(wheel, FOLDER + name)
     found = hashlib.sha256(content).hexdigest()
     if found != FILES[name]:
@@ -96,7 +96,7 @@ def _keep(wheel: Path, name: str, scratch: Path) -> None:
             f"{FOLDER}{name} of {PACKAGE} has sha256 {found}, expected {FILES[name]}: it was not kept"
         )
     (scratch / name).write_bytes(content)
-    # Several processes may do this at once: each puts the same bytes there.
+    # Several processes may do this at once, with the same bytes.
     os.replace(scratch / name, cache_directory() / name)
 
 
@@ -131,7 +131,7 @@ def _columns(path: Path) -> dict[str, list[str]]:
 
 
 def _download(directory: Path) -> Path:
-    """Path of the wheel that pip has put into `directory`."""
+    """Download the wheel into `directory` by pip; its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), PACKAGE]
     advice = (

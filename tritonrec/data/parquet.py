@@ -5,13 +5,13 @@
     OUT/date=1997-09-20/part-00000.parquet      columns: user, item, timestamp    integers
     OUT/date=1997-09-20/part-00001.parquet               rating                   a number, if there is one
     OUT/date=1997-09-21/part-00000.parquet               any column of booleans   feedback: a task each
-    OUT/_users.parquet, OUT/_items.parquet      what is known of users and items, if anything is
+    OUT/_users.parquet, OUT/_items.parquet      features of users and items, if there are any
 
-Files are read in the order of their paths, and their row groups as they stand, so the order of a log written
-without partitions is kept. Other columns, those of the partitions included, are passed over.
+Files are read in the order of their paths, and row groups in their order, so a log written without partitions
+keeps its order. Other columns, those of the partitions included, are ignored.
 
-A shard is a row group. `ParquetShards` deals them to ranks, shard s to rank s modulo the world size, and
-reads a rank's shards one after another with a thread ahead of whoever consumes them.
+A shard is a row group. `ParquetShards` assigns shard s to rank s modulo the world size, and reads a rank's
+shards in order on a thread ahead of the consumer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from tritonrec.data.epochs import at_least
+from tritonrec.data.epochs import check_at_least
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.prefetch import prefetch
 
-USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow passes over names with an underscore
+USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
 
 _IDS = ("user", "item", "timestamp")
 
@@ -46,21 +46,21 @@ class Shard:
 
 
 class ParquetShards:
-    """The row groups of a dataset that fall to one rank, each as an `Interactions`.
+    """The row groups of a dataset that belong to one rank, each as an `Interactions`.
 
     Args:
         path: a file, or a folder of files at any depth.
-        rank, world_size: whose shards. depth: shards that are read ahead.
+        rank, world_size: of the shards. depth: number of shards to read ahead.
 
-    Raises FileNotFoundError for a path that does not exist, and ValueError naming file and column for a
-    column that is missing or of another type than in the module's docstring, and for a dataset with no rows.
+    Raises FileNotFoundError for a path that does not exist, and ValueError for a dataset without rows, and
+    naming file and column for a missing column or another type than in the module's docstring.
     """
 
     def __init__(self, path: Path | str, rank: int = 0, world_size: int = 1, depth: int = 2) -> None:
-        at_least("world_size", world_size, 1)
+        check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-        at_least("depth", depth, 1)
+        check_at_least("depth", depth, 1)
         self.depth = depth
         path = Path(path)
         if not path.exists():
@@ -89,11 +89,11 @@ class ParquetShards:
 
     def read(self, first: int = 0) -> Iterator[Interactions]:
         """This rank's shards from number `first` on, read ahead; errors name file and column."""
-        at_least("first", first, 0)
+        check_at_least("first", first, 0)
         return prefetch((self.read_shard(shard) for shard in self.shards[first:]), self.depth)
 
     def read_shard(self, shard: Shard) -> Interactions:
-        """One shard, now."""
+        """Read one shard."""
         try:
             table = pq.ParquetFile(shard.path).read_row_group(shard.row_group, columns=self.columns)
         except (pa.ArrowException, OSError) as error:
@@ -103,7 +103,7 @@ class ParquetShards:
 
 
 def read(path: Path | str) -> Interactions:
-    """The whole log, with what is known of users and items; raises what `ParquetShards` does."""
+    """The whole log, with features of users and items; raises the errors of `ParquetShards`."""
     log = concat(list(ParquetShards(path)))
     users, items = Path(path) / USERS_FILE, Path(path) / ITEMS_FILE
     return replace(
@@ -114,7 +114,7 @@ def read(path: Path | str) -> Interactions:
 
 
 def concat(parts: Sequence[Interactions]) -> Interactions:
-    """One log of several with the same columns, end to end; features are not looked at."""
+    """One log of several with the same columns, end to end, without features."""
     columns = [_columns_of(part) for part in parts]
     return _interactions({name: np.concatenate([part[name] for part in columns]) for name in columns[0]})
 
@@ -137,7 +137,7 @@ def _columns_of(log: Interactions) -> dict[str, np.ndarray]:
 
 
 def table_of(log: Interactions) -> pa.Table:
-    """The log as the columns of the module's docstring, features apart."""
+    """The log as the columns of the module's docstring, without features."""
     columns = _columns_of(log)
     return pa.table(
         {name: column.astype(bool) if name in log.feedback else column for name, column in columns.items()}
@@ -145,7 +145,7 @@ def table_of(log: Interactions) -> pa.Table:
 
 
 def write_features(log: Interactions, folder: Path) -> None:
-    """Put what is known of users and items beside the log."""
+    """Write the features of users and items beside the log."""
     if log.user_features is not None:
         users = {"user": log.user_features.user_ids} | log.user_features.columns
         pq.write_table(pa.table(users), folder / USERS_FILE)
@@ -171,10 +171,10 @@ def _read_genres(path: Path) -> ItemGenres:
 
 
 def _columns(path: Path, fragments: Sequence[Any]) -> list[str]:
-    """Names of the columns to read, after looking at the schema of every file."""
+    """Names of the columns to read, checked in the schema of every file."""
     if not fragments:
         raise ValueError(f"{path}: the dataset holds no Parquet file")
-    wanted: list[str] = []
+    expected: list[str] = []
     for fragment in fragments:
         types = {field.name: field.type for field in fragment.physical_schema}
         for name in _IDS:
@@ -189,13 +189,13 @@ def _columns(path: Path, fragments: Sequence[Any]) -> list[str]:
                 raise ValueError(f"{fragment.path}: column 'rating' must hold numbers, got {kind}")
             names.append("rating")
         names += [name for name, kind in types.items() if pa.types.is_boolean(kind)]
-        wanted = wanted or names
-        if sorted(names) != sorted(wanted):
+        expected = expected or names
+        if sorted(names) != sorted(expected):
             raise ValueError(
                 f"{fragment.path}: has the columns {', '.join(sorted(names))}, "
-                f"but {fragments[0].path} has {', '.join(sorted(wanted))}"
+                f"but {fragments[0].path} has {', '.join(sorted(expected))}"
             )
-    return wanted
+    return expected
 
 
 def _values(path: str, name: str, column: pa.ChunkedArray) -> np.ndarray:

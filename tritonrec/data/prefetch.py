@@ -1,4 +1,4 @@
-"""Reading ahead on a background thread."""
+"""Prefetching on a background thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Item = TypeVar("Item")
 
 
 def prefetch(items: Iterable[Item], depth: int) -> Generator[Item, None, None]:
-    """The same items in the same order, made on a thread that is up to `depth` of them ahead.
+    """Yield `items` in their order, produced by a thread that is up to `depth` items ahead.
 
-    An error in `items` is raised where its item would have come. Closing the generator, or dropping it, ends
-    the thread after the item it is making. Raises ValueError for a depth below 1.
+    An error of `items` is raised in the place of its item. The thread ends after its current item when the
+    generator is closed or deleted. Raises ValueError for a depth below 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
@@ -23,12 +23,12 @@ def prefetch(items: Iterable[Item], depth: int) -> Generator[Item, None, None]:
 
 def _prefetched(items: Iterator[Item], depth: int) -> Generator[Item, None, None]:
     ready: SimpleQueue[tuple[str, object]] = SimpleQueue()
-    room = Semaphore(depth)
+    free = Semaphore(depth)
     closed: list[bool] = []
 
     def make() -> None:
         while True:
-            room.acquire()
+            free.acquire()
             if closed:
                 return
             try:
@@ -49,9 +49,9 @@ def _prefetched(items: Iterator[Item], depth: int) -> Generator[Item, None, None
                 return
             if kind == "error":
                 raise value  # type: ignore[misc]
-            room.release()
+            free.release()
             yield value  # type: ignore[misc]
     finally:
         closed.append(True)
-        room.release()
+        free.release()
         thread.join()

@@ -1,17 +1,18 @@
-"""How good a ranking is: HR@k and NDCG@k of the next item, AUC and GAUC of click and conversion models.
+"""Ranking metrics: HR@k and NDCG@k of the next item, AUC and GAUC of click and conversion models.
 
-Leave-one-out by full ranking: for each user the held-out item competes with every item of the catalogue that
-the user has not seen in training::
+Leave-one-out by full ranking: each user's held-out item is ranked among all items of the catalogue that the
+user has not seen in training::
 
     HR@k    = mean over users of [rank < k]                       rank 0 is the best
     NDCG@k  = mean over users of [rank < k] / log2(rank + 2)
 
-An item is ranked above another one with the same score if it comes first in the catalogue. Where the held-out
-item was seen before, it competes all the same; where it was never trained by anyone, it counts as a miss. No
-candidates are sampled (Krichene and Rendle, "On sampled metrics for item recommendation", KDD 2020).
+Of two items with the same score the one that comes first in the catalogue is ranked above. The held-out item
+is ranked even if the user has seen it before; if no user has trained it, it counts as a miss. No candidates
+are sampled (Krichene and Rendle, "On sampled metrics for item recommendation", KDD 2020).
 
 Group AUC (MTGRBoost, section 6.1; Zhu et al., "Optimized cost per click in Taobao display advertising", KDD
-2017): the area under the ROC curve within each user's impressions, averaged with their number as weight::
+2017): the area under the ROC curve of each user's impressions, averaged over users with weight n(u), the
+number of impressions::
 
     AUC(u)  = mean over pairs of a positive and a negative impression of u of [s+ > s-] + [s+ = s-] / 2
     GAUC    = sum of n(u) AUC(u) / sum of n(u)          over the users that have both kinds
@@ -39,11 +40,11 @@ ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
 def evaluate(
     score_fn: ScoreFunction, loader: NextItemLoader, ks: Sequence[int] = (10, 50), batch_size: int = 256
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all users of the loader with an item held out.
+    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all users of the loader with a held-out item.
 
-    `score_fn` takes histories (`EvaluationBatch.history`, B users) and returns scores (B, I) for the items of
-    `loader.catalogue` in its order; greater is better. The result does not depend on `batch_size` unless the
-    scores do. Raises ValueError for scores of another shape, for NaN, and for a k below 1.
+    `score_fn` maps histories (`EvaluationBatch.history`, B users) to scores (B, I) of the items of
+    `loader.catalogue`, in its order; greater is better. The result depends on `batch_size` only if the scores
+    do. Raises ValueError for scores of another shape, for NaN, and for a k below 1.
     """
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
@@ -58,9 +59,9 @@ def evaluate(
 
 
 def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItemLoader) -> Tensor:
-    """(B,) int64 on the CPU: how many items are ranked above each user's held-out item.
+    """(B,) int64 on the CPU: the number of items ranked above each user's held-out item.
 
-    2**63 - 1, which no k reaches, where that item is not in the catalogue.
+    2**63 - 1, above any k, where the item is not in the catalogue.
     """
     users, items = len(batch.targets), loader.num_items
     if scores.shape != (users, items):
@@ -84,12 +85,12 @@ def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItemLoader)
 
 
 def popularity_scores(loader: NextItemLoader) -> ScoreFunction:
-    """The baseline that recommends the same to everyone: how often an item occurs in training sequences."""
+    """The popularity baseline: the score of an item is its number of occurrences in training sequences."""
     return lambda history: loader.popularity.expand(history.num_samples, -1)
 
 
 class GroupAUC(NamedTuple):
-    """GAUC, the users it was made of, and those left out for having labels of one kind only."""
+    """GAUC, the number of its users, and the number of users left out because all their labels are equal."""
 
     value: float  # NaN where no user has both kinds
     users: int
@@ -99,7 +100,7 @@ class GroupAUC(NamedTuple):
 def auc(scores: Tensor, labels: Tensor) -> float:
     """Area under the ROC curve of scores (n,) against labels (n,) of 0 and 1; ties count half.
 
-    NaN where all labels are of one kind. Raises ValueError as `gauc` does.
+    NaN where all labels are equal. Raises the errors of `gauc`.
     """
     return gauc(torch.zeros_like(labels, dtype=torch.int64), scores, labels).value
 
@@ -153,8 +154,8 @@ def evaluate_impressions(
 ) -> dict[str, float]:
     """``{"GAUC/click": ..., "AUC/click": ..., "GAUC/conversion": ..., ...}`` over the held-out impressions.
 
-    `score_fn` takes a batch and returns scores (Le, T); greater means more likely. Raises ValueError for
-    scores of another shape and as `gauc` does.
+    `score_fn` maps a batch to scores (Le, T); greater means more likely. Raises ValueError for scores of
+    another shape, and the errors of `gauc`.
     """
     users, scores, labels = [], [], []
     for batch in loader.evaluation_batches(batch_size):

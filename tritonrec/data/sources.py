@@ -1,16 +1,16 @@
-"""Where logs come from, by a word on the command line."""
+"""Sources of logs by name, as on the command line."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tritonrec.data import csv_log, movielens, zipf
-from tritonrec.data.ctr import ClickLog, clicks_of
+from tritonrec.data.ctr import ClickLog, clicks_from_ratings
 from tritonrec.data.interactions import Interactions
 
 
 def load(spec: str) -> Interactions | ClickLog:
-    """The log that `spec` names; logs of clicks have no sequences of users, the others are `Interactions`.
+    """Load the log that `spec` names: a `ClickLog` for clicks, `Interactions` for users' sequences.
 
     ========================================  ============================================================
     ``ml-100k``                               MovieLens-100K, fetched once (`tritonrec.data.movielens`)
@@ -18,13 +18,13 @@ def load(spec: str) -> Interactions | ClickLog:
     ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
     ``parquet:PATH``                          a file or a folder of them (`tritonrec.data.parquet`)
     ``kuairand:PATH``                         the CSV files of KuaiRand (`tritonrec.data.kuairand`)
-    ``criteo``, ``criteo:samples=1000``       made clicks in Criteo's shape (`ctr_made.MadeOptions`)
-    ``avazu``, ``avazu:samples=1000``         made clicks in Avazu's shape
+    ``criteo``, ``criteo:samples=1000``       synthetic clicks in Criteo's shape (`synthetic_clicks`)
+    ``avazu``, ``avazu:samples=1000``         synthetic clicks in Avazu's shape
     ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
     ``criteo-parquet:PATH``                   the same columns as Parquet
     ========================================  ============================================================
 
-    Raises ValueError for any other spec, and what the named source raises.
+    Raises ValueError for any other spec, and the errors of the source.
     """
     source, _, detail = spec.partition(":")
     if source == "ml-100k" and not detail:
@@ -42,9 +42,9 @@ def load(spec: str) -> Interactions | ClickLog:
 
         return kuairand.read(Path(detail).expanduser())
     if source in ("criteo", "avazu"):
-        from tritonrec.data import ctr_made
+        from tritonrec.data import synthetic_clicks
 
-        return ctr_made.make(source, ctr_made.MadeOptions.parse(detail))
+        return synthetic_clicks.generate(source, synthetic_clicks.SyntheticClickOptions.parse(detail))
     if source in ("criteo-tsv", "criteo-parquet") and detail:
         from tritonrec.data import criteo
 
@@ -62,13 +62,12 @@ def load_interactions(spec: str) -> Interactions:
     log = load(spec)
     if isinstance(log, ClickLog):
         raise ValueError(
-            f"{spec} is a log of clicks, without the users' sequences that are needed here: "
-            "it trains the model dlrm"
+            f"{spec} is a log of clicks without users' sequences, which this model needs: train dlrm with it"
         )
     return log
 
 
 def load_clicks(spec: str) -> ClickLog:
-    """As `load`, with ratings taken as clicks (`clicks_of`); raises ValueError for a log without ratings."""
+    """As `load`, with ratings as clicks (`clicks_from_ratings`); ValueError for a log without ratings."""
     log = load(spec)
-    return log if isinstance(log, ClickLog) else clicks_of(log)
+    return log if isinstance(log, ClickLog) else clicks_from_ratings(log)

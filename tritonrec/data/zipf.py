@@ -1,8 +1,8 @@
 """Synthetic interaction logs with the shape of real ones: Zipf item popularity and long-tailed lengths.
 
 The item of popularity rank r = 1, 2, ... is drawn with a probability proportional to r ** -exponent. Lengths
-are log-normal, from 1 up to `max_length`. Users may fall into communities: with probability `affinity` an
-event takes an item of the user's own community (the ranks congruent to it), otherwise any item.
+are log-normal, from 1 up to `max_length`. Users may form communities: with probability `affinity` an event
+has an item of the user's community (the ranks congruent to it), otherwise any item.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 from tritonrec.data.interactions import Interactions
 
-# Ids at the ends of the range and around zero go to the most popular items, so that every batch meets them.
+# The most popular items have ids at the ends of the range and around zero, so that they are in every batch.
 _EDGES = np.array([-(2**63), -1, 2**63 - 1, 0], dtype=np.int64)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplying by it modulo 2**64 keeps ids distinct
 
 
 @dataclass(frozen=True)
 class ZipfOptions:
-    """What to generate. Raises ValueError naming the option that is out of range."""
+    """Options of `generate`. Raises ValueError naming an option out of range."""
 
     users: int = 1000
     items: int = 5000
@@ -76,8 +76,8 @@ def _boolean(text: str) -> bool:
 def generate(options: ZipfOptions) -> Interactions:
     """A log in the order of time; the same options give the same log.
 
-    The first three users have 1, 2 and 3 events (as far as there are so many users, and `max_length` allows
-    it), so the shortest sequences are never missing. Some events of a user share a timestamp.
+    The first three users have 1, 2 and 3 events (at most `max_length`), so the shortest sequences always
+    occur. Some events of a user share a timestamp.
     """
     random = np.random.Generator(np.random.Philox(options.seed))
     lengths = np.exp(np.log(options.median_length) + options.sigma * random.standard_normal(options.users))
@@ -114,7 +114,7 @@ def generate(options: ZipfOptions) -> Interactions:
 
 
 def _zipf_rank(pick: np.ndarray, sizes: np.ndarray, exponent: float) -> np.ndarray:
-    """Ranks from 0, each below its entry of `sizes`: the inverse of the distribution at `pick` in [0, 1)."""
+    """Ranks in [0, sizes): the inverse of the cumulative Zipf distribution at `pick` in [0, 1)."""
     weights = np.arange(1, sizes.max(initial=1) + 1, dtype=np.float64) ** -exponent
     cumulative = np.cumsum(weights)
     rank = np.searchsorted(cumulative, pick * cumulative[sizes - 1], side="right")

@@ -1,6 +1,6 @@
 """Process groups, exchanges and launch, over torch.distributed."""
 
-from .agreement import RanksDisagreeError, demand_equal
+from .agreement import RanksDisagreeError, check_ranks_agree
 from .communicator import TIMEOUT, Communicator
 from .groups import Communicators
 from .launch import RankPool, from_environment
@@ -14,6 +14,6 @@ __all__ = [
     "RankPool",
     "RanksDisagreeError",
     "Watch",
-    "demand_equal",
+    "check_ranks_agree",
     "from_environment",
 ]

@@ -1,4 +1,4 @@
-"""The collectives a rank takes part in, over torch.distributed; with one rank they are local copies."""
+"""Collectives of a group of ranks, over torch.distributed; with one rank they are local copies."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..ops import FRACTION_BITS, ExactSumError
 from .watch import Watch
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a collective waits for a rank that does not come before it raises."""
+"""Timeout of a collective that waits for a rank."""
 
 SAVE_TIMEOUT = timedelta(minutes=30)
-"""The same for the group that saves, where ranks wait for each other's disks as long as all are there: one
-that stands still or has died is noticed within the timeout of the other groups."""
+"""Timeout of the checkpoint group, where ranks wait for each other's disks as long as all of them report.
+A rank that stalls or dies is noticed within the timeout of the other groups."""
 
-_LOST = re.compile("gloo|connection|timed out|timeout|NCCL|HCCL|socket", re.IGNORECASE)
-"""How backends' messages say that another rank is missing; all other errors are this rank's own."""
+_PEER_FAILURE = re.compile("gloo|connection|timed out|timeout|NCCL|HCCL|socket", re.IGNORECASE)
+"""Matches backends' errors about another rank; all other errors are this rank's own."""
 
 
 class Communicator:
-    """Exchanges among the ranks of one process group.
+    """Collectives of one process group.
 
     Args:
         group: a process group of the calling rank, or None for a run of one rank.
-        name: of the group, the same on all its ranks and of no other. watch: names a rank that is missing.
-        peers: the group's ranks as `watch` counts them.
-        patient: wait for ranks that are there but busy up to `SAVE_TIMEOUT`, instead of the group's timeout.
+        name: of the group, unique, and the same on all its ranks. watch: names a rank that is missing.
+        peers: the group's ranks by their numbers in `watch`.
+        monitored: before each collective wait up to `SAVE_TIMEOUT` for ranks that are busy but report.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Communicator:
         name: str = "",
         watch: Watch | None = None,
         peers: Sequence[int] = (),
-        patient: bool = False,
+        monitored: bool = False,
     ):
-        self.group, self.name, self.peers, self.patient = group, name, tuple(peers), patient
+        self.group, self.name, self.peers, self.monitored = group, name, tuple(peers), monitored
         self.watch = watch
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def serves(self, device: torch.device) -> bool:
+    def supports(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be exchanged; gloo takes those of the host only."""
         if self.group is None or device.type == "cpu":
             return True
@@ -57,12 +57,12 @@ class Communicator:
     def all_to_all(
         self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Send ``send[r]`` leading rows of `values` to each rank r in turn, return what the ranks sent here.
+        """Send the next ``send[r]`` rows of `values` to each rank r, and return the received rows.
 
         Args:
             values: (sum(send), ...) rows grouped by destination rank.
             send, receive: rows to and from each rank, world_size entries each.
-            out: where the result goes, contiguous; new by default.
+            out: for the result, contiguous; new by default.
 
         Returns:
             (sum(receive), ...) rows grouped by source rank.
@@ -82,34 +82,34 @@ class Communicator:
     def all_reduce(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Sum `values` over the ranks, in place.
 
-        int64 sums on the grid are exact. A magnitude that could wrap around in the sum raises
-        `ExactSumError` naming `name` before anything is sent.
+        int64 sums of fixed-point numbers are exact. A value that could overflow in the sum raises
+        `ExactSumError` naming `name`, before the exchange.
         """
         if self.group is None:
             return values
-        self._demand_room(values, name)
+        self._check_overflow(values, name)
         self._collective(lambda: dist.all_reduce(values, group=self.group))
         return values
 
     def _collective(self, function: Callable[[], object]) -> None:
-        """Call it; `RankDiedError` where another rank keeps it from ending, which says who and where."""
+        """Call `function`; where another rank makes it fail, raise `RankDiedError` naming rank and stage."""
         watch = self.watch
         if watch is None:
             function()
             return
-        if self.patient:
-            watch.meet(self.name, self.peers, SAVE_TIMEOUT)
+        if self.monitored:
+            watch.monitored_barrier(self.name, self.peers, SAVE_TIMEOUT)
         number, began = watch.begin_call(self.name), time.monotonic()
         try:
             function()
         except RuntimeError as error:
-            if not _LOST.search(str(error)):
+            if not _PEER_FAILURE.search(str(error)):
                 raise
             waited = time.monotonic() - began
             raise watch.explain(self.name, number, self.peers, waited, error) from error
 
-    def _demand_room(self, values: torch.Tensor, name: str) -> None:
-        """Raise `ExactSumError` where an int64 could wrap around in the sum over the ranks."""
+    def _check_overflow(self, values: torch.Tensor, name: str) -> None:
+        """Raise `ExactSumError` where an int64 could overflow in the sum over the ranks."""
         if values.dtype != torch.int64 or not values.numel():
             return
         limit = (2**63 - 1) // self.world_size
@@ -121,11 +121,11 @@ class Communicator:
                 )
 
     def all_reduce_bytes(self, values: torch.Tensor) -> int:
-        """Bytes that leave a rank in `all_reduce`, as a ring does it: 2 (W - 1) / W of the values."""
+        """Bytes that a rank sends in a ring all-reduce: 2 (W - 1) / W of the values."""
         return 2 * values.numel() * values.element_size() * (self.world_size - 1) // self.world_size
 
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The rows (n, ...) of every rank, as many as it has, in rank order, on every rank."""
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """All-gather of rows (n, ...), of which each rank may have another number; in rank order."""
         world = self.world_size
         if world == 1:
             return [values]
@@ -134,12 +134,12 @@ class Communicator:
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
         return list(self.all_to_all(repeated, [len(values)] * world, counts).split(counts))
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, in rank order, on every rank."""
+    def all_gather_texts(self, text: str) -> list[str]:
+        """All-gather of texts, in rank order."""
         mine = (
             torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
             if text
             else torch.empty(0, dtype=torch.uint8)
         )
-        parts = self.gather(mine)
+        parts = self.all_gather(mine)
         return [bytes(part.tolist()).decode() for part in parts]

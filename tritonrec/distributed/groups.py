@@ -1,7 +1,7 @@
 """The process groups of a run, one for each lane that communicates.
 
-So collectives of different lanes need no common order: each lane issues its own in the schedule's order,
-which is the same on all ranks.
+Each lane issues its collectives in the schedule's order, which is the same on all ranks. Collectives of
+different lanes need no common order.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import demand_equal
+from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
 from .watch import Watch
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""How long to look for the store that torchrun's variables name."""
+"""Timeout of the connection to the store that torchrun's variables name."""
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """One communicator for each lane that crosses ranks, `control` for the caller's own thread, and
-    `checkpoint` for the one that saves.
+    """One communicator for each lane that communicates, `control` for the caller's thread, and `checkpoint`
+    for the saver's.
 
-    The caller runs beside the lanes: on a group of theirs its collectives would come before a lane's on one
-    rank and after it on another.
+    The caller's thread runs beside the lanes and needs a group of its own: on a lane's group its collectives
+    would come before the lane's on one rank and after them on another.
 
-    With G replicas of the tables (2D sparse parallelism) the T ranks form G sharding groups of L = T / G,
-    whose ranks hold one part each of a whole set of tables, and L replica groups, whose ranks hold the same
-    part: a mesh of L rows and G columns. T = 8, G = 2::
+    With G replicas of the tables (2D sparse parallelism) the T ranks form G sharding groups of L = T / G
+    ranks, which own one shard each of all tables, and L replica groups, whose ranks own the same shard: a
+    mesh of L rows and G columns. T = 8, G = 2::
 
                       sharding group 0   sharding group 1
         replicas 0                   0                  1
-        replicas 1                   2                  3       rank r holds part r // G
+        replicas 1                   2                  3       rank r owns shard r // G
         replicas 2                   4                  5
         replicas 3                   6                  7
 
@@ -48,9 +48,9 @@ class Communicators:
         routing, retrieval, communication, checkpoint, shard_control: over this rank's sharding group.
         replica_routing, replica: over its replica group.
         reduce, control: over all ranks.
-        stop: set on a rank that was asked to stop after its step; ranks may see it at different steps, see
+        stop: set on a rank that has to stop after its step; ranks may see it at different steps, see
             `Trainer.stopping`.
-        watch: where the ranks are; stages are noted there, so that a rank that stands still is named.
+        watch: reports this rank's stage, so that others can name it if it stalls.
     """
 
     routing: Communicator
@@ -67,7 +67,7 @@ class Communicators:
 
     @property
     def rank(self) -> int:
-        """Among all ranks; which samples are this one's."""
+        """Among all ranks; decides which samples this rank trains on."""
         return self.control.rank
 
     @property
@@ -77,22 +77,22 @@ class Communicators:
 
     @property
     def shard(self) -> int:
-        """Which part of the tables this rank holds."""
+        """Number of the shard of the tables that this rank owns."""
         return self.routing.rank
 
     @property
     def shards(self) -> int:
-        """L, parts of the tables."""
+        """L, shards of the tables."""
         return self.routing.world_size
 
     @property
     def replicas(self) -> int:
-        """G, copies of each part."""
+        """G, copies of each shard."""
         return self.replica.world_size
 
     @property
     def saves(self) -> bool:
-        """Whether this rank's copy of its part is the one that is saved."""
+        """Whether this rank saves its shard, one rank of each replica group."""
         return self.replica.rank == 0
 
     @classmethod
@@ -112,16 +112,16 @@ class Communicators:
         backend: str = "gloo",
         watch: Watch | None = None,
     ) -> Communicators | None:
-        """Groups over `ranks`, `replicas` of which hold the same part; collective over the whole world.
+        """Groups over `ranks`, `replicas` of which own the same shard; collective over the whole world.
 
-        None on ranks outside. Raises ValueError unless the replicas divide the ranks, `RanksDisagreeError`
+        None on other ranks. Raises ValueError unless the replicas divide the ranks, and `RanksDisagreeError`
         on all ranks where they give different arguments.
 
         Args:
-            backend: of `torch.distributed`. Ranks that train on accelerators need one for tensors there
-                beside gloo for those on the host: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
-            watch: names a rank that is missing; by default one over the store that torchrun's variables name,
-                if there is one.
+            backend: of `torch.distributed`. Training on accelerators needs gloo for the host and another
+                backend for the device: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
+            watch: names a rank that is missing; by default one over the store of torchrun's variables, if
+                they are set.
         """
         if replicas < 1 or len(ranks) % replicas:
             raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
@@ -149,29 +149,31 @@ class Communicators:
             raise ValueError(
                 f"ranks must ascend along 'shard' and along 'replicate', got the mesh {mesh.tolist()}"
             )
-        here, everyone = dist.get_rank(), sorted(mesh.flatten().tolist())
+        here, all_ranks = dist.get_rank(), sorted(mesh.flatten().tolist())
         found: dict[str, Any] = {}
 
-        def groups(parts: torch.Tensor, *names: str, patient: bool = False) -> None:
-            """One communicator by each name over this rank's part (rows of `parts`)."""
-            own = max(timeout, SAVE_TIMEOUT) if patient and watch is None else timeout
+        def groups(parts: torch.Tensor, *names: str, monitored: bool = False) -> None:
+            """For each name a communicator over this rank's row of `parts`."""
+            own = max(timeout, SAVE_TIMEOUT) if monitored and watch is None else timeout
             for name in names:
                 for ranks in parts.tolist():
-                    # Every rank has to make every group, also those it is not in.
+                    # Every rank has to create every group, also those of other ranks.
                     group = None if len(ranks) == 1 else dist.new_group(ranks, own, backend)
                     if here in ranks:
-                        peers = [everyone.index(rank) for rank in ranks]
+                        peers = [all_ranks.index(rank) for rank in ranks]
                         unique = f"{name} of {' x '.join(map(str, mesh.shape))} ranks {peers}"
-                        found[name] = Communicator(group, unique, watch, peers, patient)
+                        found[name] = Communicator(group, unique, watch, peers, monitored)
 
-        groups(torch.tensor([everyone], dtype=torch.int64), "control")
+        groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
         if control := found.get("control"):
-            demand_equal(control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend})
-            watch = control.watch = watch or _watch_by_environment(control, timeout)
+            check_ranks_agree(
+                control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend}
+            )
+            watch = control.watch = watch or _watch_from_environment(control, timeout)
         groups(mesh.t(), "routing", "retrieval", "communication")
-        groups(mesh.t(), "checkpoint", patient=True)
+        groups(mesh.t(), "checkpoint", monitored=True)
         groups(mesh, "replica_routing", "replica")
-        groups(torch.tensor([everyone], dtype=torch.int64), "reduce")
+        groups(torch.tensor([all_ranks], dtype=torch.int64), "reduce")
         if mesh.shape[1] == 1:
             found.update({"shard_control": found["control"]} if found else {})
         else:
@@ -179,7 +181,7 @@ class Communicators:
         return cls(**found, watch=watch or Watch(None, 0, 1, timeout)) if found else None
 
 
-def _watch_by_environment(control: Communicator, timeout: timedelta) -> Watch | None:
+def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch | None:
     """A watch over the store that torchrun's variables name, or None on all ranks. Collective."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if control.world_size == 1:
@@ -191,7 +193,7 @@ def _watch_by_environment(control: Communicator, timeout: timedelta) -> Watch | 
         except (ValueError, RuntimeError):
             store = None  # the variables are not those of this run
     # Other runs, and other groups of this one, may use the same store.
-    texts = control.gather_texts(secrets.token_hex(8) if store is not None else "")
+    texts = control.all_gather_texts(secrets.token_hex(8) if store is not None else "")
     if store is None or not all(texts):
         return None
     return Watch(dist.PrefixStore(texts[0], store), control.rank, control.world_size, timeout)

@@ -1,4 +1,4 @@
-"""Start ranks: from torchrun's environment, or as a pool of local processes that runs functions."""
+"""Start of ranks: from torchrun's environment, or as a pool of local processes that runs functions."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ import torch.distributed as dist
 
 from .communicator import TIMEOUT
 from .groups import Communicators
-from .rank_process import MEETING, WORKING, RankTask, serve, server
+from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
 from .watch import RankDiedError, read_reports
 
 GRACE = 3.0
-"""Seconds that the other ranks get to tell their story after one has failed."""
+"""Seconds to wait for the other ranks' errors after one has failed."""
 
 START_TIMEOUT = timedelta(minutes=5)
-"""How long the processes of a pool may take to import what they need and to meet."""
+"""Timeout of the imports and the rendezvous of a pool's processes."""
 
-IMPORTING = "importing what it needs"
+IMPORTING = "importing its modules"
 READING = "reading its task"
 
 
 @contextmanager
 def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"):
-    """Yield this process's `Communicators` as torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) say.
+    """Yield this process's `Communicators` by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-    `replicas` ranks hold the same part of the tables; they divide the world size. `backend` as in
+    `replicas` ranks own the same shard of the tables; they divide the world size. `backend` as in
     `Communicators.over`.
 
-    Without those variables, or with a world of one, the communicators are local. The process groups are
-    destroyed on the way out, also after an error. Raises `RankDiedError` where the ranks do not all meet
-    within the timeout.
+    Without these variables, or with one rank, the communicators are local. The process groups are destroyed
+    at the end, also after an error. Raises `RankDiedError` where not all ranks join within the timeout.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % replicas:
@@ -54,8 +53,8 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
     except dist.DistError as error:
         rank, seconds = os.environ.get("RANK", "?"), timeout.total_seconds()
         raise RankDiedError(
-            f"rank {rank}: the {world_size} ranks did not all meet within {seconds:g} s; one that "
-            f"has printed nothing never came: {error}"
+            f"rank {rank}: not all of the {world_size} ranks joined within {seconds:g} s; look for a rank "
+            f"that has printed nothing: {error}"
         ) from error
     try:
         communicators = Communicators.over(range(world_size), timeout, replicas, backend)
@@ -75,29 +74,28 @@ class RankPool:
     """Local processes, one per rank, that stay up and run functions on the first `world_size` of them.
 
     Args:
-        world_sizes: what `run` will be asked for: world sizes, or (world size, replicas). As many processes
-            are started as the largest has ranks.
-        timeout: a rank that waits longer for another in a collective raises.
-        enter: called in each process with its rank, before it meets the others; picklable.
-        start_timeout: how long all ranks together may take to start, run `enter` and meet, and later to read
-            the task that `run` gives them.
+        world_sizes: of later calls of `run`: world sizes, or pairs (world size, replicas). The largest one
+            decides the number of processes.
+        timeout: of collectives: a rank that waits longer for another one raises.
+        enter: called in each process with its rank, before the rendezvous; picklable.
+        start_timeout: for all ranks to start, run `enter` and join, and later to read the task of `run`.
 
-    Use as a context manager. Each process runs torch on one thread, and ends when this one does, however it
-    ends, or when nobody has the pool any more. SIGINT, SIGTERM and SIGHUP ask a rank to stop after its step,
-    as `request_stop` does; a second one ends it. After a `RankDiedError` the pool has to be closed: ranks may
-    still wait for one that will not come.
+    Use as a context manager. Each process runs torch on one thread. It ends with this process, however that
+    ends, or when the pool is garbage collected. SIGINT, SIGTERM and SIGHUP stop a rank after its step, as
+    `request_stop` does; a second signal ends it at once. After a `RankDiedError` close the pool: ranks may
+    still wait for a missing one.
 
-    What bounds a wait::
+    Limits of waits::
 
-        until all ranks have met         start_timeout, from the pool's making
+        until all ranks have joined      start_timeout, from the pool's creation
         until all have read their task   start_timeout, from the call of `run`
         in a collective                  timeout: the rank that waits raises, and the call ends
-        for work outside collectives     nothing: an hour's training must not look like a rank that hangs
+        for work outside collectives     none: an hour of training must not count as a stall
         after the first rank's answer    twice the timeout
         after the first rank's failure   `GRACE`
 
-    So a rank that stands still in a collective is an error after `timeout` and at most 10 seconds, the end of
-    all processes in `close` included.
+    So a rank that stalls in a collective is an error after `timeout` and at most 10 seconds, including the
+    end of all processes in `close`.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class RankPool:
         self.meshes = tuple(sorted(meshes))
         self.timeout, self.start_timeout = timeout, start_timeout
         ranks = self.meshes[-1][0]
-        self._store = server() if ranks > 1 else None
+        self._store = start_store() if ranks > 1 else None
         port = self._store.port if self._store is not None else 0
         main = threading.current_thread() is threading.main_thread()
         context = multiprocessing.get_context("spawn")
@@ -135,18 +133,18 @@ class RankPool:
                 self._connections.append(here)
                 self._lifelines.append(own)
                 self.processes.append(process)
-        # At the interpreter's end this comes before multiprocessing's own waiting for its processes.
-        util.Finalize(self, _let_go, (self._lifelines,), exitpriority=10)
+        # At the interpreter's end this runs before multiprocessing joins its processes.
+        util.Finalize(self, _close_lifelines, (self._lifelines,), exitpriority=10)
         self._ready = False
-        self._tasks = [0] * ranks  # that each rank was given
-        self._sending: list[threading.Thread] = []  # by rank; a rank that reads nothing holds its thread up
+        self._tasks = [0] * ranks  # number of tasks sent to each rank
+        self._sending: list[threading.Thread] = []  # by rank; a rank that does not read blocks its thread
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
         """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
 
-        `replicas` ranks hold the same part of the tables. `function` must be importable (it is pickled by
-        name). Raises `RankDiedError` naming the ranks that raised, died, or did not answer in time, and where
-        they were; the class says what is in time.
+        `replicas` ranks own the same shard of the tables. `function` must be importable (it is pickled by
+        name). Raises `RankDiedError` naming the ranks that raised, died, or did not answer within the class's
+        limits, with their phase or stage.
         """
         mesh = (world_size, replicas)
         if mesh not in self.meshes:
@@ -166,27 +164,28 @@ class RankPool:
         return self._collect(range(world_size), READING, since)
 
     def request_stop(self) -> None:
-        """Set `Communicators.stop` on every rank: the task of `run` stops after its step, if it looks there.
+        """Set `Communicators.stop` on every rank; a task that checks it stops after its step.
 
-        Returns at once; a signal handler and another thread may call it while `run` waits.
+        Returns at once. Signal handlers and other threads may call it while `run` waits.
         """
         for own, task in zip(self._lifelines, self._tasks, strict=True):
-            with suppress(OSError):  # of a rank that has ended
+            with suppress(OSError):  # the rank has ended
                 own.send_bytes(str(task).encode())
 
-    def _collect(self, ranks: range, at: str, since: float) -> list[Any]:
-        """Answers of `ranks`, which were all `at` one place at the time `since`."""
+    def _collect(self, ranks: range, phase: str, since: float) -> list[Any]:
+        """Answers of `ranks`, which were all in `phase` at the time `since`."""
         waiting = {self._connections[rank]: rank for rank in ranks}
-        places = dict.fromkeys(ranks, at)
+        phases = dict.fromkeys(ranks, phase)
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         details: dict[int, str] = {}
-        follow = float("inf")  # when the others must have followed the first that answered or failed
+        answer_deadline = float("inf")  # of the other ranks, after the first has answered or failed
         while waiting:
-            begun = all(places[rank] == WORKING for rank in waiting.values())
-            until = follow if begun else min(follow, since + self.start_timeout.total_seconds())
-            patience = None if until == float("inf") else max(0.0, until - time.monotonic())
-            ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], patience)
+            deadline = answer_deadline
+            if any(phases[rank] != WORKING for rank in waiting.values()):
+                deadline = min(deadline, since + self.start_timeout.total_seconds())
+            timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            ready = wait([*waiting, *(self.processes[rank].sentinel for rank in waiting.values())], timeout)
             if not ready:
                 break
             for connection in [c for c in waiting if c in ready or c.poll()]:
@@ -194,9 +193,9 @@ class RankPool:
                 try:
                     status, value = connection.recv()
                 except (EOFError, OSError):
-                    status, value = "died", self._obituary(rank, places[rank])
-                if status == "at":
-                    places[rank] = value
+                    status, value = "died", self._exit_message(rank, phases[rank])
+                if status == "phase":
+                    phases[rank] = value
                     continue
                 del waiting[connection]
                 if status == "ok":
@@ -209,38 +208,38 @@ class RankPool:
             for connection, rank in list(waiting.items()):
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]
-                    errors[rank] = self._obituary(rank, places[rank])
+                    errors[rank] = self._exit_message(rank, phases[rank])
             if errors:
-                follow = min(follow, time.monotonic() + GRACE)
-            elif results and at == READING:
-                follow = min(follow, time.monotonic() + 2 * self.timeout.total_seconds())
+                answer_deadline = min(answer_deadline, time.monotonic() + GRACE)
+            elif results and phase == READING:
+                answer_deadline = min(answer_deadline, time.monotonic() + 2 * self.timeout.total_seconds())
         if errors or waiting:
-            # A rank that died explains the others' broken connections, so it is named first.
+            # Ranks that died come first: they explain the others' broken connections.
             first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
-            silent = self._silent({rank: places[rank] for rank in waiting.values()}, since)
+            silent = self._describe_silent({rank: phases[rank] for rank in waiting.values()}, since)
             raise RankDiedError(
                 "\n".join([*(errors[rank] for rank in first), *silent]),
                 "\n".join(f"rank {rank}:\n{details[rank]}" for rank in first if rank in details),
             )
         return [results[rank] for rank in ranks]
 
-    def _silent(self, places: dict[int, str], since: float) -> list[str]:
-        """A line for each rank that did not answer, without those that only waited for one of them."""
-        behind = [rank for rank, place in places.items() if place not in (MEETING, WORKING)]
+    def _describe_silent(self, phases: dict[int, str], since: float) -> list[str]:
+        """A line for each rank that did not answer, except ranks that only waited for one of these."""
+        lagging = [rank for rank, phase in phases.items() if phase not in (RENDEZVOUS, WORKING)]
         waited, reports = time.monotonic() - since, {}
         if self._store is not None:
             with suppress(RuntimeError):
-                reports = read_reports(self._store, list(places))
+                reports = read_reports(self._store, list(phases))
         return [
-            f"rank {rank} did not answer within {waited:.1f} s: it was {places[rank]}"
+            f"rank {rank} did not answer within {waited:.1f} s: it was {phases[rank]}"
             + (f", last seen {reports[rank].place}, {reports[rank].age}" if rank in reports else "")
-            for rank in sorted(behind or places)
+            for rank in sorted(lagging or phases)
         ]
 
-    def _obituary(self, rank: int, place: str) -> str:
+    def _exit_message(self, rank: int, phase: str) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
-        where = "" if place == WORKING else f": it was {place}"
+        where = "" if phase == WORKING else f": it was {phase}"
         return f"rank {rank} died (exit code {process.exitcode}){where}"
 
     def close(self) -> None:
@@ -268,23 +267,23 @@ class RankPool:
         self.close()
 
 
-def _let_go(lifelines: list[Connection]) -> None:
-    """End the ranks of a pool that nobody has closed."""
+def _close_lifelines(lifelines: list[Connection]) -> None:
+    """End the ranks of a pool that was not closed."""
     for own in lifelines:
         own.close()
 
 
 def _send(connection: Connection, request: bytes) -> None:
-    with suppress(OSError):  # of a rank that died, which shows where its answer is waited for
+    with suppress(OSError):  # the rank died; the wait for its answer reports this
         connection.send_bytes(request)
 
 
 @contextmanager
 def _one_thread_each():
-    """Ranks share this machine's cores: one OpenMP thread each, and gloo on the loopback interface."""
-    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: value for name, value in wanted.items() if value})
+    """Environment of ranks on one machine: one OpenMP thread each, and gloo on the loopback interface."""
+    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value})
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A rank of a pool, in its own process: it serves tasks, and ends when its launcher does."""
+"""The process of a pool's rank: it runs tasks, and ends with its launcher."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from .groups import Communicators
 from .watch import Watch
 
-ENTERING = "in `enter`, before it met the others"
-MEETING = "waiting to meet the others"
+ENTERING = "in `enter`, before the rendezvous"
+RENDEZVOUS = "waiting for the other ranks to join"
 WORKING = "at work"
 
 STOP_SIGNALS = tuple(
@@ -35,10 +35,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankTask:
-    """How a rank of a pool starts.
+    """Settings of a pool's rank.
 
     Args:
-        rank: among all of the pool. meshes: (world size, replicas) that it will work in.
+        rank: in the pool. meshes: (world size, replicas) of the groups to create.
         timeout, start_timeout, enter: see `RankPool`. store_port: of the launcher's `TCPStore`.
         launcher: process id. from_main_thread: whether the launcher's main thread has started this process.
     """
@@ -54,25 +54,25 @@ class RankTask:
 
 
 def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
-    """A rank's loop: take (function, mesh, arguments), answer ("ok", result) or ("error", text).
+    """A rank's loop: receive (function, mesh, arguments), answer ("ok", result) or ("error", text).
 
-    On the way it sends ("at", place), so that a rank that hangs differs from those that wait for it.
-    `lifeline` closes when the launcher ends; a message there is the number of a task that is to stop.
+    In between it sends ("phase", phase), to distinguish a rank that hangs from ranks that wait for it.
+    `lifeline` closes when the launcher ends; a message on it is the number of a task to stop.
     """
     stop = _StopRequests()
     _end_with_launcher(task, lifeline, stop)
-    stop.by_signals()
+    stop.install_signal_handlers()
     torch.set_num_threads(1)
     try:
         world = max(task.meshes)[0]
-        # Connected before `enter`, which may leave the launcher's network.
-        store, reports = (client_of(task) if world > 1 else None for _ in range(2))
+        # Connect before `enter`, which may leave the launcher's network.
+        store, reports = (connect_store(task) if world > 1 else None for _ in range(2))
         if task.enter is not None:
-            connection.send(("at", ENTERING))
+            connection.send(("phase", ENTERING))
             task.enter(task.rank)
-        connection.send(("at", MEETING))
+        connection.send(("phase", RENDEZVOUS))
         if store is not None:
-            _meet(store, task, world)
+            _rendezvous(store, task, world)
         watch = Watch(reports, task.rank, world, task.timeout)
         groups = {mesh: _groups(mesh, task.timeout, watch, stop.event) for mesh in task.meshes}
         connection.send(("ok", None))
@@ -82,7 +82,7 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
                 return
             stop.begin_task()
             watch.begin_task()
-            connection.send(("at", WORKING))
+            connection.send(("phase", WORKING))
             function, mesh, args = request
             try:
                 connection.send(("ok", function(groups[mesh], *args)))
@@ -100,8 +100,8 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
                 dist.destroy_process_group()
 
 
-def server() -> dist.TCPStore:
-    """A store on this machine's loopback interface, at a free port; it needs no folder."""
+def start_store() -> dist.TCPStore:
+    """A store on this machine's loopback interface, at a free port."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -109,23 +109,23 @@ def server() -> dist.TCPStore:
     )
 
 
-def client_of(task: RankTask) -> dist.TCPStore:
-    """A connection to the launcher's `server`."""
+def connect_store(task: RankTask) -> dist.TCPStore:
+    """A connection to the launcher's store."""
     return dist.TCPStore(LOOPBACK, task.store_port, None, False, task.start_timeout, wait_for_workers=False)
 
 
 def _groups(
     mesh: tuple[int, int], timeout: timedelta, watch: Watch, stop: threading.Event
 ) -> Communicators | None:
-    """This rank's groups; None where the mesh is without it."""
+    """This rank's groups; None where the mesh does not include it."""
     if mesh == (1, 1):
         return replace(Communicators.local(), stop=stop)
     groups = Communicators.over(range(mesh[0]), timeout, mesh[1], watch=watch)
     return groups and replace(groups, stop=stop)
 
 
-def _meet(store: dist.Store, task: RankTask, world: int) -> None:
-    """Make the default process group once all ranks are there; they need not start within `timeout`."""
+def _rendezvous(store: dist.Store, task: RankTask, world: int) -> None:
+    """Create the default process group when all ranks have joined, within `start_timeout`."""
     store.set(f"rank {task.rank}", "here")
     store.wait([f"rank {each}" for each in range(world)], task.start_timeout)
     store.set_timeout(task.timeout)
@@ -133,11 +133,11 @@ def _meet(store: dist.Store, task: RankTask, world: int) -> None:
 
 
 def _end_with_launcher(task: RankTask, lifeline: Connection, stop: _StopRequests) -> None:
-    """End this process when the launcher ends, by whatever signal.
+    """End this process when the launcher ends, by any signal.
 
-    The pipe to the launcher closes then, on every Unix. On Linux the kernel kills the rank besides, also one
-    that is stopped or that keeps the interpreter's lock. The kernel goes by the thread that started this
-    process, so this is done for the launcher's main thread only: others end before their process.
+    On every Unix the pipe to the launcher closes then. On Linux the kernel also kills the rank, even one that
+    is stopped or holds the interpreter's lock. The kernel does so at the end of the thread that started this
+    process, so it is requested for the launcher's main thread only.
     """
 
     def follow() -> None:
@@ -146,12 +146,12 @@ def _end_with_launcher(task: RankTask, lifeline: Connection, stop: _StopRequests
                 number = int(lifeline.recv_bytes())
             except (EOFError, OSError):
                 os._exit(1)
-            stop.by_launcher(number)
+            stop.request(number)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
     if task.from_main_thread:
         end_with_parent()
-        if os.getppid() != task.launcher:  # it ended before that, so no signal will come
+        if os.getppid() != task.launcher:  # it has ended already, so no signal will come
             os._exit(1)
 
 
@@ -162,41 +162,41 @@ def end_with_parent() -> None:
 
 
 class _StopRequests:
-    """Sets an event when the launcher or a signal asks this task to stop; the next task starts afresh."""
+    """Sets an event when the launcher or a signal requests this task to stop; each task starts without."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self._task = 0  # as `RankPool` counts those of this rank
-        self._asked = 0  # the last task that was to stop
-        self._signals = 0  # that came during this task
+        self._task = 0  # number of this rank's task, as in `RankPool`
+        self._requested = 0  # the last task to stop
+        self._signals = 0  # received during this task
 
     def begin_task(self) -> None:
-        """The next task begins; the launcher may have asked already."""
+        """Begin the next task; the launcher may have requested its stop already."""
         self._task += 1
         self._signals = 0
         self.event.clear()
-        if self._asked == self._task:
+        if self._requested == self._task:
             self.event.set()
 
-    def by_launcher(self, task: int) -> None:
-        """Stop that task."""
-        self._asked = task
+    def request(self, task: int) -> None:
+        """Stop a task, by its number."""
+        self._requested = task
         if self._task == task:
             self.event.set()
 
-    def by_signals(self) -> None:
-        """The first signal of a task asks it to stop after its step, the second ends this process.
+    def install_signal_handlers(self) -> None:
+        """The first signal of a task stops it after its step, the second ends this process.
 
         A terminal and `timeout` signal the launcher and its ranks at once: the launcher decides.
         """
 
-        def ask(number: int, _frame: object) -> None:
+        def handle(number: int, _frame: object) -> None:
             self._signals += 1
             if self._signals > 1:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-            # The thread that is interrupted may hold the event's lock.
+            # The interrupted thread may hold the event's lock.
             threading.Thread(target=self.event.set, daemon=True).start()
 
         for number in STOP_SIGNALS:
-            signal.signal(number, ask)
+            signal.signal(number, handle)

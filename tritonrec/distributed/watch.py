@@ -1,8 +1,8 @@
-"""Where every rank is, for the others: so that one that stands still is named, with its stage.
+"""Heartbeats of all ranks, from which a failed collective names the rank that stalled, and its stage.
 
-Each rank reports to a store, every second or more often, which collectives it has begun, by group, and what
-its threads are doing. The report comes from a thread of its own, so that it goes on during a long computation
-and stops when the process does. Nobody reads reports until a collective fails.
+Each rank reports to a store, every second or more often: the number of collectives begun by group, and the
+stages of its threads. A thread of its own writes the reports, so they go on during a long computation and
+stop with the process. Reports are read only when a collective fails.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-REPORT_EVERY = 1.0
+REPORT_INTERVAL = 1.0
 """Seconds between a rank's reports; with timeouts below 8 s an eighth of them."""
 
-READ_PATIENCE = 2.0
-"""Seconds that the store gets to answer; the rank that serves it may be the one that stands still."""
+READ_TIMEOUT = 2.0
+"""Seconds for the store to answer; the rank that serves it may be the one that stalled."""
 
-SHOWN = 3
-"""Stages of a rank, or ranks, that a message names."""
+MAX_SHOWN = 3
+"""Largest number of stages or ranks in a message."""
 
 
 class RankDiedError(RuntimeError):
-    """A rank ended, failed, or stayed silent beyond its timeout.
+    """A rank ended, failed, or did not answer within the timeout.
 
-    The message has one line per rank that has something to say; `details` holds their tracebacks.
+    The message has one line for each such rank; `details` has their tracebacks.
     """
 
     def __init__(self, message: str, details: str = ""):
@@ -41,13 +41,13 @@ class RankDiedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank said of itself last.
+    """The last heartbeat of a rank.
 
     Args:
-        number: of the report. time: when, in seconds since 1970 by its own clock.
-        doing: its threads' stages, the longest under way first. last: the stage it finished last.
-        calls: collectives begun, by group. task: how many tasks it has begun.
-        failure: of this task, empty if it goes on. lost: whether it failed because another rank did.
+        number: of the report. time: in seconds since 1970, by the rank's clock.
+        doing: stages of its threads, the oldest first. last: the last finished stage.
+        calls: collectives begun, by group. task: tasks begun.
+        failure: of this task, empty if there is none. lost: whether another rank caused the failure.
     """
 
     number: int = 0
@@ -61,19 +61,19 @@ class Report:
 
     @property
     def place(self) -> str:
-        """Where the rank was, in words."""
+        """The rank's stages, in words."""
         if self.doing:
-            return "in " + ", ".join(self.doing[:SHOWN])
+            return "in " + ", ".join(self.doing[:MAX_SHOWN])
         return f"after {self.last}" if self.last else "before its first stage"
 
     @property
     def age(self) -> str:
-        """How long ago, in words; between machines as exact as their clocks."""
+        """Time since the report, in words; between machines as exact as their clocks."""
         return f"{max(0.0, time.time() - self.time):.1f} s ago"
 
 
 def read_reports(store: dist.Store, ranks: Sequence[int]) -> dict[int, Report]:
-    """The last report of each rank that has made one."""
+    """The last report of each rank that has one."""
     found = {}
     for rank in ranks:
         key = _key(rank)
@@ -86,32 +86,32 @@ def read_reports(store: dist.Store, ranks: Sequence[int]) -> dict[int, Report]:
 
 
 class Watch:
-    """Reports where this rank is, and explains why a collective of this rank failed.
+    """Writes this rank's heartbeats, and explains failures of its collectives by those of the others.
 
     Args:
-        store: where reports go, a connection of its own; None: nothing is reported and no rank can be named.
-        rank, world_size: of all ranks that report there. timeout: of their collectives.
+        store: for the reports, over a connection of its own; None: no reports, and no rank can be named.
+        rank, world_size: among all ranks that use the store. timeout: of their collectives.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout: timedelta):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout = timeout.total_seconds()
-        self.interval = min(REPORT_EVERY, self.timeout / 8)
-        self._doing: dict[int, tuple[object, float]] = {}  # by thread: its stage, and since when
+        self.interval = min(REPORT_INTERVAL, self.timeout / 8)
+        self._doing: dict[int, tuple[object, float]] = {}  # by thread: its stage, and the start
         self._last: object = ""
         self._calls: dict[str, int] = {}
-        self._task, self._failure, self._lost = 0, "", False
+        self._task, self._failure, self._peer_failed = 0, "", False
         self._number = 0
-        self._known: dict[int, Report] = {}  # of rank 0, which may serve the store and take it along
+        self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
         self._closed = threading.Event()
         self._reporting = threading.Lock()
         if store is not None:
             self._report()
-            threading.Thread(target=self._report_on, name="watch", daemon=True).start()
+            threading.Thread(target=self._report_periodically, name="watch", daemon=True).start()
 
     @contextmanager
     def doing(self, stage: object) -> Iterator[None]:
-        """Around what this thread does next; `stage` is shown as ``str(stage)``."""
+        """Report that this thread is in `stage` inside the block; messages show ``str(stage)``."""
         thread = threading.get_ident()
         before = self._doing.get(thread)
         self._doing[thread] = stage, time.monotonic()
@@ -125,33 +125,33 @@ class Watch:
                 self._doing[thread] = before
 
     def begin_task(self) -> None:
-        """Forget the failure of the task before."""
-        self._task, self._failure, self._lost = self._task + 1, "", False
+        """Begin the next task, without the failure of the last one."""
+        self._task, self._failure, self._peer_failed = self._task + 1, "", False
         self._last = ""
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks at once that this one goes on no more."""
+        """Report at once that this rank has failed."""
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, RankDiedError):
             cause = cause.__cause__
-        self._lost = cause is not None
+        self._peer_failed = cause is not None
         self._failure = f"{type(error).__name__}: {error}"[:500]
-        self._report_quickly()
+        self._report_now()
 
     def close(self) -> None:
-        """Report no more."""
+        """Stop the reports."""
         self._closed.set()
 
     def begin_call(self, group: str) -> int:
-        """Count a collective of that group; the number of this one, from 1."""
+        """Count a collective of `group`; returns its number, from 1."""
         number = self._calls[group] = self._calls.get(group, 0) + 1
         return number
 
-    def meet(self, group: str, peers: Sequence[int], patience: timedelta) -> None:
-        """Wait until all `peers` are at this collective, for as long as they report, up to `patience`.
+    def monitored_barrier(self, group: str, peers: Sequence[int], timeout: timedelta) -> None:
+        """Wait until all `peers` are at this collective, as long as they report, up to `timeout`.
 
-        For work that may take longer than the timeout, as writing to a disk. Raises `RankDiedError` naming a
-        rank that reported nothing for the timeout, or that has failed.
+        For work that may exceed the watch's own timeout, such as writes to a disk. Raises `RankDiedError`
+        naming a rank that has failed, or whose reports stopped for the watch's timeout.
         """
         if self.store is None:
             return
@@ -159,12 +159,12 @@ class Watch:
         key = f"{group} {number}"
         self.store.set(f"{key} {self.rank}", "here")
         missing = [peer for peer in peers if peer != self.rank]
-        began = heard = time.monotonic()
-        seen: dict[int, tuple[int, float]] = {}  # the last report's number, and when it was new
+        began = last_read = time.monotonic()
+        seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
         while missing := [peer for peer in missing if not self.store.check([f"{key} {peer}"])]:
             now = time.monotonic()
-            if now - heard > self.interval:
-                heard = now
+            if now - last_read > self.interval:
+                last_read = now
                 reports = self._read(missing)
                 failed = self._failed(reports)
                 if failed:
@@ -172,43 +172,44 @@ class Watch:
                 for peer, report in reports.items():
                     if seen.get(peer, (0, 0.0))[0] != report.number:
                         seen[peer] = report.number, now
-                limit = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
-                silent = [peer for peer in missing if limit[peer] <= 0]
-                if silent or now - began > patience.total_seconds():
+                remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
+                silent = [peer for peer in missing if remaining[peer] <= 0]
+                if silent or now - began > timeout.total_seconds():
                     raise RankDiedError(
-                        self._missed(silent or missing, silent, reports, now - began, group, number)
+                        self._describe_missing(silent or missing, silent, reports, now - began, group, number)
                     )
             time.sleep(0.005)
-        if number > 1:  # everybody has left the meeting before
+        if number > 1:  # all ranks have left the barrier before
             self.store.delete_key(f"{group} {number - 1} {self.rank}")
 
     def explain(
         self, group: str, number: int, peers: Sequence[int], waited: float, error: Exception
     ) -> RankDiedError:
-        """Why collective `number` of a group failed after `waited` seconds: who is behind, and where.
+        """The error for collective `number` of a group, which failed after `waited` seconds.
 
-        Takes two and a half reports, to tell ranks that stand still from those that wait as well.
+        It names the ranks that stalled or are behind, with their stages. It takes two and a half report
+        intervals, to distinguish ranks that stalled from ranks that wait as well.
         """
         if self.store is None or self._failure:
             return RankDiedError(f"{self._place(group, number)}: {error}")
-        everyone = [rank for rank in range(self.world_size) if rank != self.rank]
-        before = self._read(everyone)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        before = self._read(others)
         failed = self._failed(before)
         if failed:
             return RankDiedError(failed)
         time.sleep(2.5 * self.interval)
-        after = self._read(everyone)
+        after = self._read(others)
         failed = self._failed(after)
         if failed:
             return RankDiedError(failed)
         silent = [
             rank
-            for rank in everyone
+            for rank in others
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
         if not after:
-            silent = [0]  # it serves the store, which does not answer
-            after = self._known
+            silent = [0]  # rank 0 serves the store, which does not answer
+            after = self._last_of_rank_0
         behind = [
             rank
             for rank in peers
@@ -216,12 +217,12 @@ class Watch:
         ]
         if not silent and not behind:
             return RankDiedError(
-                f"{self._place(group, number)} failed after {waited:.1f} s, and every rank goes on; is the "
-                f"network between them down? {error}"
+                f"{self._place(group, number)} failed after {waited:.1f} s, and every rank still reports: "
+                f"check the network between them: {error}"
             )
-        return RankDiedError(self._missed(silent or behind, silent, after, waited, group, number))
+        return RankDiedError(self._describe_missing(silent or behind, silent, after, waited, group, number))
 
-    def _missed(
+    def _describe_missing(
         self,
         ranks: Sequence[int],
         silent: Sequence[int],
@@ -230,9 +231,9 @@ class Watch:
         group: str,
         number: int,
     ) -> str:
-        """A line for each of the `ranks` that this one waited for."""
+        """A text about the `ranks` that this one waited for."""
         place, lines = self._place(group, number), []
-        for rank in ranks[:SHOWN]:
+        for rank in ranks[:MAX_SHOWN]:
             report = reports.get(rank)
             began = report is not None and dict(report.calls).get(group, 0) >= number
             missed = f"has not {'finished' if began else 'reached'} {place} within {waited:.3g} s"
@@ -245,53 +246,53 @@ class Watch:
             else:
                 seen = f"it is {report.place}"
             lines.append(f"rank {rank} {missed}: {seen}")
-        more = len(ranks) - SHOWN
+        more = len(ranks) - MAX_SHOWN
         return "; ".join(lines) + (f"; and {more} more ranks" if more > 0 else "")
 
     def _place(self, group: str, number: int) -> str:
-        """What this thread is doing, in words."""
+        """This thread's stage, or its collective, in words."""
         stage, _ = self._doing.get(threading.get_ident(), ("", 0.0))
         return f"stage {stage}" if stage else f"collective {number} of group {group.partition(' of ')[0]}"
 
     def _failed(self, reports: dict[int, Report]) -> str:
-        """A line about the rank whose failure came first, empty if none has failed in this task."""
+        """A line about the rank that failed first, empty if none has failed in this task."""
         failed = {rank: each for rank, each in reports.items() if each.failure and each.task == self._task}
         for rank, report in sorted(failed.items(), key=lambda item: (item[1].lost, item[0])):
             return report.failure if report.lost else f"rank {rank} has failed: {report.failure}"
         return ""
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Report]:
-        """Reports, or none where the store does not answer."""
+        """Reports by rank, none where the store does not answer."""
         found: list[dict[int, Report]] = []
 
         def read() -> None:
-            with suppress(RuntimeError, TypeError):  # the store is gone, or a rank of another version
+            with suppress(RuntimeError, TypeError):  # the store has ended, or a rank is of another version
                 assert self.store is not None
                 found.append(read_reports(self.store, ranks))
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        reader.join(READ_PATIENCE)
+        reader.join(READ_TIMEOUT)
         return found[0] if found else {}
 
-    def _report_quickly(self) -> None:
-        """Report from another thread, for the store may not answer."""
+    def _report_now(self) -> None:
+        """Report from another thread, since the store may not answer."""
         if self.store is not None:
             reporter = threading.Thread(target=self._report, daemon=True)
             reporter.start()
-            reporter.join(READ_PATIENCE)
+            reporter.join(READ_TIMEOUT)
 
-    def _report_on(self) -> None:
+    def _report_periodically(self) -> None:
         while not self._closed.wait(self.interval):
             self._report()
             if self.rank and not self._closed.is_set():
                 assert self.store is not None
-                with self._unless_gone():
-                    self._known = read_reports(self.store, [0])
+                with self._close_if_store_is_gone():
+                    self._last_of_rank_0 = read_reports(self.store, [0])
 
     @contextmanager
-    def _unless_gone(self) -> Iterator[None]:
-        """Report no more once the store is gone, as it is where the rank that serves it has ended."""
+    def _close_if_store_is_gone(self) -> Iterator[None]:
+        """Stop the reports where the store has ended, with the rank that served it."""
         try:
             yield
         except RuntimeError:
@@ -299,7 +300,7 @@ class Watch:
 
     def _report(self) -> None:
         assert self.store is not None
-        with self._reporting, self._unless_gone():
+        with self._reporting, self._close_if_store_is_gone():
             self._number += 1
             doing = sorted(list(self._doing.values()), key=lambda item: item[1])
             report = Report(
@@ -310,7 +311,7 @@ class Watch:
                 tuple(dict(self._calls).items()),
                 self._task,
                 self._failure,
-                self._lost,
+                self._peer_failed,
             )
             self.store.set(_key(self.rank), json.dumps(vars(report)))
 

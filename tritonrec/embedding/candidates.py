@@ -1,4 +1,4 @@
-"""Admission: keys that were looked up, but not often enough to get a row."""
+"""Admission: lookup counts of keys that have no row yet."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .row_column import RowColumn
 
 
 class Candidates:
-    """Keys without a row, how many steps have looked each up, and the last one that did.
+    """Keys without a row, with the number of steps that looked each up and the last such step.
 
     Args:
         admission: steps after which a key gets a row.
-        window: steps; a key that none of as many has looked up is forgotten.
-        slots: of the key structure at the start.
+        window: steps; a key without a lookup for longer is forgotten.
+        slots: initial slots of the key structure.
     """
 
     def __init__(self, admission: int, window: int, slots: int):
@@ -34,9 +34,9 @@ class Candidates:
         return self._index.nbytes + self._index.free_nbytes + columns
 
     def forget(self, step: int) -> None:
-        """Forget the keys that are due at `step`, before its lookups are counted.
+        """At multiples of `window`, forget keys whose last lookup is more than `window` steps ago.
 
-        This goes by the step and by the key's own lookups: it is the same at any world size.
+        Call it before the lookups of `step` are counted. The result is the same at any world size.
         """
         if step % self.window == 0:
             keys, handles = self._index.items()
@@ -63,7 +63,7 @@ class Candidates:
         self._changes.erase(keys)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what `state` gave, all of it or a part by keys."""
+        """Load a `state`, or the part of it of some keys."""
         handles = self._add(state["keys"])
         for name, column in self._columns.items():
             column[handles] = state[name]
@@ -77,7 +77,7 @@ class Candidates:
         self._changes.start(self._index.end)
 
     def take_changes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """`state` of the keys that changed since the last call, and the keys (n,) that went."""
+        """`state` of the keys that changed since the last call, and the erased keys (n,) int64."""
         keys, handles = self._index.items()
         changed, erased = self._changes.changed(handles), self._changes.erased()
         self.track_changes()

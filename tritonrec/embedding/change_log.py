@@ -1,4 +1,4 @@
-"""Which rows changed, and which keys went, since the last checkpoint."""
+"""Rows changed and keys erased since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class ChangeLog:
         return 0 if self._changed is None else self._changed.nbytes
 
     def start(self, end: int) -> None:
-        """Forget everything, and log from now on; all handles so far are below `end`."""
+        """Clear the log and record changes from now on; all handles so far are below `end`."""
         self._changed, self._erased = RowColumn(torch.bool, end=end), []
 
     def grow(self, end: int) -> None:
-        """New handles come, all below `end`."""
+        """Make room for handles below `end`."""
         if self._changed is not None:
             self._changed.grow(end)
 
     def mark(self, handles: torch.Tensor) -> None:
-        """The rows of `handles` (K,) changed; -1 among them changes none."""
+        """Mark the rows of `handles` (K,) as changed; -1 is skipped."""
         if self._changed is not None:
             self._changed[handles] = True
 
     def erase(self, keys: torch.Tensor) -> None:
-        """`keys` (K,) were erased."""
+        """Record the erasure of `keys` (K,)."""
         if self._changed is not None:
             self._erased.append(keys)
 
@@ -45,5 +45,5 @@ class ChangeLog:
         return self._changed[handles]
 
     def erased(self) -> torch.Tensor:
-        """Keys (n,) int64, ascending, distinct, that were erased; some may have come back since."""
+        """Erased keys (n,) int64, ascending, distinct; some may have been inserted again since."""
         return torch.cat([torch.empty(0, dtype=torch.int64), *self._erased]).unique()

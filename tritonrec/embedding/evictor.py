@@ -1,4 +1,4 @@
-"""Eviction: which keys lose their rows (MTGRBoost, section 4.1)."""
+"""Eviction: scores of rows, and the choice of rows to erase (MTGRBoost, section 4.1)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .policy import Eviction
 from .row_column import RowColumn
 from .select import AllReduce, select_smallest, unpinned_rows
 
-UNDATED = -1
+NO_TIMESTAMP = -1
 """Score of a row that no step has used."""
 
 
 class Evictor:
-    """Scores of a table's rows, and the choice of those that go.
+    """Scores of a table's rows, and the choice of rows to erase.
 
-    A score is the last step that used the row (lru, ttl), or how many steps did (lfu).
+    The score of a row is the last step that used it (lru, ttl), or the number of such steps (lfu).
 
     Args:
         eviction: see `Eviction`.
-        layout: which logical table a key belongs to.
+        layout: maps keys to logical tables.
     """
 
     column = "score"
@@ -30,47 +30,47 @@ class Evictor:
         self.eviction, self._layout = eviction, layout
         self.values = RowColumn(torch.int32)
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64)  # rows of each logical table
-        self._undated = False
+        self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def due(self, step: int) -> bool:
-        """Whether rows are evicted at `step`."""
+        """Whether an eviction pass runs at `step`."""
         return step % self.eviction.every == 0
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """New rows that no step has used."""
-        self.values[handles] = 0 if self._counts else UNDATED
+        """Score new rows, which no step has used."""
+        self.values[handles] = 0 if self._counts else NO_TIMESTAMP
         self._sizes += self._layout.count(keys)
 
     def remove(self, keys: torch.Tensor) -> None:
-        """Rows that were erased."""
+        """Subtract erased rows from the sizes."""
         self._sizes -= self._layout.count(keys)
 
     def record(self, handles: torch.Tensor, step: int) -> None:
-        """The rows of `handles` (K,), distinct, are used at `step`."""
+        """Record the access of `step` to the rows of `handles` (K,), distinct."""
         self.values[handles] = self.values[handles] + 1 if self._counts else step
 
-    def expect_undated(self) -> None:
-        """Rows were loaded: `date` has to look for those without a score."""
-        self._undated = True
+    def expect_missing_timestamps(self) -> None:
+        """Loaded rows may lack a timestamp: the next `stamp` searches for them."""
+        self._missing_timestamps = True
 
-    def date(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
-        """Loaded rows without a score count as used at `step`; their handles (n,)."""
-        if self._counts or not self._undated:
+    def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
+        """Give rows without a timestamp the timestamp `step`; returns their handles (n,)."""
+        if self._counts or not self._missing_timestamps:
             return torch.empty(0, dtype=torch.int64)
         _keys, handles = rows.items()
-        handles = handles[self.values[handles] == UNDATED]
+        handles = handles[self.values[handles] == NO_TIMESTAMP]
         self.values[handles] = step
-        self._undated = False
+        self._missing_timestamps = False
         return handles
 
     def choose(
         self, rows: EmbeddingTable, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None
     ) -> torch.Tensor:
-        """Keys (n,), ascending, that lose their rows at `step`; none of the handles `pinned` (P,).
+        """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
 
-        Every rank that shares the table calls this equally often.
+        Collective over the ranks that share the table, where `all_reduce` is given.
         """
         ttl, capacity = self.eviction.ttl, self.eviction.capacity
         if capacity is not None:
@@ -87,7 +87,7 @@ class Evictor:
         return keys[chosen].sort().values
 
     def keep(self, rows: EmbeddingTable, keys: torch.Tensor) -> None:
-        """Copy the rows of `keys` (n,) that are about to go, if `Eviction.keep`."""
+        """Copy the rows of `keys` (n,) before their eviction, if `Eviction.keep`."""
         if self.eviction.keep:
             self._kept.append((keys, rows.gather(rows.find(keys))))
 

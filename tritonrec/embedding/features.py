@@ -19,7 +19,7 @@ Pooling = Literal["none", "sum", "mean"]
 
 
 class SupportsLookup(Protocol):
-    """What a feature looks up in a batch: ids (n,) int64, and offsets (m + 1,) of m bags or None."""
+    """Lookup of a feature in a batch: ids (n,) int64, and offsets (m + 1,) int64 of m bags, or None."""
 
     @property
     def ids(self) -> torch.Tensor: ...
@@ -30,18 +30,18 @@ class SupportsLookup(Protocol):
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """A feature, the table it looks up, and what becomes of the rows.
+    """A feature, its table, and the pooling of its rows.
 
     Args:
-        name: of the feature, as batches and models call it.
+        name: of the feature, in batches and models.
         dim: columns of an embedding.
-        table: features that name the same table share its rows; by default each has one of its own name.
+        table: name of the table, which several features may share; by default the feature's name.
         pooling: ``"none"`` gives a row for every id, ``"sum"`` and ``"mean"`` one for every bag of ids (zeros
             for an empty bag).
         scale: initial weights are uniform in [-scale, scale); ``dim ** -0.5`` if left out.
-        optimizer: rule of the rows, if not the collection's.
+        optimizer: update rule of the rows; by default the collection's.
         policy: eviction, admission and precision tiers.
-        merge: False keeps the table out of merged ones, and all 2**64 ids legal.
+        merge: False keeps the table apart; then all 2**64 ids are legal.
     """
 
     name: str
@@ -66,7 +66,7 @@ class FeatureConfig:
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Logical tables kept in one: a single lookup and a single exchange serve all their features.
+    """Logical tables merged into one: a single lookup and a single exchange serve all their features.
 
     `features` pairs each feature's name with the member number of its table in `layout`.
     """
@@ -78,15 +78,15 @@ class TableGroup:
 
 
 class HashTableCollection:
-    """The tables of a model: made from its features, merged where they can be (MTGRBoost, section 4.2).
+    """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
     Tables of one dimension, optimizer, scale and policy become one `DynamicTable`; `KeyLayout` keeps their
-    ids apart. Merging changes how many lookups and exchanges a step makes, and no bit of what it computes:
-    initial values, eviction and owners go by table name and id.
+    ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its results:
+    initial values, eviction and owners depend on table name and id only.
 
     Args:
-        features: of the model, in any order; it does not matter either.
-        optimizer: rule of rows whose feature has none of its own.
+        features: of the model; their order has no effect.
+        optimizer: update rule for features without one of their own.
         merge: False keeps every table apart.
         seed: of the initial values.
         slots, chunk_rows: see `DynamicTable`.
@@ -115,15 +115,15 @@ class HashTableCollection:
             known = tables.setdefault(name, feature)
             if _table_settings(known) != _table_settings(feature):
                 raise ValueError(
-                    f"features {known.name!r} and {feature.name!r} share table {name!r} but want different "
-                    "dim, scale, optimizer, policy or merge"
+                    f"features {known.name!r} and {feature.name!r} share table {name!r} but differ in dim, "
+                    "scale, optimizer, policy or merge: give both the same"
                 )
         members: dict[object, list[str]] = {}
         for name, feature in tables.items():
             apart = name if not (merge and feature.merge) else None
             members.setdefault((apart, _table_settings(feature)), []).append(name)
         self.groups: list[TableGroup] = []
-        self._where: dict[str, tuple[int, int]] = {}  # table name -> group, member
+        self._location: dict[str, tuple[int, int]] = {}  # table name -> group, member
         for names in sorted(sorted(names) for names in members.values()):
             feature = tables[names[0]]
             layout = KeyLayout(tuple(names))
@@ -139,7 +139,7 @@ class HashTableCollection:
                 policy=feature.policy,
             )
             for member, name in enumerate(names):
-                self._where[name] = len(self.groups), member
+                self._location[name] = len(self.groups), member
             using = tuple(
                 (f.name, names.index(f.table or f.name))
                 for f in self.features.values()
@@ -153,10 +153,10 @@ class HashTableCollection:
     @property
     def table_names(self) -> list[str]:
         """Names of the logical tables, ascending."""
-        return sorted(self._where)
+        return sorted(self._location)
 
     def keys(self, lookups: Mapping[str, SupportsLookup]) -> list[torch.Tensor]:
-        """Keys (n,) int64 that each group is asked for: its features' ids, one feature after another."""
+        """For each group the keys (n,) int64 of its features' ids, one feature after another."""
         if lookups.keys() != self.features.keys():
             raise ValueError(
                 f"the batch looks up features {sorted(lookups)}, the tables serve {list(self.features)}"
@@ -169,7 +169,7 @@ class HashTableCollection:
     def by_feature(
         self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
     ) -> dict[str, torch.Tensor]:
-        """Rows as the model gets them, pooled where the feature says so.
+        """Rows by feature, pooled by `FeatureConfig.pooling`: the input of the model.
 
         Args:
             rows: for each group (n, dim) float32, the rows of `keys`. Differentiable.
@@ -190,9 +190,9 @@ class HashTableCollection:
         return found
 
     def peek(self, lookups: Mapping[str, SupportsLookup]) -> dict[str, torch.Tensor]:
-        """Rows by feature as `by_feature` gives them, reading only: nothing is added, counted or evicted.
+        """Rows by feature, as from `by_feature`, without side effects: no insert, count or eviction.
 
-        Ids that have no row read as their initial values.
+        An id without a row reads as its initial values.
         """
         rows = []
         for group, keys in zip(self.groups, self.keys(lookups), strict=True):
@@ -218,17 +218,17 @@ class HashTableCollection:
         group.table.load(group.layout.pack(member, ids, table), rows)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Columns of every logical table, as `load_state` and a checkpoint take them: all a restart needs.
+        """Complete state by logical table and column, for `load_state` and checkpoints.
 
-        ``"keys"`` (n,) int64 are the table's own ids, whatever it is merged with. Keys that wait for their
-        admission are in a table of their own, ``"NAME.candidates"``.
+        ``"keys"`` (n,) int64 are the ids of the logical table, merged or not. Keys that are not admitted yet
+        are in a further table, ``"NAME.candidates"``.
         """
         return self._by_table([group.table.state() for group in self.groups])
 
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over `state` of all tables, or of the part of their keys that this rank owns.
+        """Load a `state` of all tables, or the part of it whose keys this rank owns.
 
-        Raises ValueError naming every table and column in which it is not the state of these tables.
+        Raises ValueError naming every table and column that differs from these tables.
         """
         parts = [group.table.empty_state() for group in self.groups]
         check_state(state, self._by_table(parts))
@@ -237,51 +237,51 @@ class HashTableCollection:
             for part, empty in own.items():
                 members = []
                 for member, name in enumerate(group.layout.names):
-                    held = dict(state[_part_name(name, part)])
-                    members.append({**held, "keys": group.layout.pack(member, held["keys"], name)})
-                columns[part] = {name: torch.cat([held[name] for held in members]) for name in empty}
+                    saved = dict(state[_part_name(name, part)])
+                    members.append({**saved, "keys": group.layout.pack(member, saved["keys"], name)})
+                columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
             group.table.load_state(columns)
 
     def track_changes(self) -> None:
-        """From now on remember what changes, for `take_changes`."""
+        """Log changes from now on, for `take_changes`."""
         for group in self.groups:
             group.table.track_changes()
 
     def take_changes(
         self,
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        """What changed since the last call: `state` of keys that changed or came, and the keys that went."""
+        """Changes since the last call: `state` of changed and new keys, and by table the erased keys."""
         changes = [group.table.take_changes() for group in self.groups]
         changed = self._by_table([columns for columns, _ in changes])
         erased = self._by_table(
-            [{part: {"keys": keys} for part, keys in gone.items()} for _, gone in changes]
+            [{part: {"keys": keys} for part, keys in parts.items()} for _, parts in changes]
         )
         return changed, {name: columns["keys"] for name, columns in erased.items()}
 
     def _by_table(
         self, groups: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Columns of the groups' tables, taken apart into logical tables."""
+        """Columns of the groups' tables, split into logical tables."""
         tables = {}
         for group, parts in zip(self.groups, groups, strict=True):
             for part, columns in parts.items():
                 members, ids = group.layout.unpack(columns["keys"])
                 for member, name in enumerate(group.layout.names):
                     here = members == member
-                    held = {column: values[here] for column, values in columns.items()}
-                    tables[_part_name(name, part)] = {**held, "keys": ids[here]}
+                    own = {column: values[here] for column, values in columns.items()}
+                    tables[_part_name(name, part)] = {**own, "keys": ids[here]}
         return tables
 
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (n, row_width) float32 that `ids` of a logical table start from."""
+        """Initial rows (n, row_width) float32 of `ids` (n,) of a logical table."""
         group, member = self._group(table)
         return group.table.initial_rows(group.layout.pack(member, ids, table))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
-        if table not in self._where:
+        if table not in self._location:
             raise ValueError(f"there is no table {table!r}; the tables are {', '.join(self.table_names)}")
-        place, member = self._where[table]
-        return self.groups[place], member
+        number, member = self._location[table]
+        return self.groups[number], member
 
 
 def pool(rows: torch.Tensor, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
@@ -300,5 +300,5 @@ def _part_name(table: str, part: str) -> str:
 
 
 def _table_settings(feature: FeatureConfig) -> FeatureConfig:
-    """`feature` with what says nothing about its table taken away."""
+    """`feature` without the fields that do not concern its table."""
     return replace(feature, name="-", table="", pooling="none")

@@ -1,4 +1,4 @@
-"""A table of rows in host memory: keys apart from rows (MTGRBoost, section 4.1)."""
+"""A table in host memory: a key index and a row storage (MTGRBoost, section 4.1)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class HostTable:
 
     Args:
         storage: of the rows.
-        initial_rows: keys (K,) -> rows (K, row_width) float32 that new keys begin with.
-        slots: of the key structure at the start, a power of two.
+        initial_rows: keys (K,) -> their initial rows (K, row_width) float32.
+        slots: initial slots of the key structure, a power of two.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class HostTable:
     ):
         self._storage, self._initial_rows, self._index = storage, initial_rows, KeyIndex(slots)
         self._lock = threading.Lock()  # for the index
-        # the index has no part in these
+        # calls that do not need the index
         self.gather, self.update = storage.gather, storage.update
         self.in_low_precision = storage.in_low_precision
 

@@ -1,4 +1,4 @@
-"""State that a trainer's lanes change: nobody else reads or writes it while windows are in flight."""
+"""Exclusive access of a trainer's lanes to tables and optimizers while windows are in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _thread = threading.local()
 
 @contextmanager
 def as_lane() -> Iterator[None]:
-    """Code inside is a lane's: it may use the state that is in flight."""
+    """Make this thread a lane inside the block: it may use state that is in flight."""
     before, _thread.lane = is_lane(), True
     try:
         yield
@@ -25,7 +25,7 @@ def is_lane() -> bool:
 
 
 class InFlight:
-    """Guards one table or optimizer between the first window in flight and the last.
+    """Guard of one table or optimizer from the first window in flight to the last.
 
     Args:
         name: of the state, in messages.
@@ -39,20 +39,20 @@ class InFlight:
         self._steps: Callable[[], str] | None = None
 
     @property
-    def held(self) -> bool:
+    def active(self) -> bool:
         """Whether windows are in flight."""
         return self._steps is not None
 
     def begin(self, steps: Callable[[], str]) -> None:
-        """Windows are in flight from now on; `steps` says which, as in "steps 4 to 6 are".
+        """Start the guard; ``steps()`` names the windows in flight, as in "steps 4 to 6 are".
 
-        Raises RuntimeError where another trainer has some.
+        Raises RuntimeError where another trainer has windows in flight.
         """
         self.check("another trainer's use")
         self._steps = steps
 
     def end(self) -> None:
-        """No window is in flight."""
+        """End the guard."""
         self._steps = None
 
     def check(self, action: str) -> None:
@@ -62,7 +62,7 @@ class InFlight:
 
 
 def in_flight_message(action: str, steps: str) -> str:
-    """The text that refuses an `action`; `steps` as in "steps 4 to 6 are"."""
+    """The error message for an `action` that is refused; `steps` as in "steps 4 to 6 are"."""
     return (
         f"{action} is refused while {steps} in flight, whose lanes change it: take their results first "
         "with list(trainer.run([])), or let the batches end at the step whose state is needed"

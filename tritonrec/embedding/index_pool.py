@@ -1,18 +1,18 @@
-"""Row numbers that are handed out, given back and handed out again."""
+"""A pool of row numbers with a free list."""
 
 from __future__ import annotations
 
 import torch
 
 MAX_ROWS = 1 << 30
-"""Rows of one pool; the bit above tells the rows of two precision tiers apart."""
+"""Rows of one pool at most; the next bit distinguishes the two precision tiers."""
 
 
 class IndexPool:
-    """Numbers 0, 1, 2, ...; those given back are handed out first, the last one before the others."""
+    """Allocates the numbers 0, 1, 2, ...; reuses released ones first, the last one before the others."""
 
     def __init__(self) -> None:
-        self.end = 0  # every number handed out so far is below
+        self.end = 0  # every number allocated so far is below
         self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `_count` numbers are on it
         self._count = 0
 
@@ -33,28 +33,28 @@ class IndexPool:
             )
 
     def end_after(self, count: int) -> int:
-        """`end` once `count` numbers more are handed out."""
+        """`end` after the allocation of `count` more numbers."""
         return self.end + max(count - self._count, 0)
 
-    def free(self, count: int) -> torch.Tensor:
-        """The free numbers among the next `count` ones, which begin with them, in their order."""
+    def next_free(self, count: int) -> torch.Tensor:
+        """The free numbers among the next `count` ones, in their order; numbers from `end` on follow."""
         return self._free[max(0, self._count - count) : self._count].flip(0)
 
     def claim(self, count: int) -> None:
-        """Hand out the next `count` numbers: those of `free`, then `end` and on."""
+        """Allocate the next `count` numbers: those of `next_free`, then from `end` on."""
         self.end = self.end_after(count)
         self._count -= min(count, self._count)
 
-    def take(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor:
         """The next `count` numbers (count,) int64. Raises MemoryError."""
         self.check_room(count)
-        again = self.free(count)
+        again = self.next_free(count)
         numbers = torch.cat([again, torch.arange(self.end, self.end + count - len(again), dtype=torch.int64)])
         self.claim(count)
         return numbers
 
-    def give_back(self, numbers: torch.Tensor) -> None:
-        """Take back `numbers` (K,) int64, distinct and handed out."""
+    def release(self, numbers: torch.Tensor) -> None:
+        """Free `numbers` (K,) int64, distinct and allocated."""
         count = self._count + len(numbers)
         if count > len(self._free):
             larger = torch.empty(max(count, 2 * len(self._free)), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What every table of rows offers, wherever its rows are stored."""
+"""The interface of embedding tables, for any storage of rows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 class EmbeddingTable(Protocol):
     """Rows of float32 values (weights and optimizer state) by int64 key.
 
-    A *handle* is an int64 number that stands for a row of this table: from the call that returned it until
-    the row is erased, whatever grows, moves or is added in between. -1 stands for no row. Only this table can
-    tell from a handle where a row is stored. Keys, handles and values are on the table's device.
+    A *handle* is an int64 number of a row of this table. It stays valid until the row is erased: growth,
+    moves and inserts do not change it. -1 means no row. The storage location of a row is known to the table
+    only. Keys, handles and values are on the table's device.
 
         keys     [ 7,  -3, 2**63-1]       find_or_insert
         handles  [ 0,   1,   2]           gather, update
         erase([-3]) -> [1]                void, and reserved until release([1])
 
-    One thread may find, insert and gather while another one updates; a row that is being updated may be
-    gathered half old, half new. All other calls take turns.
+    One thread may find, insert and gather while another one updates; a gather may then read a row that is
+    half updated. All other calls exclude each other.
     """
 
     def __len__(self) -> int: ...
 
     @property
     def end(self) -> int:
-        """Every handle so far is below: the length of row metadata."""
+        """Upper bound of all handles so far: the length of row metadata."""
         ...
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
@@ -36,12 +36,12 @@ class EmbeddingTable(Protocol):
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values.
 
-        Raises MemoryError, or the allocator's error, where they do not fit; nothing has changed then.
+        Raises MemoryError, or the allocator's error, where they do not fit; the table is then unchanged.
         """
         ...
 
     def gather(self, handles: torch.Tensor) -> torch.Tensor:
-        """Copies of rows (K, row_width) float32, repeats allowed; anything where a handle is -1."""
+        """Copies of rows (K, row_width) float32, repeats allowed; undefined where a handle is -1."""
         ...
 
     def update(
@@ -49,20 +49,20 @@ class EmbeddingTable(Protocol):
     ) -> None:
         """Overwrite the rows of `handles` (K,), distinct, -1 left out, with `values` (K, row_width) float32.
 
-        `low_precision` (K,) bool marks rows that are stored in 16 bits where these hold the values exactly;
-        no value ever changes.
+        `low_precision` (K,) bool marks rows to store in 16 bits where 16 bits hold their values exactly; the
+        values never change.
         """
         ...
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Erase the rows of `keys` (K,), distinct; the handles they had (K,), -1 where absent.
+        """Erase the rows of `keys` (K,), distinct; returns their handles (K,), -1 where absent.
 
         An update of such a handle changes no other row until `release`.
         """
         ...
 
     def release(self, handles: torch.Tensor) -> None:
-        """Handles (K,) of erased rows, distinct, may stand for new rows from now on."""
+        """Let new rows reuse the `handles` (K,), distinct, of erased rows."""
         ...
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ class EmbeddingTable(Protocol):
         ...
 
     def grow(self, rows: int) -> None:
-        """Have room for `rows` rows more. Raises MemoryError."""
+        """Reserve memory for `rows` more rows. Raises MemoryError."""
         ...
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:

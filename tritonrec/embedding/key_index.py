@@ -1,8 +1,8 @@
 """The handle of each key: the key structure of a dynamic table, which grows without a stall.
 
 Two tensors of `tritonrec.kernels.hash_table`, 12 bytes a slot, apart from the rows they point to, so that
-growth copies keys and no row (MTGRBoost section 4.1, Figure 6). The paper's growth copies the key structure
-at one go; here every insert moves a part of it:
+growth copies keys and no row (MTGRBoost section 4.1, Figure 6). The paper copies the whole key structure at
+once; here every insert moves a part of it:
 
     load passes 0.75     a structure of twice the slots is allocated, but no byte of it is touched
     clearing             each call clears a stretch of it; keys still go to the old one
@@ -12,10 +12,9 @@ at one go; here every insert moves a part of it:
 A key is in exactly one of the two at any time. A structure of the same size takes over in the same way when
 tombstones pile up.
 
-Why clear in stretches, where zero pages that nobody touched could be read as empty: then every insert at a
-random place of the new structure could be the first on its page, and the calls after the switch would pay
-for all those page faults; a stretch takes a known number of them, one after the other. Why not clear in
-advance, below a load of 0.75: the memory would lie idle in every table that has stopped growing.
+Clearing in stretches bounds the page faults of a call. With untouched zero pages read as empty instead, the
+inserts after the switch would take them, each at a random page. Clearing below a load of 0.75 would leave
+memory idle in every table that has stopped growing.
 """
 
 from __future__ import annotations
@@ -30,32 +29,31 @@ from .index_pool import MAX_ROWS, IndexPool
 LOAD_FACTOR = 0.75
 """A structure of twice the slots takes over above this load (MTGRBoost, section 4.1)."""
 
-CROWDED = 0.875
-"""Tombstones and keys together on more of the slots than this: a structure of the same size takes over."""
+MAX_OCCUPANCY = 0.875
+"""A structure of the same size takes over above this share of slots with keys or tombstones."""
 
-FULL = 0.9375
-"""No call leaves more of the slots than this taken: it moves as much as it needs for its keys instead."""
+HARD_MAX_OCCUPANCY = 0.9375
+"""No call leaves a larger share of slots occupied: it clears and moves as much as its keys need."""
 
-CLEARED_PER_KEY = 32
-"""Slots cleared per key of an insert call: a sixteenth of the old slots in new keys may come meanwhile."""
+SLOTS_CLEARED_PER_KEY = 32
+"""Slots cleared per key of an insert call; meanwhile new keys take at most a sixteenth of the old slots."""
 
-MOVED_PER_KEY = 8
-"""Slots moved per key of an insert call: an eighth of the old slots in new keys may come meanwhile. Half
-of it hardly shortens the longest call, which searches two structures, and lengthens twice as many."""
+SLOTS_MOVED_PER_KEY = 8
+"""Slots moved per key of an insert call; meanwhile new keys take at most an eighth of the old slots. Half as
+many would hardly shorten the longest call, which searches two structures, and make twice the calls long."""
 
-LEAST_KEYS = 1024
-"""A call with fewer keys works on as much as one with this many."""
+MIN_KEYS_PER_CALL = 1024
+"""A call with fewer keys clears and moves as much as one with this many."""
 
 
 class KeyIndex:
     """int64 key -> handle; any of the 2**64 keys is legal.
 
-    Handles are numbers from 0, below 2**30. They depend on the calls alone, never on where a key lies in the
-    structure. The place of a key differs from process to process (`kernels.murmur.SECRET`), and so does the
-    order of `items`. Not safe to change from two threads.
+    Handles are numbers in [0, 2**30) and depend on the sequence of calls only. The slot of a key, and with it
+    the order of `items`, differs from process to process (`kernels.murmur.SECRET`). Not thread-safe.
 
     Args:
-        slots: slots at the start, a power of two and at least 8.
+        slots: initial slots, a power of two and at least 8.
     """
 
     def __init__(self, slots: int = 1024):
@@ -74,7 +72,7 @@ class KeyIndex:
 
     @property
     def end(self) -> int:
-        """Every handle so far is below."""
+        """Upper bound of all handles so far."""
         return self._handles.end
 
     @property
@@ -89,7 +87,7 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all structures, of those on the move too."""
+        """Bytes of all structures, the old and the next one included."""
         return sum(12 * one.slots for one in (self._now, self._old, self._next) if one is not None)
 
     @property
@@ -99,7 +97,7 @@ class KeyIndex:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """The handle of each key (K,) int64, repeats allowed; -1 where it is absent."""
-        return torch.from_numpy(self._find(self._mixed(keys)))
+        return torch.from_numpy(self._find(self._salted(keys)))
 
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the handles of `keys` (K,) int64, distinct (not checked); absent keys get new ones in order.
@@ -110,7 +108,7 @@ class KeyIndex:
         Raises:
             MemoryError: more than 2**30 handles; nothing has changed.
         """
-        unsigned = self._mixed(keys)
+        unsigned = self._salted(keys)
         new = len(unsigned)
         if self._is_short(new) or len(self._handles) + new > MAX_ROWS:
             new = int(np.count_nonzero(self._find(unsigned) < 0))
@@ -119,11 +117,11 @@ class KeyIndex:
         return self._insert(unsigned)
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Take distinct keys out: the handles they had (K,) int64, -1 where they were absent.
+        """Erase distinct keys; returns their handles (K,) int64, -1 where absent.
 
         The handles stay reserved until `release`.
         """
-        unsigned = self._mixed(keys)
+        unsigned = self._salted(keys)
         rows = self._now.erase(unsigned)
         if self._old is not None:
             rest = np.flatnonzero(rows < 0)
@@ -132,11 +130,11 @@ class KeyIndex:
         return torch.from_numpy(rows)
 
     def release(self, handles: torch.Tensor) -> None:
-        """Handles (K,) int64 of erased keys, distinct, go to keys that come."""
-        self._handles.give_back(handles)
+        """Let new keys reuse the `handles` (K,) int64, distinct, of erased keys."""
+        self._handles.release(handles)
 
     def grow(self, keys: int) -> None:
-        """Have room for `keys` keys more, with no growth on its way. Raises MemoryError."""
+        """Reserve room for `keys` more keys and finish all moves. Raises MemoryError."""
         self._handles.check_room(keys)
         while self._is_short(keys) or not self._idle():
             if self._idle():
@@ -149,8 +147,8 @@ class KeyIndex:
         keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return torch.from_numpy((keys ^ self._secret).view(np.int64)), torch.from_numpy(rows)
 
-    def _mixed(self, keys: torch.Tensor) -> np.ndarray:
-        """The keys as the structures hold them."""
+    def _salted(self, keys: torch.Tensor) -> np.ndarray:
+        """`keys` XOR the secret, the form that the structures store."""
         if keys.dtype != torch.int64 or keys.dim() != 1:
             raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
         return keys.contiguous().numpy().view(np.uint64) ^ self._secret
@@ -163,7 +161,7 @@ class KeyIndex:
         return rows
 
     def _insert(self, keys: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        end, free = self._handles.end, self._handles.free(len(keys)).numpy()
+        end, free = self._handles.end, self._handles.next_free(len(keys)).numpy()
         if self._old is None:
             rows, inserted = self._now.insert(keys, end, free)
         else:
@@ -179,17 +177,17 @@ class KeyIndex:
         return self._next is None and self._old is None
 
     def _is_short(self, new: int) -> bool:
-        """Whether `new` more keys call for another structure, or for more work on the one that is coming."""
+        """Whether `new` more keys need another structure, or more work on the next one."""
         size, taken = self._size + new, self._size + self._now.tombstones + new
-        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > CROWDED * self.slots):
+        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > MAX_OCCUPANCY * self.slots):
             return True
-        return taken > FULL * self.slots
+        return taken > HARD_MAX_OCCUPANCY * self.slots
 
     def _make_room(self, new: int, keys: int) -> None:
-        """Do the share of a call with `keys` keys, and more if its `new` ones would not fit otherwise."""
+        """Do the work of a call with `keys` keys, and more where its `new` ones would not fit otherwise."""
         if self._idle() and self._is_short(new):
             self._next = _Structure(self._slots_for(new))
-        self._work(max(keys, LEAST_KEYS))
+        self._work(max(keys, MIN_KEYS_PER_CALL))
         while self._is_short(new):
             if self._idle():
                 self._next = _Structure(self._slots_for(new))
@@ -202,33 +200,33 @@ class KeyIndex:
         return slots
 
     def _work(self, keys: int) -> None:
-        """Clear, take over and move, as much as `keys` keys pay for."""
+        """Clear, switch and move: the work of a call with `keys` keys."""
         if self._next is not None:
-            keys -= self._next.clear(CLEARED_PER_KEY * keys) // CLEARED_PER_KEY
+            keys -= self._next.clear(SLOTS_CLEARED_PER_KEY * keys) // SLOTS_CLEARED_PER_KEY
             if self._next.done == self._next.slots:
                 self._old, self._now, self._next = self._now, self._next, None
                 self._old.done = 0
         if self._old is not None and keys > 0:
-            self._old.move(MOVED_PER_KEY * keys, self._now)
+            self._old.move(SLOTS_MOVED_PER_KEY * keys, self._now)
             if self._old.done == self._old.slots:
                 self._old = None
 
 
 class _Structure:
-    """Slots of keys and rows; its first `done` slots are cleared, or once it is old, moved."""
+    """Slots of keys and rows. The first `done` slots are cleared, or, in the old structure, moved."""
 
     def __init__(self, slots: int):
         self.slots, self.done, self.tombstones = slots, 0, 0
-        # from torch, which begins with a cache line: on two lines, where numpy begins, finds take twice as
-        # long, and the huge pages that numpy asks for cost more in the first touch than they save here
+        # torch aligns to cache lines. numpy does not: a group of slots on two lines doubles the time of
+        # finds, and numpy's huge pages cost more at the first touch than they save here.
         self.keys = torch.empty(slots, dtype=torch.int64).numpy().view(np.uint64)
         self.rows = torch.empty(slots, dtype=torch.int32).numpy()
 
     def clear(self, slots: int) -> int:
-        """Clear the next `slots` slots; how many there were."""
+        """Clear the next `slots` slots, or those left; returns their number."""
         stretch = slice(self.done, min(self.done + slots, self.slots))
         self.rows[stretch] = -1
-        self.keys[stretch] = 0  # no key is read where the row is -1: this is for the page faults
+        self.keys[stretch] = 0  # takes the page faults now; keys are not read where the row is -1
         self.done = stretch.stop
         return stretch.stop - stretch.start
 

@@ -1,4 +1,4 @@
-"""How the keys of a merged table tell its logical tables apart (MTGRBoost, section 4.2)."""
+"""Keys of merged tables: the number of a logical table and an id in one int64 (MTGRBoost, section 4.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import ops
 
 
 class KeyLayout:
-    """How the keys of a merged table tell its logical tables apart (MTGRBoost, equation 8).
+    """Encoding of logical table and id in the keys of a merged table (MTGRBoost, equation 8).
 
     ``key = (member << (63 - k)) | id`` with ``k = ceil(log2(m + 1))`` bits for m tables; the sign bit stays
     0. Three tables::
@@ -18,7 +18,7 @@ class KeyLayout:
         bit    63   62 61    60 ........ 0
                0    member   id                 ids from 0 to 2**61 - 1
 
-    One table alone keeps its ids as they are, all 2**64 of them.
+    The keys of a single table are its ids, all 2**64 of them.
 
     Args:
         names: of the logical tables, in the order of their member numbers; by default a single table without
@@ -46,7 +46,7 @@ class KeyLayout:
         return f"id {int(number)} of table {name}" if name else f"id {int(number)}"
 
     def pack(self, member: int, ids: torch.Tensor, feature: str) -> torch.Tensor:
-        """Keys (K,) int64 of `ids` (K,) in the table of that number.
+        """Keys (K,) int64 of `ids` (K,) of logical table `member`.
 
         Raises ValueError naming `feature` and the first id that does not fit.
         """
@@ -72,7 +72,7 @@ class KeyLayout:
         return self.unpack(keys)[1]
 
     def count(self, keys: torch.Tensor) -> torch.Tensor:
-        """How many of `keys` (K,) each logical table has: (m,) int64."""
+        """Number of `keys` (K,) in each logical table: (m,) int64."""
         return torch.bincount(self.unpack(keys)[0], minlength=len(self.names))
 
     def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a table's lookup returns, and what it counts."""
+"""Result and counters of a table's lookups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Lookup(NamedTuple):
     """The rows of a step's keys.
 
     handles: (K,) int64, -1 for a key that is not admitted. Valid until the second lookup after this one
-        begins, whatever is evicted, moved or added in between.
-    low_precision: (K,) bool, rows that are to be stored in 16 bits, False where not admitted; None without
-        precision tiers.
+        begins; evictions, moves and inserts in between do not change them.
+    low_precision: (K,) bool, rows to store in 16 bits, False where not admitted; None without precision
+        tiers.
     """
 
     handles: torch.Tensor
@@ -25,9 +25,9 @@ class Lookup(NamedTuple):
 class Counters:
     """Rows and lookups of a table on this rank since it was made.
 
-    found: keys looked up that had a row. inserted: rows made for new keys. rejected: keys looked up that got
-    no row for want of admission, once for each time. evicted: rows erased by eviction. promoted, demoted:
-    rows moved to float32 and to 16 bits; a new row moves at its first update.
+    found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
+    are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to
+    16 bits; a new row moves at its first update.
     """
 
     found: int = 0

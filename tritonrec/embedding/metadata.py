@@ -1,4 +1,4 @@
-"""Row metadata: the numbers of policies, pinned rows and the log of changes, by handle."""
+"""Row metadata by handle: scores and access counts, pinned rows, and the log of changes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .row_column import RowColumn
 
 
 class RowPolicy(Protocol):
-    """A policy that keeps one number for each row: `Evictor`, `AccessCounter`."""
+    """A policy with one number for each row: `Evictor`, `AccessCounter`."""
 
     column: str
-    """Name of the number in checkpoints."""
+    """Name of the numbers' column in checkpoints."""
 
     values: RowColumn
 
@@ -25,15 +25,15 @@ class RowPolicy(Protocol):
         ...
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """New rows that no step has used."""
+        """Initialise the numbers of new rows, which no step has used."""
         ...
 
     def remove(self, keys: torch.Tensor) -> None:
-        """Rows that were erased."""
+        """Handle the erasure of `keys` (K,)."""
         ...
 
     def record(self, handles: torch.Tensor, step: int) -> None:
-        """The rows of `handles` (K,), distinct, are used at `step`."""
+        """Record the access of `step` to the rows of `handles` (K,), distinct."""
         ...
 
 
@@ -41,7 +41,7 @@ class RowMetadata:
     """All metadata of a table's rows.
 
     Args:
-        policies: those that keep a number for each row.
+        policies: those with a number for each row.
     """
 
     def __init__(self, policies: Sequence[RowPolicy]):
@@ -54,7 +54,7 @@ class RowMetadata:
         return sum(policy.values.nbytes for policy in self.policies) + self.changes.nbytes
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
-        """New rows; all handles are below `end`."""
+        """Add new rows; all handles are below `end`."""
         self.changes.grow(end)
         self.changes.mark(handles)
         for policy in self.policies:
@@ -62,29 +62,29 @@ class RowMetadata:
             policy.add(handles, keys)
 
     def remove(self, keys: torch.Tensor) -> None:
-        """Rows that were erased."""
+        """Handle the erasure of `keys` (K,)."""
         self.changes.erase(keys)
         for policy in self.policies:
             policy.remove(keys)
 
     def record(self, handles: torch.Tensor, step: int) -> torch.Tensor:
-        """A lookup has found the rows of `handles` (K,); returns reserved handles that are free now."""
+        """Record a lookup of the rows of `handles` (K,); returns reserved handles that are free now."""
         if self.policies:
-            self.changes.mark(self.pinned.last)  # recent no longer
+            self.changes.mark(self.pinned.last)  # their column `recent` changes
         self.changes.mark(handles)
         for policy in self.policies:
             policy.record(handles, step)
         return self.pinned.advance(handles)
 
     def read(self, handles: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The numbers of the rows of `handles` (K,) by column, as checkpoints hold them."""
+        """Metadata (K,) of the rows of `handles` (K,) by column of a checkpoint."""
         columns = {policy.column: policy.values[handles] for policy in self.policies}
         if self.policies:
             columns["recent"] = torch.isin(handles, self.pinned.last)
         return columns
 
     def restore(self, handles: torch.Tensor, columns: dict[str, torch.Tensor]) -> None:
-        """Take over what `read` returned."""
+        """Load the result of `read`."""
         for policy in self.policies:
             policy.values[handles] = columns[policy.column]
         if self.policies:

@@ -1,4 +1,4 @@
-"""Optimizers for rows that carry their state, and for dense parameters seen as rows."""
+"""Optimizers of rows with state, and of dense parameters as rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowOptimizer:
         rowwise_adagrad   weight (dim) | sum of mean squared gradients (1)
         adam              weight (dim) | first moment (dim) | second moment (dim)
 
-    Adam's bias correction counts the run's steps, once per window, however the window was split.
+    Adam's bias correction counts the run's steps: one per window, for any number of micro-batches.
     """
 
     name: OptimizerName = "adam"
@@ -65,10 +65,10 @@ class RowOptimizer:
 
 
 class DenseOptimizer:
-    """The same rules for dense parameters: each is a block of rows (its last dimension) with state beside it.
+    """The same rules for dense parameters: each is a block of rows (its last dimension) with state.
 
-    A parameter may lie in memory in any order. What is done to it between two updates counts: the next one
-    starts from the values it has then. While a trainer has windows in flight a change is an error.
+    A parameter may have any strides. Its values may be changed between two updates: the second one starts
+    from them. While a trainer has windows in flight a change is an error.
 
     Args:
         parameters: (name, parameter) pairs, float32; a vector counts as one row.
@@ -98,8 +98,8 @@ class DenseOptimizer:
     def rows(self) -> dict[str, torch.Tensor]:
         """By parameter weight | state, (R, row_width) float32, as `load` and a checkpoint take them."""
         self.in_flight.check("reading the rows")
-        if not self.in_flight.held:
-            self._take_weights()
+        if not self.in_flight.active:
+            self._read_parameters()
         return self._rows
 
     def step(self, gradients: Mapping[str, torch.Tensor], step: int) -> None:
@@ -111,39 +111,39 @@ class DenseOptimizer:
         Raises RuntimeError for a parameter that was changed while windows are in flight.
         """
         self.in_flight.check("a step")
-        if self.in_flight.held:
-            self.note_changes()
+        if self.in_flight.active:
+            self.detect_changes()
         else:
-            self._take_weights()
+            self._read_parameters()
         for name, gradient in gradients.items():
             rows, gradient = self._rows[name], _as_rows(gradient)
             self.rule.update(rows, torch.arange(rows.shape[0], device=rows.device), gradient, step)
-            self._give_weight(name)
+            self._write_parameter(name)
 
     def begin(self, steps: Callable[[], str]) -> None:
-        """Windows are in flight from now on (`InFlight.begin`), and start from the parameters' values."""
+        """Start the guard of windows in flight (`InFlight.begin`), from the parameters' current values."""
         self.in_flight.begin(steps)
-        self._take_weights()
+        self._read_parameters()
 
-    def note_changes(self) -> None:
-        """Compare the parameters with what the last update left, for `demand_unchanged`.
+    def detect_changes(self) -> None:
+        """Compare the parameters with the results of the last update, for `check_unchanged`.
 
-        It raises here where that takes no wait for a device, and at the next update otherwise.
+        A change raises here on the host. On a device it raises at the next update, without a wait.
         """
-        self.demand_unchanged()
+        self.check_unchanged()
         flags = [
-            (weight.view(torch.int32) != held.view(torch.int32)).any() for _, weight, held in self._weights()
+            (weight.view(torch.int32) != own.view(torch.int32)).any() for _, weight, own in self._weights()
         ]
         if flags:
             self._changed = torch.stack(flags)
             if self._changed.device.type == "cpu":
-                self.demand_unchanged()
+                self.check_unchanged()
 
-    def demand_unchanged(self) -> None:
-        """Raise RuntimeError naming a parameter that somebody else changed while windows were in flight."""
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError naming a parameter that was changed outside while windows were in flight."""
         changed, self._changed = self._changed, self._changed[:0]
-        for name, was in zip(self.parameters, changed.tolist(), strict=False):
-            if was:
+        for name, is_changed in zip(self.parameters, changed.tolist(), strict=False):
+            if is_changed:
                 raise RuntimeError(
                     f"parameter {name} was changed while windows are in flight, of which some were computed "
                     "before the change: change parameters after list(trainer.run([])), or let the batches "
@@ -151,19 +151,19 @@ class DenseOptimizer:
                 )
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Take over weights and state from `rows`, as another instance's `rows` holds them."""
+        """Load weights and state from another instance's `rows`; ValueError for other names or shapes."""
         self.in_flight.check("load")
         if rows.keys() != self._rows.keys():
             raise ValueError(f"expected rows of {sorted(self._rows)}, got {sorted(rows)}")
-        for name, held in self._rows.items():
-            if rows[name].shape != held.shape:
+        for name, own in self._rows.items():
+            if rows[name].shape != own.shape:
                 raise ValueError(
-                    f"{name}: expected rows of shape {tuple(held.shape)}, got "
+                    f"{name}: expected rows of shape {tuple(own.shape)}, got "
                     f"{tuple(rows[name].shape)}; was it saved with another optimizer or model size?"
                 )
-        for name, held in self._rows.items():
-            held.copy_(rows[name])
-            self._give_weight(name)
+        for name, own in self._rows.items():
+            own.copy_(rows[name])
+            self._write_parameter(name)
         self.in_flight.update = -1
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -172,12 +172,12 @@ class DenseOptimizer:
             weight = _as_rows(parameter.detach())
             yield name, weight, self._rows[name][:, : weight.shape[1]]
 
-    def _take_weights(self) -> None:
-        """Start from the parameters' values now."""
-        for _, weight, held in self._weights():
-            held.copy_(weight)
+    def _read_parameters(self) -> None:
+        """Copy the parameters' values into the rows."""
+        for _, weight, own in self._weights():
+            own.copy_(weight)
 
-    def _give_weight(self, name: str) -> None:
+    def _write_parameter(self, name: str) -> None:
         parameter = self.parameters[name]
         columns = parameter.shape[-1] if parameter.dim() else 1
         with torch.no_grad():
@@ -185,7 +185,7 @@ class DenseOptimizer:
 
 
 def _as_rows(values: torch.Tensor) -> torch.Tensor:
-    """(R, columns) values in the order of their indices: a copy where they lie in another order in memory."""
+    """(R, columns) values in the order of their indices: a copy where they are not contiguous."""
     return (
         values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         if values.dim()

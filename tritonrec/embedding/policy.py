@@ -5,24 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..settings import MOST, setting
+
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which keys lose their rows (MTGRBoost, section 4.1: metadata for eviction).
+    """Eviction of rows (MTGRBoost, section 4.1: metadata for eviction).
 
-    Time is the step number. The keys of this step and of the one before are never evicted: their rows lie in
+    Time is the step number. The keys of this step and of the one before are never evicted: their rows are in
     the pipeline's two buffers.
 
     Args:
-        policy: ``"lru"`` and ``"lfu"`` keep each logical table, all ranks together, at `capacity` rows and
-            evict those with the oldest last step, or with the fewest steps that used them; the smaller id
-            goes first where they tie. ``"ttl"`` evicts what was last used more than `ttl` steps ago.
-        capacity: rows of a logical table, over all ranks. The step's own new keys come after its eviction, so
-            that a table may hold as many more until the next one.
+        policy: ``"lru"`` and ``"lfu"`` keep each logical table, all ranks together, at `capacity` rows. They
+            evict the rows with the oldest last access, or with the fewest steps that used them; of equal
+            ones the smaller id first. ``"ttl"`` evicts rows whose last access is more than `ttl` steps ago.
+        capacity: rows of a logical table, over all ranks. A step's new keys are inserted after its eviction
+            pass, so the table may exceed the capacity by their number.
         ttl: steps.
-        every: evict at steps divisible by this.
+        every: steps between eviction passes, which run at multiples of it.
         keep: keep evicted rows until `DynamicTable.take_evicted` is called, to publish or archive them.
     """
 
@@ -35,16 +37,16 @@ class Eviction:
     def __post_init__(self) -> None:
         if self.policy not in ("lru", "lfu", "ttl"):
             raise ValueError(f"eviction policy must be lru, lfu or ttl, got {self.policy!r}")
-        wanted, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
-        value = getattr(self, wanted)
+        required, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
+        value = getattr(self, required)
         if value is None or value < 1:
-            raise ValueError(f"eviction by {self.policy} needs {wanted} of at least 1, got {value}")
+            raise ValueError(f"eviction by {self.policy} needs {required} of at least 1, got {value}")
         if getattr(self, other) is not None:
             raise ValueError(
-                f"eviction by {self.policy} goes by {wanted}; it cannot honour {other}={getattr(self, other)}"
+                f"eviction by {self.policy} takes {required}: leave out {other}={getattr(self, other)}"
             )
         if self.every < 1:
-            raise ValueError(f"eviction every {self.every} steps is impossible; every must be at least 1")
+            raise ValueError(f"every must be at least 1 step between eviction passes, got {self.every}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class PrecisionTiers:
         if not 1 <= self.threshold <= 255:
             raise ValueError(f"the precision threshold must be 1 to 255, got {self.threshold}")
         if self.every < 1:
-            raise ValueError(f"access counts cannot halve every {self.every} steps; every must be at least 1")
+            raise ValueError(f"every must be at least 1 step between halvings, got {self.every}")
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,26 @@ class TablePolicy:
         admission: a key gets a row in the `admission`-th step that looks it up. Before that it reads as its
             initial row, and its updates are dropped.
         precision: see `PrecisionTiers`; None stores every row in float32.
-        admission_window: steps. A key that waits for its admission is forgotten at a step divisible by this
-            if none of as many steps before has looked it up, and starts at one again. So the keys that wait
-            are at most those of two windows, however long the run.
+        admission_window: steps. At multiples of it, keys without a row whose last lookup is more than this
+            many steps ago are forgotten, and count from zero again. So the counted keys are at most those of
+            two windows, however long the run.
     """
 
-    eviction: Eviction | None = None
-    admission: int = 1
-    precision: PrecisionTiers | None = None
-    admission_window: int = 1000
+    eviction: Eviction | None = setting(
+        None,
+        "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps.",
+        option="evict",
+    )
+    admission: int = setting(1, "Give a key a row at its n-th step.", 1, MOST)
+    precision: PrecisionTiers | None = setting(
+        None,
+        "THRESHOLD:EVERY: rows used in fewer steps are stored in 16 bits; access counts halve every EVERY "
+        "steps.",
+        option="precision_tiers",
+    )
+    admission_window: int = setting(
+        1000, "Forget keys that wait for a row and were not seen for this many steps.", 1, MOST
+    )
 
     def __post_init__(self) -> None:
         for name in ("admission", "admission_window"):

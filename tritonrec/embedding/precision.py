@@ -1,4 +1,4 @@
-"""Precision tiers: which rows are stored in 16 bits, and the rounding to them (MTGRBoost, section 5.2)."""
+"""Precision tiers: the choice of rows to store in 16 bits, and their rounding (MTGRBoost, section 5.2)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class AccessCounter:
         return step % self.tiers.every == 0
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """New rows that no step has used."""
+        """Initialise the counts of new rows, which no step has used."""
         self.values[handles] = 0
 
     def remove(self, keys: torch.Tensor) -> None:
-        """Rows that were erased."""
+        """Nothing to do for erased rows."""
 
     def record(self, handles: torch.Tensor, step: int) -> None:
-        """The rows of `handles` (K,), distinct, are used at `step`."""
+        """Record the access of `step` to the rows of `handles` (K,), distinct."""
         counts = self.values[handles]
         self.values[handles] = counts + (counts < 255)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        """(K,) bool, which rows of `handles` (K,) are to be stored in 16 bits; False where a handle is -1."""
+        """(K,) bool, whether to store each row of `handles` (K,) in 16 bits; False for a handle of -1."""
         return self.values[handles] < self.tiers.threshold
 
     def used(self) -> torch.Tensor:
@@ -62,7 +62,7 @@ class AccessCounter:
 def round_low(values: torch.Tensor, dim: int, describe: Callable[[int], str]) -> torch.Tensor:
     """`values` (K, row_width) float32 with weights rounded to float16 and state to bfloat16, as float32.
 
-    Raises ValueError where a finite value is finite no longer; ``describe(i)`` is the text for row i.
+    Raises ValueError where a finite value overflows; ``describe(i)`` names row i in the message.
     """
     weights, state = values[:, :dim].to(torch.float16), values[:, dim:].to(torch.bfloat16)
     rounded = torch.cat([weights.to(torch.float32), state.to(torch.float32)], 1)

@@ -14,7 +14,7 @@ class RowColumn:
     Args:
         dtype: of the values.
         absent: the value of a handle of -1.
-        end: handles below have a value from the start.
+        end: initial number of handles.
     """
 
     def __init__(self, dtype: torch.dtype, absent: int = 0, end: int = 0):
@@ -39,7 +39,7 @@ class RowColumn:
         self._values[handles] = values
 
     def grow(self, end: int) -> None:
-        """Have a value for every handle below `end`."""
+        """Extend the values to every handle below `end`."""
         if end >= len(self._values):
             larger = self._values.new_zeros(max(end, 2 * len(self.rows)) + 1)
             larger[: len(self.rows)] = self.rows

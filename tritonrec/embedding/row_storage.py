@@ -14,9 +14,9 @@ from .row_column import RowColumn
 
 
 class Chunks:
-    """Rows of one width and type, in chunks that never move, so that rows are copied while others are added.
+    """Rows of one width and type, in chunks that never move, so that rows can be read while others are added.
 
-    chunk 0 (full) | chunk 1 (current) | chunk 2 (next: there before it is needed)
+    chunk 0 (full) | chunk 1 (current) | chunk 2 (allocated ahead)
     ^ row 0          ^ row chunk_rows ... ^ row `rows`
     """
 
@@ -33,14 +33,14 @@ class Chunks:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def reserve(self, rows: int) -> None:
-        """Have memory for rows below `rows`, and a whole chunk beyond."""
+        """Allocate memory for rows below `rows`, and one chunk more."""
         needed = max(-(-rows // self._shape[0]), 1) + 1
         while len(self._chunks) < needed:
             self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
             self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
 
     def grow(self, rows: int) -> None:
-        """Rows below `rows` are there from now on."""
+        """Make rows below `rows` usable."""
         self.reserve(rows)
         self.rows = max(self.rows, rows)
 
@@ -62,26 +62,26 @@ class RowStorage:
         self._full = Chunks(row_width, torch.float32, chunk_rows)
 
     def grow(self, end: int) -> None:
-        """Have room for handles below `end`."""
+        """Reserve memory for handles below `end`."""
         self._full.reserve(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
-        """New rows for `handles` (K,), all below `end`; their values are not set. All or none."""
+        """Add rows for `handles` (K,), all below `end`, with undefined values; all of them or none."""
         self._full.grow(end)
 
     def release(self, handles: torch.Tensor) -> None:
-        """The rows of `handles` (K,) were erased."""
+        """Free the rows of `handles` (K,), which were erased."""
 
     def gather(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.gather`."""
-        locations = self._locate(handles)  # first: an update beside this may add rows and move some there
-        return chunked_rows.read_rows(self._places(), locations)
+        locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
+        return chunked_rows.read_rows(self._kernel_chunks(), locations)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
         """See `EmbeddingTable.update`."""
-        chunked_rows.write_rows(self._places(), self._locate(handles), values.contiguous())
+        chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.in_low_precision`."""
@@ -97,12 +97,12 @@ class RowStorage:
         return {"metadata": 0, "fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
-        """Where the rows of `handles` (K,) lie, (K,) int64; -1 where a handle is -1."""
+        """Locations (K,) int64 of the rows of `handles` (K,); -1 for a handle of -1."""
         if len(handles) and int(handles.min()) < -1:
             raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
         return handles
 
-    def _places(self) -> chunked_rows.Chunks:
+    def _kernel_chunks(self) -> chunked_rows.Chunks:
         full = self._full
         return chunked_rows.Chunks(
             full.addresses, full.addresses, full.rows, 0, self._chunk_rows, self.dim, self.row_width
@@ -135,13 +135,13 @@ class TieredStorage(RowStorage):
         with self._lock:
             self._reserve(0, len(handles))
             self._locations.grow(end)
-            self._locations[handles] = self._take(0, len(handles)).to(torch.int32)
+            self._locations[handles] = self._allocate(0, len(handles)).to(torch.int32)
 
     def release(self, handles: torch.Tensor) -> None:
         with self._lock:
             locations = self._locate(handles)
             for tier, there in enumerate((locations < LOW, locations >= LOW)):
-                self._give_back(tier, locations[there])
+                self._release(tier, locations[there])
             self._locations[handles] = -1
 
     def update(
@@ -156,15 +156,15 @@ class TieredStorage(RowStorage):
             before = self._locate(handles)
             locations = before.clone()
             moving = ~low & (before >= LOW), low & (before >= 0) & (before < LOW)
-            places = [going.nonzero().squeeze(1) for going in moving]
-            for tier, here in enumerate(places):
-                self._reserve(tier, len(here))  # both before either: where memory is short nothing moves
-            for tier, here in enumerate(places):
-                locations[here] = self._take(tier, len(here))
+            positions = [mask.nonzero().squeeze(1) for mask in moving]
+            for tier, here in enumerate(positions):
+                self._reserve(tier, len(here))  # both tiers first: where memory is short nothing moves
+            for tier, here in enumerate(positions):
+                locations[here] = self._allocate(tier, len(here))
                 self._locations[handles[here]] = locations[here].to(torch.int32)
-                self._give_back(1 - tier, before[here])
+                self._release(1 - tier, before[here])
                 self._moved[tier] += len(here)
-        chunked_rows.write_rows(self._places(), locations, values)
+        chunked_rows.write_rows(self._kernel_chunks(), locations, values)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locate(handles) >= LOW
@@ -182,21 +182,21 @@ class TieredStorage(RowStorage):
         }
 
     def _reserve(self, tier: int, count: int) -> None:
-        """Have room for `count` rows more. Raises MemoryError."""
+        """Reserve room for `count` more rows. Raises MemoryError."""
         self._pools[tier].check_room(count)
         (self._full, self._low)[tier].grow(self._pools[tier].end_after(count))
 
-    def _take(self, tier: int, count: int) -> torch.Tensor:
-        """Locations (count,) int64 of rows that were free and have room."""
-        return self._pools[tier].take(count) + tier * LOW
+    def _allocate(self, tier: int, count: int) -> torch.Tensor:
+        """Locations (count,) int64 of free rows, for which room is reserved."""
+        return self._pools[tier].allocate(count) + tier * LOW
 
-    def _give_back(self, tier: int, locations: torch.Tensor) -> None:
-        self._pools[tier].give_back(locations - tier * LOW)
+    def _release(self, tier: int, locations: torch.Tensor) -> None:
+        self._pools[tier].release(locations - tier * LOW)
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locations[super()._locate(handles)].to(torch.int64)
 
-    def _places(self) -> chunked_rows.Chunks:
+    def _kernel_chunks(self) -> chunked_rows.Chunks:
         full, low = self._full, self._low
         return chunked_rows.Chunks(
             full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width

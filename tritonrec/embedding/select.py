@@ -10,39 +10,39 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from . import numba_sweep
+from . import numba_select
 from .interface import EmbeddingTable
 from .row_column import RowColumn
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums an int64 tensor over the ranks; every rank calls it equally often, with equal shapes."""
+"""Collective: sums an int64 tensor over the ranks, with equal shapes on all of them."""
 
 
 def select_smallest(
     scores: torch.Tensor,
     ids: torch.Tensor,
     groups: torch.Tensor,
-    wanted: torch.Tensor,
+    k: torch.Tensor,
     all_reduce: AllReduce | None = None,
 ) -> torch.Tensor:
-    """Choose in each group the ``wanted[group]`` smallest (score, id), all ranks together.
+    """Choose in each group the ``k[group]`` smallest (score, id), all ranks together.
 
-    Eight bits at a time from the top: count how many candidates have each digit, sum the counts over the
-    ranks, take all below the digit where the sum reaches what is wanted, go on with those that have it. The
-    outcome depends on the union of the ranks' candidates only. At most 12 rounds, mostly 2 to 5.
+    Each round takes eight bits, from the top: count the candidates by digit, sum the counts over the ranks,
+    choose all below the digit where the sum reaches k, and go on with the candidates that have that digit.
+    The result depends on the union of the ranks' candidates only. At most 12 rounds, mostly 2 to 5.
 
     Args:
         scores: (K,) int32 or int64 within int32. ids: (K,) int64, ordered as signed numbers; distinct in a
             group over all ranks.
         groups: (K,) int64 in [0, G).
-        wanted: (G,) int64, the same on every rank; a group with fewer candidates gives them all.
+        k: (G,) int64, the same on every rank; in a group with fewer candidates all are chosen.
         all_reduce: sums (G, 256) counts over the ranks; None for a single rank.
 
     Returns:
         (K,) bool, the chosen ones of this rank.
     """
     chosen = np.zeros(len(ids), np.bool_)
-    remaining = wanted.clone()
+    remaining = k.clone()
     belongs = groups.contiguous().numpy()
     candidates = (remaining > 0)[groups].nonzero().squeeze(1).numpy()
     words = ((scores.to(torch.int64).numpy(), 24), (ids.contiguous().numpy(), 56))
@@ -51,19 +51,19 @@ def select_smallest(
         if not bool((remaining > 0).any()):
             break
         flip = 128 if signed else 0  # negative numbers come first
-        counts = torch.zeros(len(wanted), 256, dtype=torch.int64)
-        numba_sweep.count_digits(word, belongs, candidates, shift, flip, counts.numpy())
+        counts = torch.zeros(len(k), 256, dtype=torch.int64)
+        numba_select.count_digits(word, belongs, candidates, shift, flip, counts.numpy())
         if all_reduce is not None:
             counts = all_reduce(counts)
         reached = counts.cumsum(1)
-        # The first digit with which a group has enough; 256 where all its candidates are not.
+        # The first digit with which a group has enough; 256 where it has too few candidates.
         edge = (reached < remaining.unsqueeze(1)).sum(1)
-        none = reached.new_zeros(len(wanted), 1)
+        none = reached.new_zeros(len(k), 1)
         remaining -= torch.cat([none, reached], 1).gather(1, edge.unsqueeze(1)).squeeze(1)
         whole = torch.cat([counts, none], 1).gather(1, edge.unsqueeze(1)).squeeze(1) == remaining
         remaining[whole | (edge == 256)] = 0
         kept = np.empty_like(candidates)
-        count = numba_sweep.take_below(
+        count = numba_select.take_below(
             word, belongs, candidates, shift, flip, edge.numpy(), whole.numpy(), (remaining > 0).numpy(),
             chosen, kept,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def unpinned_rows(
     marks[pinned[pinned >= 0]] = True
     left_keys, left_handles = torch.empty_like(keys), torch.empty_like(handles)
     values = torch.empty(len(keys), dtype=metadata.rows.dtype)
-    count = numba_sweep.unpinned(
+    count = numba_select.unpinned(
         keys.numpy(), handles.numpy(), marks.numpy(), metadata.rows.numpy(),
         left_keys.numpy(), left_handles.numpy(), values.numpy(),
     )  # fmt: skip

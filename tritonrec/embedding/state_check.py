@@ -1,4 +1,4 @@
-"""Whether a saved state is one of the tables that take it over."""
+"""Comparison of a saved state with the tables that load it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 
 def check_state(
-    given: Mapping[str, Mapping[str, torch.Tensor]], wanted: Mapping[str, Mapping[str, torch.Tensor]]
+    given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """ValueError naming all tables, columns, dtypes and widths in which the two differ."""
+    """Raise ValueError naming every table, column, dtype and width that differs."""
     there, here = (
         {
             (table, column): f"{values.dtype} {tuple(values.shape[1:])}"
             for table, columns in state.items()
             for column, values in columns.items()
         }
-        for state in (given, wanted)
+        for state in (given, expected)
     )
     different = [
         f"column {column!r} of table {table!r} is {there.get((table, column), 'not there')} in the state, "

@@ -22,7 +22,7 @@ from .select import AllReduce
 from .state_check import check_state
 
 BLOCK = 4096
-"""Rows that are evicted or demoted at a time; an update waits for no more than these."""
+"""Rows evicted or demoted under one lock; this bounds the wait of an update."""
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -30,22 +30,21 @@ State = dict[str, dict[str, torch.Tensor]]
 class DynamicTable:
     """Rows (weights and optimizer state) by int64 key; any of the 2**64 keys is legal.
 
-    An `EmbeddingTable` stores the rows; each policy is an object of its own. A key seen for the first time
-    gets weights that are a function of (seed, table, key, column) and zero state, so neither the order of
-    arrival, nor the rank, nor a restart or an eviction changes them. Policies go by the numbers of the steps
-    and by keys only.
+    An `EmbeddingTable` stores the rows; each policy is an object of its own. A new key gets weights that are
+    a function of (seed, table, key, column), and zero state: the order of arrival, the rank, a restart or an
+    eviction do not change them. Policies depend on step numbers and keys only.
 
     Threads: `lookup` of step t may run beside `update` of step t - 1, each on one thread and in the order of
-    the steps; the update of step t - 2 is done by then. While a trainer has windows in flight its lanes alone
-    read and write rows: others get a RuntimeError, but for counters, `memory` and the number of rows.
+    the steps, after the update of step t - 2. While a trainer has windows in flight only its lanes read and
+    write rows; other threads get a RuntimeError, except for `counters`, `memory` and ``len``.
 
     Args:
         dim: weights per row.
         row_width: float32 values per row, at least `dim`.
-        layout: logical tables that share this one; by default one whose keys are its ids.
+        layout: logical tables merged into this one; by default one, whose keys are its ids.
         seed: of the initial values.
         scale: initial weights are uniform in [-scale, scale).
-        slots: slots of the key structure at the start, a power of two.
+        slots: initial slots of the key structure, a power of two.
         chunk_rows: rows of one value chunk.
         policy: eviction, admission and precision tiers; none by default.
     """
@@ -90,24 +89,24 @@ class DynamicTable:
         return replace(self._counters, promoted=promoted, demoted=demoted)
 
     def lookup(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None = None) -> Lookup:
-        """Find the rows of a step's keys, and add those that are new.
+        """Find the rows of a step's keys, and insert the new ones.
 
-        First, where due at this step, rows are evicted and demoted, except those of this lookup and of the
-        last, and keys that wait for admission are forgotten. Then keys that were looked up often enough get
-        rows, and the use of rows is recorded.
+        First the passes due at this step evict and demote rows, except those of this lookup and of the last
+        one, and forget keys that are not admitted yet. Then admitted keys get rows, and the access to all
+        rows is recorded.
 
         Args:
             keys: (K,) int64, distinct.
-            step: the step's number; with eviction or precision tiers larger than the last one's, and with any
-                policy below 2**31.
+            step: number of the step; below 2**31 with any policy, and ascending with eviction or precision
+                tiers.
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
-                None for a single rank. Each rank calls `lookup` in every step, if without keys.
+                None for a single rank. Each rank calls `lookup` in every step, also without keys.
         """
         self.in_flight.check("lookup")
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
         if self._metadata.policies:
-            self._maintain(keys, step, all_reduce)
+            self._run_policies(keys, step, all_reduce)
         with self._lock:
             if self._candidates is None:
                 handles, new = self._insert(keys)
@@ -127,14 +126,14 @@ class DynamicTable:
             return Lookup(handles, self._low_precision(handles))
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Handles of `keys` (K,) int64, -1 where absent; adds and counts nothing."""
+        """Handles (K,) of `keys` (K,) int64, -1 where absent; inserts and counts nothing."""
         self.in_flight.check("find")
         return self._rows.find(keys)
 
     def gather(self, handles: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Copies of the rows of `handles` (K,), those of `keys` (K,): (K, row_width) float32.
+        """Copies (K, row_width) float32 of the rows of `handles` (K,), which belong to `keys` (K,).
 
-        A handle of -1 gives the row that its key would start from.
+        A handle of -1 reads the initial row of its key.
         """
         self.in_flight.check("gather")
         values = self._rows.gather(handles)
@@ -144,7 +143,7 @@ class DynamicTable:
         return values
 
     def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows (K, row_width) float32 that `keys` (K,) start from."""
+        """Initial rows (K, row_width) float32 of `keys` (K,)."""
         values = torch.zeros(len(keys), self.row_width, dtype=torch.float32)
         values[:, : self.dim] = self.layout.initial_rows(self.seed, keys, self.dim, self.scale)
         return values
@@ -152,7 +151,8 @@ class DynamicTable:
     def round_low_precision(self, values: torch.Tensor, low_precision: torch.Tensor) -> None:
         """Round the `low_precision` (K,) bool rows of `values` (K, row_width), in place, to 16 bits.
 
-        `update` then keeps them exactly. Raises ValueError naming the row where a finite number does not fit.
+        `update` then stores them exactly. Raises ValueError naming a row with a finite number that does not
+        fit.
         """
         here = low_precision.to(values.device).nonzero().squeeze(1)
         values[here] = round_low(
@@ -176,7 +176,7 @@ class DynamicTable:
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
         """Erase the rows of `keys` (K,) int64, distinct; (K,) bool, whether the key had a row.
 
-        An update with a handle from before is dropped. Counts of admission are erased too.
+        Later updates of the old handle are dropped. Admission counts are erased too.
         """
         self.in_flight.check("erase")
         with self._updating, self._lock:
@@ -197,7 +197,8 @@ class DynamicTable:
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
 
-        New rows count as used by no step (lfu, precision tiers) or by that of the next eviction (lru, ttl).
+        New rows have no access yet (lfu, precision tiers), or the step of the next eviction pass as their
+        last one (lru, ttl).
         """
         self.in_flight.check("load")
         self._check_values(len(keys), values)
@@ -207,7 +208,7 @@ class DynamicTable:
             self._update(handles, values)
 
     def state(self) -> State:
-        """All that a restart needs, by group and column; each group has ``keys`` (n,) int64, ascending.
+        """Complete state by group and column; each group has ``keys`` (n,) int64, ascending.
 
             rows         rows (n, row_width) float32; with eviction score (n,) int32; with precision tiers
                          heat (n,) uint8, the access counts; with either recent (n,) bool, used by the last
@@ -215,7 +216,7 @@ class DynamicTable:
             candidates   counts (n,) int32 and last (n,) int32, the last step that looked the key up, only
                          where admission is above 1
 
-        The states of all ranks together, divided by keys in any way, are the state of another world size.
+        The union of all ranks' states, split by keys in any way, is the state of another world size.
         """
         self.in_flight.check("state")
         with self._updating:
@@ -234,9 +235,9 @@ class DynamicTable:
         return state
 
     def load_state(self, state: State) -> None:
-        """Take over what `state` gave, all of it or a part by keys; keys already there are overwritten.
+        """Load a `state`, or the part of it of some keys; rows that exist are overwritten.
 
-        Raises ValueError where its columns are not those of this table's policies.
+        Raises ValueError naming the columns that do not fit this table's policies.
         """
         self.in_flight.check("load_state")
         check_state(state, self.empty_state())
@@ -253,14 +254,14 @@ class DynamicTable:
         self._step, self.in_flight.update = None, -1
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated on this rank, by purpose, and bytes that rows in low precision do not take.
+        """Bytes allocated on this rank, by purpose, and bytes saved by low precision.
 
         key_structure, candidates (keys, counts and steps of keys that are not admitted yet), metadata
         (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use).
         """
-        stored, waiting = self._rows.memory(), self._candidates
+        stored, candidates = self._rows.memory(), self._candidates
         stored["metadata"] += self._metadata.nbytes
-        return {**stored, "candidates": 0 if waiting is None else waiting.nbytes}
+        return {**stored, "candidates": 0 if candidates is None else candidates.nbytes}
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
@@ -280,25 +281,25 @@ class DynamicTable:
                 self._candidates.track_changes()
 
     def take_changes(self) -> tuple[State, dict[str, torch.Tensor]]:
-        """What changed since the last call or `track_changes`.
+        """Changes since the last call or `track_changes`.
 
         Returns:
-            `state` of the keys that changed or came; by the same groups keys (n,) int64, ascending, that are
-            there no longer. Without the keys of either, and with the entries of the first, the state of
-            before is the state of now.
+            `state` of changed and new keys, and by the same groups the erased keys (n,) int64, ascending.
+            The previous state, without the keys of both and with the entries of the first, is the current
+            state.
         """
         self.in_flight.check("take_changes")
         changes = self._metadata.changes
         with self._updating:
             with self._lock:
                 keys, handles = self._items()
-                changed, gone = changes.changed(handles), changes.erased()
-                erased = {"rows": gone[self._rows.find(gone) < 0]}
+                changed, erased_keys = changes.changed(handles), changes.erased()
+                erased = {"rows": erased_keys[self._rows.find(erased_keys) < 0]}
                 changes.start(self._rows.end)
-                waiting = None if self._candidates is None else self._candidates.take_changes()
+                candidates = None if self._candidates is None else self._candidates.take_changes()
             state = {"rows": self._columns(keys[changed], handles[changed])}
-        if waiting is not None:
-            state["candidates"], erased["candidates"] = waiting
+        if candidates is not None:
+            state["candidates"], erased["candidates"] = candidates
         return state, erased
 
     def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +317,7 @@ class DynamicTable:
     # The next four need `_lock`.
 
     def _insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Handles (K,) of `keys`, and how many are new."""
+        """Handles (K,) of `keys`, and the number of new ones."""
         handles, inserted = self._rows.find_or_insert(keys)
         new = inserted.nonzero().squeeze(1)
         if len(new):
@@ -324,16 +325,16 @@ class DynamicTable:
         return handles, len(new)
 
     def _load(self, keys: torch.Tensor) -> torch.Tensor:
-        """Handles (n,) of `keys` that are loaded: they need no admission, and no step has used them."""
+        """Handles (n,) of `keys` to load, which need no admission; no step has used new ones."""
         handles, _new = self._insert(keys)
         if self._evictor is not None:
-            self._evictor.expect_undated()
+            self._evictor.expect_missing_timestamps()
         if self._candidates is not None:
             self._candidates.erase(keys)
         return handles
 
     def _erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Erase rows; the handles they had (K,), still reserved."""
+        """Erase rows; returns their handles (K,), still reserved."""
         handles = self._rows.erase(keys)
         self._metadata.remove(keys[handles >= 0])
         return handles
@@ -348,8 +349,8 @@ class DynamicTable:
             low_precision = self._low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
-    def _maintain(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
-        """Evict and demote what is due at `step`, before its `keys` (K,) are looked up."""
+    def _run_policies(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
+        """Run the eviction and demotion passes due at `step`, before the lookup of its `keys` (K,)."""
         if not 0 <= step < 2**31 or (self._step is not None and step <= self._step):
             raise ValueError(
                 f"{self.layout}: lookup of step {step} after step {self._step}; a table with eviction or "
@@ -358,7 +359,7 @@ class DynamicTable:
         self._step = step
         if not any(policy.due(step) for policy in self._metadata.policies):
             return
-        # rows of these lie in the pipeline's two buffers
+        # their rows are in the pipeline's two buffers
         pinned = torch.cat([self._metadata.pinned.last, self._rows.find(keys)])
         if self._evictor is not None and self._evictor.due(step):
             self._evict(self._evictor, pinned, step, all_reduce)
@@ -367,7 +368,7 @@ class DynamicTable:
 
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
-            self._metadata.changes.mark(evictor.date(self._rows, step))
+            self._metadata.changes.mark(evictor.stamp(self._rows, step))
         keys = evictor.choose(self._rows, pinned, step, all_reduce)
         for part in keys.split(BLOCK):
             with self._updating, self._lock:

@@ -1,4 +1,4 @@
-"""Kernels beside their peers: runs the suites under ``ci/``, keeps ratios, finds what got slower.
+"""Kernels beside their peers: runs the suites in ``ci/benchmarks``, keeps ratios, finds what got slower.
 
 A ratio is a peer's median time over ours in the same run on the same input: above 1 we win. Times of two runs
 on different machines, or on one that is busy, say little; a ratio within a run says more, and is what a
@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed.rank_process import end_with_parent
-from ..files import ScratchFolder, check_writable, whole
+from ..files import ScratchFolder, atomic_write, check_writable
 
+BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
 HOW = (
     "ratio: median over the repeats of peer's median time over ours; band: the greatest ratio of the repeats "
@@ -46,17 +47,17 @@ Rows = dict[str, dict[str, Any]]
 def checkout() -> Path:
     """The root of the source tree, which holds the suites; FileNotFoundError in an installed package."""
     root = Path(__file__).resolve().parent.parent.parent
-    if not (root / "ci" / "ratios.py").exists():
+    if not (root / BENCHMARKS / "ratios.py").exists():
         raise FileNotFoundError(
-            f"tritonrec bench needs a checkout: {root} has no ci/ with the benchmark suites. Clone the "
+            f"tritonrec bench needs a checkout: {root} has no {BENCHMARKS}. Clone the "
             "repository and install it from there (pip install -e '.[bench]')"
         )
     return root
 
 
 def suites(root: Path, only: str) -> list[Path]:
-    """The files ``ci/bench_*.py`` whose name contains `only`, or all of them if none does."""
-    files = sorted((root / "ci").glob("bench_*.py"))
+    """The files ``ci/benchmarks/bench_*.py`` whose name contains `only`, or all of them if none does."""
+    files = sorted((root / BENCHMARKS).glob("bench_*.py"))
     return [path for path in files if only in path.stem.removeprefix("bench_")] or files
 
 
@@ -96,7 +97,7 @@ def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
 
 def rows_of(report: dict[str, Any], root: Path, timer: str = "wall") -> Rows:
     """``group / peer`` -> ratio and times of one run; of CPU seconds, those of one thread only."""
-    spec = importlib.util.spec_from_file_location("ratios", root / "ci" / "ratios.py")
+    spec = importlib.util.spec_from_file_location("ratios", root / BENCHMARKS / "ratios.py")
     assert spec and spec.loader
     ratios = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ratios)
@@ -249,7 +250,7 @@ def chart(history: Path, png: Path) -> None:
     axes.set_xticks(range(len(runs)), [run["provenance"]["commit"][:7] for run in runs], rotation=45)
     axes.set_ylabel("times as fast as the peers (geometric mean)")
     axes.legend(ncols=2, fontsize="small")
-    with whole(png) as part:
+    with atomic_write(png) as part:
         figure.savefig(part, dpi=120, format="png")
     plt.close(figure)
 
@@ -281,7 +282,7 @@ def bench(
     now = summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
     show(now, console, before)
     if json_file:
-        with whole(json_file) as part:
+        with atomic_write(json_file) as part:
             part.write_text(dump(now))
     if keep:
         record(now, history)

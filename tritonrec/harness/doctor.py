@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import __version__
+from ..version import __version__
 
 PACKAGES = ("torch", "triton", "numba", "numpy")
 

@@ -22,7 +22,7 @@ def trace_report(
     kineto: str | os.PathLike[str] | None = None,
     console: Console | None = None,
 ) -> int:
-    """Print what a trace shows, and write the picture, the figures or the Kineto files that are asked for.
+    """Print the figures of a trace, and write the requested picture, figures or Kineto files.
 
     Args:
         path: a trace of one rank, or of several joined.

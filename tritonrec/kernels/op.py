@@ -123,10 +123,10 @@ class Op:
             mutates_args=[each.name for _, each in self._written],
             schema=f"({symbolic}, str impl) -> {results}",
         ).register_fake(fake_kernel)
-        self._registered = getattr(torch.ops.tritonrec, self.name)
+        self.registered = getattr(torch.ops.tritonrec, self.name)
         self.has_derivative = backward is not None
         self._validate = validate
-        self._function = _function(self._registered, self._written, save, backward)
+        self._function = _function(self.registered, self._written, save, backward)
         self._step = None if backward is None or self._written else _step(self, save, backward)
         # torch.compile tells by this signature that `forward` takes no context
         names = [each.name for each in parameters] + ["impl"]
@@ -159,7 +159,7 @@ class Op:
             # torch.compile traces `backward` with the call, also one that raises
             if self.has_derivative or not torch.compiler.is_compiling():
                 return self._function.apply(*arguments, impl)
-        return self._registered(*arguments, impl)
+        return self.registered(*arguments, impl)
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
         """The implementation that `impl` names, without `check`, derivative and dispatcher."""

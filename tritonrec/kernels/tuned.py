@@ -7,7 +7,7 @@ A table lies beside its kernel, ``<kernel>/tuned/<kernel>.json``::
 
 At most six rows for a class; the first one is used, the others are what a search tries first. A class names
 what fixes a result's bits (head dimension, row width, dtype), never the size of a batch, so the table cannot
-make a row depend on its neighbours. ``python ci/tune.py`` writes the tables and says in each how it chose.
+make a row depend on its neighbours. ``python ci/compile/tune.py`` writes the tables.
 """
 
 from __future__ import annotations

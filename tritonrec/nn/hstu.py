@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..settings import setting
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
 from .tokens import Tokens
@@ -32,7 +33,7 @@ class HSTUConfig(LayerConfig):
         temperature: of the sampled softmax.
     """
 
-    relative_bias: bool = False
+    relative_bias: bool = setting(False, "hstu, grm: learned biases of position and time.")
     temperature: float = 1.0
 
 

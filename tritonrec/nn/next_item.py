@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import ops
+from ..settings import setting
 from .modules import LayerNorm, PositionalEmbedding
 from .tokens import Tokens, sum_by_sample
 from .transduction import check_recompute
@@ -32,15 +33,17 @@ class LayerConfig:
             "attention" and "gate". It changes memory and time, and no bit.
     """
 
-    dim: int = 64
-    layers: int = 2
-    heads: int = 2
+    dim: int = setting(64, "Embedding and model dimension.", 1, 65_536)
+    layers: int = setting(2, "HSTU layers.", 1, 1024)
+    heads: int = setting(2, "Attention heads.", 1, 4096)
     qk_dim: int = 32
     v_dim: int = 32
-    max_seq_len: int = 50
-    dropout: float = 0.2
+    max_seq_len: int = setting(50, "Tokens per sample at most; grm: of history.", 1, 2**20)
+    dropout: float = setting(0.2, "Share of values that the gated norm drops.", 0, 0.99)
     time_buckets: int = 64
-    recompute: tuple[str, ...] = ("norm",)
+    recompute: tuple[str, ...] = setting(
+        ("norm",), "Parts that a layer's backward computes again: norm,uvqk,silu,attention,gate."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", check_recompute(self.recompute))

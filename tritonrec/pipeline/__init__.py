@@ -2,8 +2,9 @@
 
 from .check import ScheduleError, check
 from .executor import Executor, StageFailedError
-from .modes import MODES, PIPELINED, Mode, schedule_of
-from .program import WindowProgram
+from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
+from .places import WindowPlaces
+from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .schedule import (
     DBP,
@@ -30,6 +31,8 @@ __all__ = [
     "PIPELINED",
     "SCHEDULES",
     "SEQUENTIAL",
+    "STAGED",
+    "TWO_BUFFERS",
     "Access",
     "Consistency",
     "Dedup",
@@ -38,6 +41,7 @@ __all__ = [
     "LookupCounts",
     "Mode",
     "Model",
+    "Program",
     "ReferenceTrainer",
     "Schedule",
     "ScheduleError",
@@ -48,7 +52,8 @@ __all__ = [
     "Trainer",
     "Window",
     "WindowConfig",
-    "WindowProgram",
+    "WindowPlaces",
+    "base_schedule",
     "check",
     "keep_rows",
     "run_sequentially",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import __version__
-from ..distributed import Communicators, demand_equal
+from ..distributed import Communicators, check_ranks_agree
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..version import __version__
 from .schedule import Schedule
 from .window import WindowConfig
 
@@ -51,7 +51,7 @@ def demand_same_training(
         settings[f"parameter {name}"] = f"number {number}, {_of(parameter)}"
     for name, rows in dense.rows.items():
         settings[f"optimizer state of {name}"] = _of(rows)
-    demand_equal(communicators.control, settings)
+    check_ranks_agree(communicators.control, settings)
 
 
 def _of_tables(tables: HashTableCollection) -> dict[str, object]:

@@ -4,11 +4,12 @@ The proof has two halves. First, no race: any two tasks that touch the same thin
 be ordered by edges and lanes. A schedule without races gives one result whatever the timing. Second, that
 result is the right one: the tasks are run symbolically, once in the schedule's order and once batch by
 batch, every value read must agree and have been written by somebody, and the last update of a row must reach
-the host table. What a stage touches is taken from the table; the proof is as true as that.
+the tables. What a stage accesses is taken from the table, which is derived from the stages' signatures; a
+stage is passed nothing else (`tritonrec.pipeline.program`).
 
 Embedding rows differ only in which batches use them, so the symbolic run takes one row for each subset of
 `BATCHES` consecutive batches. That covers rows kept from one batch to the next, rows that return after a
-pause (the host copy must have been written back), and rows whose buffer is reused.
+pause (the table's copy must have been written back), and rows whose buffer is reused.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]
         return [("buffer", (task.batch - access.batch) % 2)]
     if access.per == "run":
         return [access.place]
+    if access.batch > task.batch:
+        return []
     if access.per == "batch":
         return [(access.place, task.batch - access.batch)]
     if access.micro_batches == "all":
@@ -122,11 +125,7 @@ def _accesses(
     for access in schedule[task.stage].touches:
         if holds[access.rows]:
             for location in _locations(access, task, micro_batches):
-                yield access, location, access.stale and holds["kept"] and _copies_kept_rows(schedule)
-
-
-def _copies_kept_rows(schedule: Schedule) -> bool:
-    return any(stage.name == "copy_kept_rows" for stage in schedule.stages)
+                yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
 
 
 def _no_race(
@@ -166,10 +165,10 @@ def _same_values(
             )
     last = max((batch for batch, used in enumerate(used_by) if used), default=None)
     if schedule.keeps_rows and last == len(used_by) - 1:
-        return  # it is in the buffer still, and goes home when the pipeline runs empty
-    if last is not None and value.get("host") != value.get(("buffer", last % 2)):
+        return  # it is in the buffer still, and is written when the pipeline runs empty
+    if last is not None and value.get("tables") != value.get(("buffer", last % 2)):
         raise ScheduleError(
-            f"{schedule.name}: the update of batch {last} never reaches the host table{_row(used_by)}"
+            f"{schedule.name}: the update of batch {last} never reaches the tables{_row(used_by)}"
         )
 
 
@@ -178,15 +177,18 @@ def _run(
 ) -> tuple[dict[Task, tuple[Hashable, ...]], dict[Hashable, Hashable]]:
     """What each task reads, every value being the hash of how it was made, and all values at the end.
 
-    Moves pass values on. Host rows and dense parameters have initial values, everything else must be written.
+    Rows pass through a stage that moves them; whatever computes with them must see the right ones. The tables
+    and dense parameters have initial values, everything else must be written.
     """
     value: dict[Hashable, Hashable] = {}
     seen: dict[Task, tuple[Hashable, ...]] = {}
     for task in tasks:
         stage = schedule[task.stage]
-        reads, writes = [], []
+        reads: list[Hashable] = []
+        writes: list[tuple[Hashable, bool]] = []  # with whether rows are written
         moved: Hashable = _UNFETCHED
         for access, location, stale in _accesses(schedule, task, used_by, micro_batches):
+            moves = stage.moves and access.rows != "none"
             if access.mode != "write":
                 made_here = access.per != "run" or access.place == "buffer"
                 if access.mode == "read" and made_here and location not in value:
@@ -194,21 +196,21 @@ def _run(
                         f"{schedule.name}: {task} reads {_name(location)}, which nobody has written"
                         f"{_row(used_by)}"
                     )
-                held = _STALE if stale and pipelined else value.get(location, "initial")
-                if held == _UNFETCHED and not stage.moves:
+                found = _STALE if stale and pipelined else value.get(location, "initial")
+                if found == _UNFETCHED and not stage.moves:
                     raise ScheduleError(
                         f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
                     )
-                reads.append(held)
-                if access.rows != "none":
-                    moved = held
+                if moves:
+                    moved = found
+                else:
+                    reads.append(found)
             if access.mode != "read":
-                writes.append(location)
-        made = moved if stage.moves else hash((task, tuple(reads)))
-        for location in writes:
-            value[location] = made
-        # A move only hands values on; whoever computes with them is who must see the right ones.
-        seen[task] = () if stage.moves else tuple(reads)
+                writes.append((location, moves))
+        made = hash((task, tuple(reads)))
+        for location, moves in writes:
+            value[location] = moved if moves else made
+        seen[task] = tuple(reads)
     return seen, value
 
 

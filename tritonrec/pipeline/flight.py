@@ -104,8 +104,8 @@ class Flight:
             with self.accumulator.active():
                 losses = train_micro_batch(self.model, batch, rows, seed, settings)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
-            self.dense.note_changes()
-            self.dense.demand_unchanged()
+            self.dense.detect_changes()
+            self.dense.check_unchanged()
             raise
         self.check_modes()
         return losses

@@ -1,4 +1,4 @@
-"""What ranks say of themselves with the key counts of a window, so that all are at the same step."""
+"""Headers that ranks exchange with the key counts of a window, so that all are at the same step."""
 
 from __future__ import annotations
 
@@ -6,65 +6,65 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed import Communicators, RanksDisagreeError
+from ..distributed import Communicator, RanksDisagreeError
 
 GOES_ON = -1
 
 
 class Header(NamedTuple):
-    """One rank's.
+    """One rank's state.
 
     Args:
         rank: among all. step: of the window's last batch; at the end of a run, the last one's.
+        stop: the rank was asked to stop.
         ended: batches of the run on a rank whose batches have ended; `GOES_ON` with every window.
-        stop: 1 where the rank was asked to stop.
-        terms: of the loss, in this window.
+        loss_terms: in this window.
     """
 
     rank: int
     step: int
-    ended: int
-    stop: int
-    terms: int
+    stop: bool
+    ended: int = GOES_ON
+    loss_terms: int = 0
 
 
 class Headers(NamedTuple):
-    """Of all ranks: whether one was asked to stop, and terms of this sharding group and of all ranks."""
+    """Of all ranks: whether one was asked to stop, and loss terms of this sharding group and of all ranks."""
 
     stop: bool
-    shard_terms: int
-    terms: int
+    shard_loss_terms: int
+    loss_terms: int
 
 
 def exchange(
-    communicators: Communicators, counts: torch.Tensor, step: int, terms: int = 0, ended: int = GOES_ON
+    routing: Communicator, replica_routing: Communicator, counts: torch.Tensor, header: Header
 ) -> tuple[torch.Tensor, Headers]:
-    """Send row r of `counts` (L, n) int64 and a header to rank r of this sharding group. Collective.
+    """Send row r of `counts` (L, n) int64 and the header to rank r of this sharding group. Collective.
 
-    With replicas of the tables each rank sees the headers of all ranks, not only of its sharding group.
+    With replicas of the tables each rank gets the headers of all ranks, not only of its sharding group.
 
     Returns:
-        The counts (L, n) received, and what the headers say together.
+        The counts (L, n) received, and what follows from all headers.
 
     Raises:
         RanksDisagreeError: ranks are at different steps, or the batches of one have ended. On every rank.
     """
-    header = Header(communicators.rank, step, ended, communicators.stop.is_set(), terms)
     mine = torch.tensor([header], dtype=torch.int64).expand(len(counts), -1)
-    answers = communicators.routing.all_to_all_equal(torch.cat([counts, mine], 1))
-    counts, headers = answers.split([counts.shape[1], len(header)], 1)
-    shard_terms = int(headers[:, -1].sum())
-    if communicators.replicas > 1:
-        rows = headers.reshape(1, -1).expand(communicators.replicas, -1)
-        headers = communicators.replica_routing.all_to_all_equal(rows).view(-1, len(header))
+    received = routing.all_to_all_equal(torch.cat([counts, mine], 1))
+    counts, headers = received.split([counts.shape[1], len(header)], 1)
+    shard_loss_terms = int(headers[:, -1].sum())
+    replicas = replica_routing.world_size
+    if replicas > 1:
+        rows = headers.reshape(1, -1).expand(replicas, -1)
+        headers = replica_routing.all_to_all_equal(rows).view(-1, len(header))
     _demand_together(headers)
-    _rank, _step, _ended, stop, all_terms = headers.unbind(1)
-    return counts, Headers(bool(stop.any()), shard_terms, int(all_terms.sum()))
+    _rank, _step, stop, _ended, loss_terms = headers.unbind(1)
+    return counts, Headers(bool(stop.any()), shard_loss_terms, int(loss_terms.sum()))
 
 
 def _demand_together(headers: torch.Tensor) -> None:
     """Raise RanksDisagreeError unless all ranks are at one step, or have all ended."""
-    _rank, step, ended, _stop, _terms = headers.unbind(1)
+    _rank, step, _stop, ended, _loss_terms = headers.unbind(1)
     goes_on = ended == GOES_ON
     if bool((step == step[0]).all()) and bool((goes_on == goes_on[0]).all()):
         return

@@ -1,16 +1,15 @@
-"""The modes of a trainer: the schedule of each, and what each cannot do."""
+"""The modes of a trainer: the schedule of each, whose properties say what the mode can do."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from ..distributed import Communicators
 from .schedule import SCHEDULES, SEQUENTIAL, Schedule, keep_rows, with_replicas
 from .window import WindowConfig
 
 Mode = Literal["reference", "sequential", "dbp", "fwp", "nestpipe"]
-PIPELINED: tuple[Mode, ...] = ("dbp", "fwp", "nestpipe")
 MODES: dict[Mode, str] = {
     "reference": "reference: one process, whole batch, plain loop",
     "sequential": "micro-batches and ranks as in the pipelined modes, one stage after another",
@@ -18,28 +17,36 @@ MODES: dict[Mode, str] = {
     "fwp": "frozen-window pipelining: exchanges of a batch overlap with its computation",
     "nestpipe": "both, nested",
 }
+PIPELINED: tuple[Mode, ...] = tuple(mode for mode in get_args(Mode) if mode in SCHEDULES)
+"""Modes whose stages overlap."""
+STAGED: tuple[Mode, ...] = ("sequential", *PIPELINED)
+"""Modes that run stages; ``reference`` is a plain loop."""
+TWO_BUFFERS: tuple[Mode, ...] = tuple(mode for mode in PIPELINED if SCHEDULES[mode].dual_buffer)
+"""Modes that can keep rows between batches."""
+
+
+def base_schedule(mode: Mode) -> Schedule:
+    """The schedule of a mode with stages, before any switch."""
+    return SCHEDULES.get(mode, SEQUENTIAL)
 
 
 def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
-    """The table that a mode runs, in turn where it is ``sequential``; ``reference`` has none.
+    """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
     Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows, and where
     it cannot have several batches in flight.
     """
-    schedule = SEQUENTIAL if mode == "sequential" else SCHEDULES[mode]
+    schedule = base_schedule(mode)
+    able = " and ".join(TWO_BUFFERS)
     if config.skip_fetch:
-        if mode not in ("dbp", "nestpipe"):
-            raise ValueError(
-                f"mode {mode!r} keeps no rows between batches: skip_fetch is for dbp and nestpipe"
-            )
+        if not schedule.dual_buffer:
+            raise ValueError(f"mode {mode!r} keeps no rows between batches: skip_fetch is for {able}")
         schedule = keep_rows(schedule)
-    if config.depth > 1 and mode not in ("dbp", "nestpipe"):
-        raise ValueError(
-            f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for dbp and nestpipe"
-        )
+    if config.depth > 1 and not schedule.overlaps_batches:
+        raise ValueError(f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for {able}")
     if config.depth:
         schedule = replace(schedule, batches_in_flight=config.depth)
-    return with_replicas(schedule) if replicas > 1 and not config.average_every else schedule
+    return with_replicas(schedule) if config.adds_up_replicas(replicas) else schedule
 
 
 def demand_plain(config: WindowConfig, communicators: Communicators) -> None:
@@ -52,18 +59,18 @@ def demand_plain(config: WindowConfig, communicators: Communicators) -> None:
     if config.consistency != "batch":
         raise ValueError("mode 'reference' is the reference of 'batch' consistency")
     if config.skip_fetch:
-        raise ValueError("mode 'reference' keeps no rows between batches: skip_fetch is for dbp and nestpipe")
+        able = " and ".join(TWO_BUFFERS)
+        raise ValueError(f"mode 'reference' keeps no rows between batches: skip_fetch is for {able}")
     if config.depth or config.average_every:
         raise ValueError("mode 'reference' has one batch in flight and one copy: no depth, no average_every")
 
 
 def demand_fitting(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
-    stages = {stage.name for stage in schedule.stages}
-    exact_copies = replicas > 1 and not config.average_every
-    if schedule.keeps_rows != config.skip_fetch or ("replica_reduce" in stages) != exact_copies:
+    fits = schedule.keeps_rows == config.skip_fetch
+    if not fits or schedule.replicated != config.adds_up_replicas(replicas):
         raise ValueError(
             f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up "
-            f"replicas: {'replica_reduce' in stages}; with skip_fetch={config.skip_fetch} and "
+            f"replicas: {schedule.replicated}; with skip_fetch={config.skip_fetch} and "
             f"{replicas} replicas it must be made by schedule_of or its parts"
         )

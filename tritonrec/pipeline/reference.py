@@ -11,9 +11,9 @@ from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
-from .program import DROPOUT_STREAM, WindowProgram
-from .schedule import Schedule
-from .window import Window
+from .places import WindowPlaces
+from .program import Program
+from .stages.window import DROPOUT_STREAM
 
 
 class ReferenceTrainer:
@@ -100,13 +100,14 @@ class ReferenceTrainer:
 
 
 def run_sequentially(
-    schedule: Schedule, program: WindowProgram, window: Window, span=lambda lane, task, window: nullcontext()
+    program: Program, places: WindowPlaces, span=lambda lane, task, places: nullcontext()
 ) -> None:
     """The reference of ``"window"`` consistency: the same cut on the same ranks, one stage after another.
 
     Nothing overlaps and nothing is kept from the window before: each reads the tables after the last one has
     written to them.
     """
-    for task in schedule.tasks(window.number, program.config.window_micro_batches):
-        with span(schedule[task.stage].lane, task, window):
-            program.actions[task.stage](window, task.micro_batch)
+    schedule = program.schedule
+    for task in schedule.tasks(places.window.number, program.config.window_micro_batches):
+        with span(schedule[task.stage].lane, task, places):
+            program.actions[task.stage](places, task.micro_batch)

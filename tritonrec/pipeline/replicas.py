@@ -14,7 +14,8 @@ import torch
 
 from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection, TablePolicy
-from .window import Window, WindowConfig
+from .places import OwnedRows
+from .window import WindowConfig
 
 
 def demand_replicable(communicators: Communicators, config: WindowConfig) -> None:
@@ -48,9 +49,9 @@ class ReplicaAverage:
         self.tables, self.communicator = tables, communicator
         self._used = [torch.empty(0, dtype=torch.int64) for _ in tables.groups]
 
-    def note(self, window: Window) -> None:
+    def note(self, owned: OwnedRows) -> None:
         """Remember the rows that a window has updated."""
-        for index, table in enumerate(window.tables):
+        for index, table in enumerate(owned.tables):
             self._used[index] = torch.cat([self._used[index], table.keys]).unique()
 
     def average(self) -> int:
@@ -61,7 +62,7 @@ class ReplicaAverage:
         sent = 0
         for index, group in enumerate(self.tables.groups):
             mine, self._used[index] = self._used[index], self._used[index][:0]
-            keys = torch.cat(self.communicator.gather(mine)).unique()
+            keys = torch.cat(self.communicator.all_gather(mine)).unique()
             if not len(keys):
                 continue
             rows = group.table.gather(group.table.find(keys), keys)

@@ -1,7 +1,7 @@
-"""Sums of gradients: on the exact grid, or in float32 in a fixed order; how they travel between ranks.
+"""Sums of gradients: in fixed point, or in float32 in a fixed order; how ranks exchange them.
 
-A row of int64 sums takes twice the bytes of a float32 row, and most of these are the sign's. So sums on the
-grid travel packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly.
+A row of int64 sums takes twice the bytes of a float32 row, and most of these are the sign's. So fixed-point
+sums are sent packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import torch
 
 from .. import ops
 from ..distributed import Communicator
-from .shares import Shares
+from ..kernels import launch
+from .reduce_scatter import ReduceScatter
 from .streams import to_device
-from .window import Sent, WindowConfig
+from .window import LookupCounts, WindowConfig
 
 NAME = "embedding gradient"
 LOSS_BITS = 24
-"""Losses are larger than gradients, and no more than looked at: a grid of 2**-24 reaches 2**39."""
+"""Fraction bits of the mean loss: losses are larger than gradients, and only shown. 24 bits reach 2**39."""
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Sums:
     """Gradient sums of one run. Fixed point makes them independent of order; "window" fixes the order.
 
     Args:
-        config: consistency and grid of the run. device: of the sums.
+        config: consistency and fraction bits of the run. device: of the sums.
     """
 
     config: WindowConfig
@@ -43,88 +44,82 @@ class Sums:
 
     def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
-        ops.segment_sum(
-            values,
-            rows,
-            len(out),
-            consistency=self.config.consistency,
-            out=out,
-            fraction_bits=self.config.fraction_bits,
-            name=name,
-        )
+        config = self.config
+        launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
 
-    def exchange(
+    def send_to_owners(
         self,
-        sent: Sent | None,
+        sent: LookupCounts | None,
         over: Communicator,
         values: torch.Tensor,
         rows: torch.Tensor,
-        send: list[int],
+        input_splits: list[int],
         out: torch.Tensor,
         targets: torch.Tensor,
-        receive: list[int],
+        output_splits: list[int],
         name: str = NAME,
     ) -> None:
         """Add sums of every rank to those of their owners.
 
         Args:
             sent: counts the bytes, if given. over: the ranks.
-            values: (N, dim) sums here. rows: (K,) int64, which of them go, grouped by rank; `send` says how
-                many to each.
-            out: (S, dim) sums to add to. targets: (k,) int64, where each that comes belongs, grouped by rank;
-                `receive` says how many from each.
+            values: (N, dim) sums here. rows: (K,) int64, which of them to send, grouped by rank;
+                `input_splits` has how many to each.
+            out: (S, dim) sums to add to. targets: (k,) int64, the row of each received sum, grouped by rank;
+                `output_splits` has how many from each.
         """
         if not self.exact:
-            came = travel(sent, over, ops.gather_rows(values, rows), send, receive)
-            self.add(came, targets, out, name)
+            gathered = launch.gather_rows(values, rows)
+            received = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
+            self.add(received, targets, out, name)
             return
-        own, leaving, send = _apart(rows, send, over.rank)
-        to_own, arriving, receive = _apart(targets, receive, over.rank)
-        self.add(ops.gather_rows(values, own), to_own, out, name)
+        own, others, send = _apart(rows, input_splits, over.rank)
+        to_own, to_others, receive = _apart(targets, output_splits, over.rank)
+        self.add(launch.gather_rows(values, own), to_own, out, name)
         if over.world_size == 1:
             return
         dim = values.shape[1]
-        widths, packed = ops.pack_rows(values, leaving)
-        their_widths = travel(sent, over, widths, send, receive)
+        widths, packed = launch.pack_rows(values, others)
+        their_widths = counted_all_to_all(sent, over, widths, send, receive)
         lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
-        theirs = travel(sent, over, packed, *lengths)
-        ops.add_packed_rows(
-            out, arriving, their_widths, theirs, name=name, fraction_bits=self.config.fraction_bits
-        )
+        theirs = counted_all_to_all(sent, over, packed, *lengths)
+        launch.add_packed_rows(out, to_others, their_widths, theirs, name, self.config.fraction_bits)
 
-    def means(
+    def all_reduce_mean(
         self,
-        sent: Sent | None,
+        sent: LookupCounts | None,
         over: Communicator,
         values: torch.Tensor,
-        shares: Shares,
-        terms: int,
+        plan: ReduceScatter,
+        normalizer: int,
         name: str = NAME,
     ) -> torch.Tensor:
-        """(sum of the shares' sizes, dim) means of the sums of all ranks.
+        """(sum of the plan's sizes, dim) float32, the sums of all ranks over the normalizer, on every rank.
 
-        Each rank adds up a share of the rows and hands its means on, which are shorter than sums on the grid.
+        A reduce-scatter, and an all-gather of the means, which are shorter than fixed-point sums.
         """
-        size = shares.sizes[over.rank]
+        size = plan.sizes[over.rank]
         sums = self.zeros(size, values.shape[1])
-        order, rows = (to_device(each, self.device) for each in (shares.order, shares.rows))
-        self.exchange(sent, over, values, order, shares.send, sums, rows, shares.receive, name)
-        mean = self.over(sums, terms).repeat(over.world_size, 1)
-        return travel(sent, over, mean, [size] * over.world_size, shares.sizes)
+        order, rows = (to_device(each, self.device) for each in (plan.order, plan.rows))
+        self.send_to_owners(
+            sent, over, values, order, plan.input_splits, sums, rows, plan.output_splits, name
+        )
+        mean = self.divide(sums, normalizer).repeat(over.world_size, 1)
+        return counted_all_to_all(sent, over, mean, [size] * over.world_size, plan.sizes)
 
-    def mean(self, sums: torch.Tensor, terms: int, name: str = NAME) -> torch.Tensor:
-        """Sums over samples to the gradient of the mean loss per term, or FloatingPointError."""
-        return self.finite(self.over(sums, terms), name)
+    def mean(self, sums: torch.Tensor, normalizer: int, name: str = NAME) -> torch.Tensor:
+        """Sums over samples to the gradient of the mean loss, or FloatingPointError."""
+        return self.finite(self.divide(sums, normalizer), name)
 
-    def over(self, sums: torch.Tensor, terms: int) -> torch.Tensor:
-        """Sums over the terms of the loss, those of all ranks and batches that `sums` cover."""
-        divisor = float(max(terms, 1))
+    def divide(self, sums: torch.Tensor, normalizer: int) -> torch.Tensor:
+        """Sums divided by the loss normalizer: the loss terms of all ranks and batches that `sums` cover."""
+        divisor = float(max(normalizer, 1))
         return (
             ops.from_fixed_point(sums, divisor, self.config.fraction_bits) if self.exact else sums / divisor
         )
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
-        """(1,) the sum of losses (B,) float32, of the type that sums have: on the grid of `LOSS_BITS`."""
+        """(1,) the sum of losses (B,) float32, of the type that sums have, with `LOSS_BITS`."""
         if not self.exact:
             return losses.double().sum().float().view(1)
         one = torch.zeros_like(losses, dtype=torch.int64)
@@ -139,11 +134,11 @@ class Sums:
         return total.view(1)
 
     def mean_loss(self, mean: torch.Tensor) -> float:
-        """The mean loss per term, from what `over` makes of a `total` of all ranks."""
+        """The mean loss per term, from `divide` of the `total` of all ranks."""
         return float(mean) * (2.0 ** (self.config.fraction_bits - LOSS_BITS) if self.exact else 1.0)
 
     def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
-        """`means`, or FloatingPointError; sums on the grid are finite already."""
+        """`means`, or FloatingPointError; fixed-point sums are finite already."""
         if not self.exact:
             finite = torch.isfinite(means)
             if not bool(finite.all()):
@@ -152,18 +147,19 @@ class Sums:
         return means
 
 
-def travel(
-    sent: Sent | None,
+def counted_all_to_all(
+    sent: LookupCounts | None,
     over: Communicator,
     values: torch.Tensor,
-    send: list[int],
-    receive: list[int],
+    input_splits: list[int],
+    output_splits: list[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Communicator.all_to_all`, its bytes counted in `sent`, if it is given."""
+    """`Communicator.all_to_all`; the bytes that leave this rank are counted in `sent`, if it is given."""
     if sent is not None:
-        sent.bytes += (sum(send) - send[over.rank]) * values[:1].numel() * values.element_size()
-    return over.all_to_all(values, send, receive, out)
+        others = sum(input_splits) - input_splits[over.rank]
+        sent.row_bytes += others * values[:1].numel() * values.element_size()
+    return over.all_to_all(values, input_splits, output_splits, out)
 
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

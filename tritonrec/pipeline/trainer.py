@@ -19,7 +19,8 @@ from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, as_lane, demand_trainable, on_the_callers_thread
 from .model_call import CallerSettings
 from .modes import MODES, Mode, demand_fitting, demand_plain, schedule_of
-from .program import WindowProgram
+from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
+from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .schedule import Schedule, Task
@@ -35,8 +36,8 @@ class StepResult:
     Args:
         step: of the batch.
         sample_ids, losses: (B,) int64 and (B,) float32, the sum of the terms of each sample on this rank.
-        terms: of the loss (tokens, impressions) in the whole update, over all ranks and over the batches it
-            accumulates.
+        loss_terms: terms of the loss (tokens, impressions) in the whole update, over all ranks and over the
+            batches it accumulates.
         loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
             same bits in every mode and at every world size.
     """
@@ -44,7 +45,7 @@ class StepResult:
     step: int
     sample_ids: torch.Tensor
     losses: torch.Tensor
-    terms: int
+    loss_terms: int
     loss: float
 
 
@@ -92,7 +93,7 @@ class Trainer:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self.config = mode, config or WindowConfig()
         self._device = torch.device(device)
-        if not communicators.communication.serves(self._device):
+        if not communicators.communication.supports(self._device):
             raise ValueError(
                 f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
@@ -107,16 +108,16 @@ class Trainer:
         self._stopping = False
         self._number = 0
         self._read = -1  # the last update whose batches were read
-        self._pending: deque[Window] = deque()
+        self._pending: deque[WindowPlaces] = deque()
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
-        self._program: WindowProgram | None = None
+        self._program: Program | None = None
         self.reference: ReferenceTrainer | None = None
         self._schedule = None if mode == "reference" else schedule
         if mode != "reference" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         bits = self.config.fraction_bits if self.config.consistency == "batch" else None
-        shared = self._schedule is not None and mode != "sequential" and self._schedule.batches_in_flight > 1
+        shared = self._schedule is not None and self._schedule.overlaps_batches
         self._flight = Flight(model, tables, dense, bits, shared, self._steps_in_flight)
         self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
@@ -135,19 +136,12 @@ class Trainer:
         demand_same_training(
             communicators, model, tables, dense, mode, self.config, self._schedule, self._device
         )
-        self._program = WindowProgram(
-            model,
-            tables,
-            dense,
-            communicators,
-            self.config,
-            self._flight,
-            self._device,
-            dual_buffer=any(stage.name == "copy_kept_rows" for stage in self._schedule.stages),
+        self._program = Program(
+            self._schedule, model, tables, dense, communicators, self.config, self._flight, self._device
         )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
-        if mode != "sequential":
+        if self._schedule.concurrent:
             count = self.config.window_micro_batches
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,
@@ -155,7 +149,7 @@ class Trainer:
             )  # fmt: skip
 
     @property
-    def program(self) -> WindowProgram:
+    def program(self) -> Program:
         """This rank's stages; mode ``"reference"`` has none."""
         if self._program is None:
             raise AttributeError("mode 'reference' is one plain loop without stages")
@@ -211,7 +205,7 @@ class Trainer:
 
     def in_flight(self) -> list[int]:
         """Steps whose batches were read and are not finished, oldest first."""
-        return [batch.step for window in self._pending for batch in window.batches]
+        return [batch.step for places in self._pending for batch in places.window.batches]
 
     @property
     def stopping(self) -> bool:
@@ -231,31 +225,32 @@ class Trainer:
             window = self._next_window(iterator)
             if window is None:
                 break
-            self._begin(window)
-            executor.submit(window.number, window)
+            executor.submit(window.number, self._begin(window))
         if not self._pending:
             self._end_run()
             raise StopIteration
-        window = self._pending[0]
-        executor.wait(window.number)
+        places = self._pending[0]
+        executor.wait(places.window.number)
         if len(self._pending) == 1:
             with on_the_callers_thread():
-                self.program.finish(window)
-        self._end(window)  # only now: an interrupt before leaves everything to be done
-        self._finish(window)
+                self.program.finish(places)
+        self._end(places)  # only now: an interrupt before leaves everything to be done
+        self._finish(places)
 
-    def _begin(self, window: Window) -> None:
+    def _begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""
+        places = WindowPlaces(window, self._pending[-1] if self._pending else None)
         self._flight.begin()
-        self._pending.append(window)
+        self._pending.append(places)
         self._read = window.update
         self._number += 1
         self._batches += len(window.batches)
+        return places
 
-    def _end(self, window: Window) -> None:
+    def _end(self, places: WindowPlaces) -> None:
         """The oldest window in flight is done."""
         self._pending.popleft()
-        self._flight.updated(window.update)
+        self._flight.updated(places.window.update)
         if not self._pending:
             self._flight.end()
 
@@ -285,7 +280,7 @@ class Trainer:
 
     def _average_is_next(self) -> bool:
         """Whether the last window submitted is the last one before the replicas are averaged."""
-        return bool(self._pending) and self._averages_after(self._pending[-1])
+        return bool(self._pending) and self._averages_after(self._pending[-1].window)
 
     def _averages_after(self, window: Window) -> bool:
         every = self.config.average_every
@@ -338,28 +333,28 @@ class Trainer:
         if window is None:
             self._end_run()
             raise StopIteration
-        self._begin(window)
+        places = self._begin(window)
         try:
             with on_the_callers_thread():
                 if self.reference is None:
-                    assert self._schedule is not None
-                    run_sequentially(self._schedule, self.program, window, self._span)
+                    run_sequentially(self.program, places, self._span)
                 else:
-                    self._run_reference(self.reference, window)
+                    self._run_reference(self.reference, places)
         except BaseException:
             self._abandon()
             raise
-        self._end(window)
-        self._finish(window)
+        self._end(places)
+        self._finish(places)
 
-    def _run_reference(self, reference: ReferenceTrainer, window: Window) -> None:
-        self._stopping |= self._communicators.stop.is_set()
+    def _run_reference(self, reference: ReferenceTrainer, places: WindowPlaces) -> None:
+        window, stop = places.window, self._communicators.stop.is_set()
         with self.recorder.span("compute", "compute", batch=window.step):
             losses = reference.step(window.batches, window.settings)
-        window.losses = dict(enumerate(losses))
-        window.micro_batches = window.batches
-        window.terms = sum(batch.loss_terms for batch in window.batches)
-        window.loss = self._sums.over(self._sums.total(torch.cat(losses)), window.terms)
+        total = self._sums.total(torch.cat(losses))
+        places[DeviceSamples] = DeviceSamples(window.batches)
+        places[Losses] = Losses(dict(enumerate(losses)))
+        places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, stop)
+        places[DenseMeans] = DenseMeans({}, self._sums.divide(total, window.loss_terms), [])
 
     def _end_run(self) -> None:
         """Agree with the other ranks that the batches have ended here, once after the last of them."""
@@ -369,27 +364,33 @@ class Trainer:
             with ending, on_the_callers_thread():
                 self._program.end_run(self._finished, batches)
 
-    def _finish(self, window: Window) -> None:
+    def _finish(self, places: WindowPlaces) -> None:
+        window, routes = places.window, places[Routes]
         self._finished = window.step
-        self._stopping |= window.stop
-        window.counts.row_bytes = sum(each.bytes for each in window.sent.values())
-        self.counts.add(window.counts)
+        self._stopping |= routes.stop
+        self.counts.add(places.total_counts())
         if self._average is not None:
-            self._average.note(window)
+            self._average.note(places[OwnedRows])
             if self._averages_after(window):
                 self.sync()
-        assert window.loss is not None
-        loss = self._sums.mean_loss(window.loss)
-        for batch, ids, losses in window.losses_by_batch(self.config.micro_batches):
-            self._results.append(StepResult(batch.step, ids, losses, window.terms, loss))
+        loss = self._sums.mean_loss(places[DenseMeans].loss)
+        samples, losses, count = places[DeviceSamples], places[Losses], self.config.micro_batches
+        for number, batch in enumerate(window.batches):
+            part = range(number * count, (number + 1) * count)
+            ids = torch.cat([samples[i].sample_ids for i in part])
+            of_batch = torch.cat([losses[i] for i in part])
+            self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss))
+        places.retire()
 
     @contextmanager
-    def _span(self, lane: str, task: Task, window: Window):
+    def _span(self, lane: str, task: Task, places: WindowPlaces):
         """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
-        span = self.recorder.span(lane, task.stage, batch=window.step, micro_batch=task.micro_batch)
+        step, micro_batch = places.window.step, task.micro_batch
+        span = self.recorder.span(lane, task.stage, batch=step, micro_batch=micro_batch)
         with self._communicators.watch.doing(task), span as args:
             yield
             if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
-                args["bytes"] = window.sending(task.stage, task.micro_batch or 0).bytes
+                args["bytes"] = places.counts(task.stage, micro_batch).row_bytes
             elif task.stage == "retrieve":
-                args["keys"] = window.keys
+                owned = places.get(OwnedRows)
+                args["keys"] = 0 if owned is None else len(owned)

@@ -1,6 +1,4 @@
-"""What a window is, and what its stages share.
-
-    W world size   M micro-batches   U_i keys asked for by micro-batch i   K rows of this shard in the window
+"""Windows: the batches of one update, how they are cut into micro-batches, and what their lookups count.
 
 A window is a batch cut into N micro-batches, or A batches where gradients are accumulated: M = A * N. Rows
 and dense parameters are frozen inside it, and updated once at its end (NestPipe, section V).
@@ -15,9 +13,9 @@ import torch
 
 from .. import ops
 from ..data import Batch
+from ..settings import MOST, seed_setting, setting
+from .dist_plan import MAX_FIRST_USE
 from .model_call import CallerSettings
-from .routes import MAX_FIRST_USE, Asked, Leg, no_keys
-from .shares import Meeting
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
@@ -30,51 +28,13 @@ class Model(Protocol):
 
 
 @dataclass
-class TableWindow:
-    """What the stages of one window share about one table."""
-
-    # routing: the plan, as the rank that asks and as the owner
-    asked: Asked = field(default_factory=Asked)
-    receive: list[list[int]] = field(default_factory=list)  # [i][r]: keys that rank r asks of this one
-    received_keys: torch.Tensor = field(default_factory=no_keys)
-    received_last_use: torch.Tensor | None = None
-    replica_keys: list[torch.Tensor] = field(default_factory=list)  # [g]: distinct keys asked of replica g
-    replica_last_use: list[torch.Tensor] = field(default_factory=list)  # [g] uint8 beside them, if known
-    # retrieval
-    keys: torch.Tensor = field(default_factory=no_keys)  # (K,) distinct
-    places: list[torch.Tensor] = field(default_factory=list)  # [g]: which of them were asked of replica g
-    handles: torch.Tensor = field(default_factory=no_keys)  # (K,) of the rows in the table; -1: not admitted
-    low_precision: torch.Tensor | None = None  # (K,) bool, rows stored in 16 bits; None: none
-    kept: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # rows of K(t-1) & K(t) in the last buffer and in this
-    )
-    meetings: list[Meeting] = field(default_factory=list)  # [i]: rows whose replicas' sums are complete
-    wanted: Leg = field(default_factory=Leg)  # buffer rows to send with each micro-batch
-    returned: Leg = field(default_factory=Leg)  # buffer rows whose gradients come with each
-    # (K, row width)
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
-    # the window
-    embeddings: torch.Tensor | None = None  # (S, dim), rows that came so far
-    gradients: torch.Tensor | None = None  # (S, dim), fp32 or on the grid
-    row_gradient: torch.Tensor | None = None  # (keys asked here, dim), fp32 or on the grid, at the owner
-    mean_gradient: torch.Tensor | None = None  # (K, dim) of all replicas, fp32
-
-
-@dataclass
-class Sent:
-    """What left this rank with one task; tasks of two lanes count at the same time."""
-
-    bytes: int = 0
-
-
-@dataclass
 class LookupCounts:
-    """Keys and bytes of lookups on this rank; a step's, or a run's sum.
+    """Keys and bytes of lookups on this rank; a task's, a step's, or a run's sum.
 
     Args:
         occurrences: ids that the samples look up.
         exchanged: keys sent to their owners, this rank's own among them, after dedup before the exchange.
-        received: keys that this owner was asked for.
+        received: keys that this owner received.
         read: rows read from the table, after dedup before the lookup.
         kept: rows that the last window's buffer handed on.
         written: rows written back to the table.
@@ -100,38 +60,21 @@ class LookupCounts:
             setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Window:
-    """Everything the stages of one window share; made before `prefetch`, dropped after `write_back`."""
+    """The batches of one update on this rank.
 
-    number: int  # windows of this run counted from 0; its parity chooses the buffer
-    batches: list[Batch]  # one, or as many as gradients are accumulated over
-    update: int  # updates of the rows and parameters before this one, over all runs
-    settings: CallerSettings = field(default_factory=CallerSettings)  # of the thread that read the batches
-    micro_batches: list[Batch] = field(default_factory=list)
-    tables: list[TableWindow] = field(default_factory=list)
-    terms: int = 0  # of the loss, every rank's samples together
-    row_terms: int = 0  # what rows' gradients are divided by: the same, unless replicas train on their own
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    loss: torch.Tensor | None = None  # (1,) mean per term, of every rank's samples together
-    dense_sums: list[torch.Tensor] = field(default_factory=list)  # by parameter; queued work may read them
-    dense: dict[str, torch.Tensor] = field(default_factory=dict)
-    stop: bool = False  # whether a rank was asked to stop before its keys were routed
-    counts: LookupCounts = field(default_factory=LookupCounts)
-    sent: dict[tuple[str, int], Sent] = field(default_factory=dict)  # by stage and micro-batch
+    Args:
+        number: windows of this run counted from 0; its parity chooses the buffer.
+        batches: one, or as many as gradients are accumulated over.
+        update: updates of the rows and parameters before this one, over all runs.
+        settings: of the thread that read the batches.
+    """
 
-    def sending(self, stage: str, micro_batch: int) -> Sent:
-        """Where the task of `stage` counts what it sends."""
-        return self.sent.setdefault((stage, micro_batch), Sent())
-
-    def losses_by_batch(self, count: int) -> list[tuple[Batch, torch.Tensor, torch.Tensor]]:
-        """For each batch, cut into `count`: itself, and in that order sample ids (B,) and losses (B,)."""
-        found = []
-        for place, batch in enumerate(self.batches):
-            part = range(place * count, (place + 1) * count)
-            ids = torch.cat([self.micro_batches[i].sample_ids for i in part])
-            found.append((batch, ids, torch.cat([self.losses[i] for i in part])))
-        return found
+    number: int
+    batches: list[Batch]
+    update: int
+    settings: CallerSettings = field(default_factory=CallerSettings)
 
     @property
     def step(self) -> int:
@@ -139,9 +82,9 @@ class Window:
         return self.batches[-1].step
 
     @property
-    def keys(self) -> int:
-        """Distinct keys of this shard."""
-        return sum(len(table.keys) for table in self.tables)
+    def loss_terms(self) -> int:
+        """Terms of the loss, this rank's samples together."""
+        return sum(batch.loss_terms for batch in self.batches)
 
 
 @dataclass(frozen=True)
@@ -150,7 +93,7 @@ class WindowConfig:
 
     Args:
         micro_batches: N; more micro-batches than samples leaves some empty, which is legal.
-        consistency: ``"batch"`` adds gradients on the int64 grid, so that the result does not depend on the
+        consistency: ``"batch"`` adds gradients in fixed point, so that the result does not depend on the
             cut; ``"window"`` adds in float32 in the order of the micro-batches.
         clustering: group samples that share keys (NestPipe, section V.C) instead of cutting in order.
         accumulate: batches of one update; their gradients are summed, by key and densely (MTGRBoost,
@@ -158,28 +101,30 @@ class WindowConfig:
         dedup: where repeated keys are dropped: before the exchange, before the owner's lookup, at both places
             or at none (MTGRBoost, section 4.3).
         skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
-            next batch nor written back while they stay. For modes with two buffers, ``dbp`` and ``nestpipe``.
-        depth: batches in flight, for pipelined modes; 0: as many as the table of the mode says. Each holds
+            next batch nor written back while they stay. Needs two buffers (`Schedule.dual_buffer`).
+        depth: batches in flight, for pipelined modes; 0: as many as the schedule of the mode says. Each holds
             the samples and buffers of a batch.
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
             averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
-        fraction_bits: grid of 2**-fraction_bits for gradient sums.
+        fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
 
-    micro_batches: int = 1
-    consistency: Consistency = "batch"
-    clustering: bool = False
-    accumulate: int = 1
-    dedup: Dedup = "both"
-    first_use: bool = False
-    taper: float = 1.0
-    skip_fetch: bool = False
-    depth: int = 0
-    average_every: int = 0
+    micro_batches: int = setting(1, "N, micro-batches per window.", 1, 65_536)
+    consistency: Consistency = setting("batch", "batch: the bits of synchronous training.")
+    clustering: bool = setting(False, "Group samples that share keys.")
+    accumulate: int = setting(1, "Batches of one update.", 1, 65_536)
+    dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
+    first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
+    taper: float = setting(1.0, "Micro-batch over its neighbour nearer to the middle.", 0, 1)
+    skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
+    depth: int = setting(0, "Batches in flight, for dbp and nestpipe; 0: the mode's own number.", 0, 1024)
+    average_every: int = setting(
+        0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
+    )
     fraction_bits: int = ops.FRACTION_BITS
-    seed: int = 0
+    seed: int = seed_setting()
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -211,6 +156,10 @@ class WindowConfig:
                 f"first_use takes at most {MAX_FIRST_USE} micro-batches in a window, "
                 f"got {self.window_micro_batches}"
             )
+
+    def adds_up_replicas(self, replicas: int) -> bool:
+        """Whether gradients are added up over that many replicas of the tables in every update."""
+        return replicas > 1 and not self.average_every
 
     @property
     def window_micro_batches(self) -> int:

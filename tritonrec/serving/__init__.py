@@ -1,4 +1,4 @@
-"""Inference with tables spread over ranks, whose lookups travel with a bounded lag."""
+"""Inference with table-wise sharding and bounded-lag lookups."""
 
 from .inference import ServedModel, infer
 from .tables import TableWiseDLRM, own_samples

@@ -10,41 +10,41 @@ import torch
 
 
 class SupportsExchange(Protocol):
-    """What the loop asks of an exchange; `BoundedLagAllToAll` has it."""
+    """An exchange of rows, as `BoundedLagAllToAll`."""
 
     bound: int
 
     def start(self, values: torch.Tensor, send: list[int]) -> Any:
-        """Send rows off; the handle's ``wait()`` returns the rows that came, and how many from each rank."""
+        """Send rows; the result's ``wait()`` returns the received rows, and their number from each rank."""
 
     def drain(self) -> None: ...
 
 
 class ServedModel(Protocol):
-    """A model whose embedding rows come from other ranks; see `TableWiseDLRM`."""
+    """A model with tables on other ranks; see `TableWiseDLRM`."""
 
     def lookup(self, batch: Any) -> tuple[torch.Tensor, list[int]]:
-        """Rows (n, d) of this rank's tables grouped by the rank that needs them, and how many each needs."""
+        """Rows (n, d) of this rank's tables grouped by destination rank, and the number for each rank."""
 
     def bottom(self, batch: Any) -> Any:
-        """What needs no rows, for this rank's samples."""
+        """The part of the model without embeddings, for this rank's samples."""
 
     def top(self, batch: Any, x: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Predictions for this rank's samples, from what `bottom` returned and the rows (m, d) that came,
-        grouped by the rank they came from, and how many came from each."""
+        """Predictions for this rank's samples, from `x` of `bottom` and the received rows (m, d), grouped by
+        source rank, `counts` from each."""
 
 
 @torch.no_grad()
 def infer(model: ServedModel, batches: Iterable[Any], exchange: SupportsExchange) -> Iterator[torch.Tensor]:
     """Yield the predictions for this rank's samples of every batch, in order.
 
-    Each batch's lookup is sent off at once; its predictions follow when the exchange is complete, at the
-    latest `exchange.bound` batches later, so up to that many batches are held back. The last ones are drained
-    when `batches` ends. The result does not depend on the bound, in any bit: tables and weights stand still.
+    Each batch's rows are sent at once. Its predictions follow when the exchange is complete, at most
+    `exchange.bound` batches later; the last ones follow after the end of `batches`. Tables and weights do not
+    change, so the result does not depend on the bound, in any bit.
 
-    All ranks must run the same number of batches, and run to the end: those that go on would wait for one
-    that stopped. Nothing here but the exchange makes ranks wait for each other. Raises what
-    `BoundedLagAllToAll.start` raises, and waiting for it.
+    All ranks must run the same number of batches, to the end: the others would wait for one that stopped.
+    Only the exchange makes ranks wait for each other. Raises the errors of `BoundedLagAllToAll.start` and
+    `Exchange.wait`.
     """
     waiting: deque[tuple[Any, Any, Any]] = deque()
     for batch in batches:

@@ -1,8 +1,8 @@
-"""DLRM with whole tables on single ranks (arXiv 2512.19342, section I).
+"""DLRM with table-wise sharding: each table is on one rank (arXiv 2512.19342, section I).
 
-Every rank sees the whole batch of B samples, of which it owns a block of consecutive ones. It looks up the
-rows of all B samples in its own tables, and sends every rank those of that rank's samples. With two ranks,
-B = 3, the features a, b on rank 0 and c on rank 1::
+Every rank has the whole batch of B samples, and owns a block of consecutive ones. It looks up the rows of all
+B samples in its own tables, and sends to every rank the rows of that rank's samples. With two ranks, B = 3,
+the features a, b on rank 0 and c on rank 1::
 
     sample      rank 0 looks up      rank 1 looks up
       0            a0  b0                c0            needed by rank 0, which owns samples 0 and 1
@@ -26,7 +26,7 @@ from ..nn.dlrm import ClickInput
 
 
 def own_samples(samples: int, rank: int, world_size: int) -> slice:
-    """The block of a batch's `samples` that a rank owns; the first ranks have one more where they differ.
+    """The block of a batch's `samples` that a rank owns; the first ranks may have one more.
 
     Raises ValueError for a rank that is not in [0, world_size).
     """
@@ -35,7 +35,7 @@ def own_samples(samples: int, rank: int, world_size: int) -> slice:
 
 
 class ServedBatch(ClickInput, Protocol):
-    """The parts of a batch that are served; `tritonrec.data.ClickBatch` has them."""
+    """The interface of a served batch, as `tritonrec.data.ClickBatch`."""
 
     @property
     def features(self) -> Any: ...  # a `KeyedJaggedTensor`
@@ -44,7 +44,7 @@ class ServedBatch(ClickInput, Protocol):
 
 
 class TableWiseDLRM:
-    """A `ServedModel`: DLRM, of whose tables this rank keeps those of its own features.
+    """A `ServedModel`: DLRM with the tables of this rank's features.
 
     Args:
         model: the same weights on every rank.
@@ -52,8 +52,8 @@ class TableWiseDLRM:
         tables: ids (n,) int64 -> rows (n, d), for the features this rank owns.
         rank, world_size: of the exchange.
 
-    Raises ValueError for a rank that is not in [0, world_size), a feature without an owner, an owner that is
-    no rank, or a table that is missing.
+    Raises ValueError for a rank or an owner that is not in [0, world_size), a feature without an owner, or a
+    missing table.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class TableWiseDLRM:
         return largest * block.stop * self.model.config.dim * torch.float32.itemsize
 
     def lookup(self, batch: ServedBatch) -> tuple[torch.Tensor, list[int]]:
-        """Rows (B * own features, d) float32, sample by sample, and how many go to each rank."""
+        """Rows (B * own features, d) float32, sample by sample, and the number for each rank."""
         names = self.features[self.rank]
         samples, lookups = len(batch.dense), batch.lookups()
         if not batch.features.is_dense:
             raise ValueError(
-                "a served batch has one id of each feature for each sample: validate() names others"
+                "a served batch needs one id of each feature for each sample: validate() names the others"
             )
         values = batch.dense.new_empty(0, self.model.config.dim)
         if names:

@@ -1,9 +1,9 @@
-"""Slipstream: train on without the inputs whose embeddings no longer move. **Approximate.**
+"""Slipstream: training without the inputs whose embeddings no longer change. **Approximate.**
 
 E. Maboud, D. Mahajan, M. Adnan and P. J. Nair, "Slipstream: Semantic-Based Training Acceleration for
-Recommendation Models". Everything else in this library computes what synchronous training computes; this does
-not, unless the threshold is 0. What it drops depends on data, seed and settings alone: it is the same in
-every mode and at every world size.
+Recommendation Models". All other features of this library give the bits of synchronous training; this one
+does not, unless the threshold is 0. The dropped inputs depend on data, seed and settings only: they are the
+same in every mode and at every world size.
 """
 
 from .classify import Classification, Judgement

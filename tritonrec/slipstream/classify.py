@@ -1,11 +1,11 @@
-"""Which rows are stale and which inputs are dropped (Slipstream, sections III.C and III.D).
+"""Classification of stale rows and dropped inputs (Slipstream, sections III.C and III.D).
 
-A row is stale if its last change is below T. Equation 1 calls a change of exactly T stale too; here T = 0
-drops nothing, and is exact. A row that was not trained between the last two snapshots did not change, and
-nothing is known about it: it is not stale either.
+A row is stale if its last change is below T. By equation 1 a change of exactly T is stale too; here it is
+not, so T = 0 drops nothing, and is exact. The change of a row that was not trained between the last two
+snapshots is unknown, and the row is not stale.
 
-An input is hot if all its rows are. A hot input is dropped if at least alpha of its rows are stale, so T
-decides on the alpha-th smallest change among its rows. Inputs that are not hot are never dropped.
+An input is hot if all its rows are hot. A hot input is dropped if at least alpha of its rows are stale, that
+is if the alpha-th smallest change of its rows is below T. Other inputs are never dropped.
 
 Dimensions: S inputs, C features, H hot rows.
 """
@@ -23,10 +23,10 @@ from .rows import HotRows
 from .threshold import Interval, Threshold, find_threshold, interval
 
 BLOCK = 65536
-"""Inputs that are looked at together."""
+"""Inputs that are processed together."""
 SAMPLE_STREAM = 0x736C6970
 LEAST_SAMPLE = 1000
-"""Inputs that are sampled at least, where there are so many."""
+"""Least size of the sample, if there are so many inputs."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Judgement:
 
     @property
     def judged(self) -> int:
-        """Rows about which something is known."""
+        """Rows with a known change."""
         return int(self.changes.isfinite().sum())
 
     def stale(self, threshold: float) -> torch.Tensor:
@@ -49,10 +49,10 @@ class Judgement:
         return self.changes.double() < threshold
 
     def changes_of(self, categories: torch.Tensor, alpha: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which inputs are hot, (S,) bool, and their alpha-th smallest changes (S,); infinite if not hot.
+        """Whether inputs are hot, (S,) bool, and their alpha-th smallest changes (S,); infinite if not hot.
 
         Args:
-            categories: (S, C) int64, what inputs look up. alpha: in [1, C].
+            categories: (S, C) int64, ids of the inputs. alpha: in [1, C].
         """
         if not 1 <= alpha <= categories.shape[1]:
             raise ValueError(f"alpha must be in [1, {categories.shape[1]}], the features, got {alpha}")
@@ -69,7 +69,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Classification:
-    """What becomes of S inputs: `kept` (S,) bool, and how it came about."""
+    """Classification of S inputs: `kept` (S,) bool, and its figures."""
 
     kept: torch.Tensor
     hot_inputs: int
@@ -80,12 +80,12 @@ class Classification:
 
     @property
     def dropped(self) -> int:
-        """Inputs that are not trained on any more."""
+        """Inputs dropped from further training."""
         return int((~self.kept).sum())
 
     @property
     def dropped_share(self) -> float:
-        """Of the hot inputs: what the interval estimates."""
+        """Share of the hot inputs, which the interval estimates."""
         return self.dropped / max(self.hot_inputs, 1)
 
     def as_json(self) -> dict[str, Any]:
@@ -117,11 +117,11 @@ def classify(
     """Classify inputs that look up `categories` (S, C) int64.
 
     Args:
-        drop: share of the hot inputs to drop at most; a threshold for it is found on a sample.
-        threshold: T, where it is not to be found.
-        alpha: stale rows that a dropped input has at least.
-        sample: share of the hot inputs that is sampled, if that is more than `LEAST_SAMPLE`.
-        confidence: that no more than `drop` are dropped. seed: of the sample.
+        drop: largest share of the hot inputs to drop, for which a threshold is found on a sample.
+        threshold: T, instead of `drop`.
+        alpha: least number of stale rows of a dropped input.
+        sample: share of the hot inputs to sample, at least `LEAST_SAMPLE` inputs.
+        confidence: of dropping at most `drop`. seed: of the sample.
     """
     hot, changes = judgement.changes_of(categories, alpha)
     inputs = hot.nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""What is left of a loader's epochs when some of its samples are dropped."""
+"""The epochs of a loader without dropped samples."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..data.epochs import BatchType, EpochLoader
 
 
 class RemainingLoader(Generic[BatchType]):
-    """Steps [start, stop) of `loader` without the samples that are not `kept`, cut into batches anew.
+    """Steps [start, stop) of `loader`, with the `kept` samples only, cut into batches again.
 
-    Within an epoch samples keep their order; batches do not reach from one epoch into the next. With all
-    samples kept they are the loader's own, where `start` and `stop` lie. Steps are counted from `first_step`.
+    Within an epoch samples keep their order; a batch has samples of one epoch only. With all samples kept the
+    batches are the loader's own. Steps are numbered from `first_step`.
 
     Args:
-        loader: the loader of this rank; its seed, rank and world size are taken over.
-        kept: (S,) bool, by place in ``loader.sample_ids``.
-        start, stop: steps of the loader. first_step: what the first step is called; `start` by default.
+        loader: of this rank; gives seed, rank and world size.
+        kept: (S,) bool, by position in ``loader.sample_ids``.
+        start, stop: steps of the loader. first_step: number of the first step; `start` by default.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RemainingLoader(Generic[BatchType]):
         return self._steps[-1]
 
     def samples(self, step: int) -> torch.Tensor:
-        """(b,) int64 places of the samples of all ranks at `step`, as `EpochLoader.make_batch` takes them."""
+        """(b,) int64 positions of the samples of all ranks at `step`, for `EpochLoader.make_batch`."""
         number = step - self.first_step
         if not 0 <= number < self.num_steps:
             raise IndexError(

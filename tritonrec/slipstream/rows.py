@@ -1,5 +1,4 @@
-"""Hot rows (Slipstream, section III.A): those that a share of at least lambda of their table's accesses goes
-to.
+"""Hot rows (Slipstream, section III.A): rows with a share of at least lambda of their table's accesses.
 
 Dimensions: S inputs, C features, H hot rows of all tables.
 """
@@ -17,12 +16,12 @@ from ..kernels.arguments import check_rank
 
 @dataclass(frozen=True)
 class HotRows:
-    """Hot rows of all tables, one table after another, by id in each; their places are 0 ... H - 1.
+    """Hot rows of all tables, one table after another, by id in each; their positions are 0 ... H - 1.
 
     Args:
-        tables: names. table_of: the table of each feature, as a place in `tables` (C entries).
-        ids: (h,) int64 ascending for each table. accesses: (h,) int64, of the inputs looked at.
-        left_out: hot rows that the bound on memory left out.
+        tables: names. table_of: the table of each feature, as an index of `tables` (C entries).
+        ids: (h,) int64 ascending for each table. accesses: (h,) int64, of the counted inputs.
+        left_out: hot rows left out by the memory limit.
     """
 
     tables: tuple[str, ...]
@@ -36,34 +35,34 @@ class HotRows:
 
     @property
     def starts(self) -> list[int]:
-        """The first place of each table, and H."""
+        """The first position of each table, and H."""
         starts = [0]
         for ids in self.ids:
             starts.append(starts[-1] + len(ids))
         return starts
 
     def places(self, categories: torch.Tensor) -> torch.Tensor:
-        """(S, C) int64: the place of each row that inputs look up, -1 where it is not hot."""
+        """(S, C) int64: the position of each row that inputs look up, -1 where it is not hot."""
         places = torch.full(categories.shape, -1, dtype=torch.int64)
         starts = self.starts
         for feature, table in enumerate(self.table_of):
             ids = self.ids[table]
             if len(ids):
-                wanted = categories[:, feature].contiguous()
-                at = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
-                places[:, feature] = torch.where(ids[at] == wanted, at + starts[table], -1)
+                column = categories[:, feature].contiguous()
+                at = torch.searchsorted(ids, column).clamp(max=len(ids) - 1)
+                places[:, feature] = torch.where(ids[at] == column, at + starts[table], -1)
         return places
 
 
 def hot_rows(
     categories: torch.Tensor, tables: Sequence[str], share: float, max_rows: int | None = None
 ) -> HotRows:
-    """The rows that at least `share` of their table's accesses go to.
+    """The rows with at least `share` of their table's accesses.
 
     Args:
-        categories: (S, C) int64, the ids that inputs look up. tables: the table of each of the C features.
-        share: lambda, in [0, 1]. max_rows: keep no more, those with most accesses first; of equals the first
-            table and the lowest id.
+        categories: (S, C) int64, ids of the inputs. tables: the table of each of the C features.
+        share: lambda, in [0, 1]. max_rows: largest number of rows, those with most accesses; of equal ones
+            the first table and the lowest id.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"the share of accesses of a hot row must be in [0, 1], got {share}")
@@ -71,9 +70,9 @@ def hot_rows(
     table_of = tuple(names.index(table) for table in tables)
     ids, accesses = [], []
     for number in range(len(names)):
-        asked = categories[:, [at for at, table in enumerate(table_of) if table == number]].reshape(-1)
-        found, counts = torch.unique(asked, return_counts=True)
-        hot = counts >= share * len(asked)
+        lookups = categories[:, [at for at, table in enumerate(table_of) if table == number]].reshape(-1)
+        found, counts = torch.unique(lookups, return_counts=True)
+        hot = counts >= share * len(lookups)
         ids.append(found[hot])
         accesses.append(counts[hot])
     total = sum(map(len, ids))
@@ -89,7 +88,7 @@ def hot_rows(
 
 
 def owned(hot: HotRows, shard: int, shards: int) -> torch.Tensor:
-    """(h,) int64 places of the hot rows that a rank holds, ascending."""
+    """(h,) int64 positions of the hot rows that a rank owns, ascending."""
     check_rank(shard, shards)
     every = torch.cat([*hot.ids, torch.empty(0, dtype=torch.int64)])
     return (ops.owner_of(every, shards) == shard).nonzero().squeeze(1)

@@ -1,15 +1,14 @@
-"""Slipstream beside a trainer: it looks on while hot rows are trained, and judges them once (Figure 4).
+"""Slipstream beside a trainer: snapshots of hot rows during training, then one classification (Figure 4).
 
 ::
 
     step 0        warmup       + every      + 2 every           + N every
     |--- warm-up ---|----------- s1 ----------- s2 ---- ... -------- sN |---- inputs that still vary ----
-                     hot rows are followed                         classification: the pipeline is empty
+                     hot rows are copied                           classification: the pipeline is empty
 
-A rank follows the hot rows that it holds: after the update of each window it copies them out of the window's
-buffer. A snapshot is such a copy at one step. So no table is read, nothing is drained before the
-classification, and what is seen does not depend on mode, timing, eviction, storage in 16 bits or rows that
-stay in buffers.
+After the update of each window a rank copies the hot rows that it owns from the window's buffer. A snapshot
+is this copy at one step. So no table is read, the pipeline is not drained before the classification, and
+snapshots do not depend on mode, timing, eviction, storage in 16 bits or rows kept in buffers.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ import torch
 from .. import ops
 from ..embedding import HashTableCollection
 from ..pipeline import Trainer, Window
+from ..pipeline.places import Buffer, OwnedRows
+from ..pipeline.stage import Read
+from ..settings import MOST, seed_setting, setting
 from .classify import Classification, Judgement, classify
 from .rows import HotRows, hot_rows, owned
 
@@ -39,30 +41,30 @@ class SlipstreamConfig:
     """Settings of Slipstream; **approximate** unless `threshold` is 0.
 
     Args:
-        warmup: steps before hot rows are followed; their inputs tell which rows are hot.
+        warmup: steps before the snapshots; their inputs decide which rows are hot.
         snapshots: N, at least 2. every: steps between snapshots.
-        hot_share: lambda, share of its table's accesses that makes a row hot.
-        drop: share of the hot inputs to drop at most.
-        threshold: T, where it is not to be found; 0 drops nothing.
-        alpha: stale rows that a dropped input has at least; 0 for all its rows.
-        sample: share of the hot inputs that T is found on. confidence: of the interval.
+        hot_share: lambda, least share of its table's accesses of a hot row.
+        drop: largest share of the hot inputs to drop.
+        threshold: T, instead of `drop`; 0 drops nothing.
+        alpha: least number of stale rows of a dropped input; 0 for all its rows.
+        sample: share of the hot inputs to find T on. confidence: of the interval.
         snapshot_mb: megabytes for snapshots, of all ranks together; the rows accessed least are left out.
         seed: of the sample.
 
     Raises ValueError naming a setting out of range.
     """
 
-    warmup: int = 100
-    snapshots: int = 3
-    every: int = 50
-    hot_share: float = 1e-4
+    warmup: int = setting(100, "Steps before hot rows are followed.", 1, MOST)
+    snapshots: int = setting(3, "Snapshots of hot rows.", 2, 65_536)
+    every: int = setting(50, "Steps between snapshots.", 1, MOST, option="snapshot_every")
+    hot_share: float = setting(1e-4, "Share of a table's accesses that makes a row hot.", 0, 1)
     drop: float = 0.5
-    threshold: float | None = None
-    alpha: int = 0
-    sample: float = 1e-3
+    threshold: float | None = setting(None, "Call a row stale below this change; 0 is exact.", 0)
+    alpha: int = setting(0, "Stale rows of a dropped input at least; 0: all.", 0, MOST)
+    sample: float = setting(1e-3, "Share of the hot inputs to sample, 1000 at least.", 0, 1)
     confidence: float = 0.999
-    snapshot_mb: float = 256.0
-    seed: int = 0
+    snapshot_mb: float = setting(256.0, "Megabytes for snapshots, of all ranks.", 0, 1e9)
+    seed: int = seed_setting()
 
     def __post_init__(self) -> None:
         for name, least in (("warmup", 1), ("snapshots", 2), ("every", 1), ("alpha", 0)):
@@ -86,7 +88,7 @@ class SlipstreamConfig:
 
 @dataclass
 class _Followed:
-    """One group of tables: this rank's hot rows by key, as last trained, and as they were at a snapshot."""
+    """This rank's hot rows of one group of tables: current values, and values at the last snapshot."""
 
     keys: torch.Tensor  # (h,) int64 ascending
     places: torch.Tensor  # (h,) int64, of each in the hot rows
@@ -98,7 +100,7 @@ class _Followed:
 
 
 class Slipstream:
-    """Follows the hot rows of a run and classifies inputs.
+    """Takes snapshots of a run's hot rows and classifies inputs.
 
     Call `attach` before training, train exactly the steps up to ``config.classify_at``, then `judge` and
     `classify`.
@@ -171,7 +173,7 @@ class Slipstream:
         )
 
     def attach(self, trainer: Trainer) -> None:
-        """Follow the trainer's updates. Raises ValueError for mode ``"reference"``: it has no stages."""
+        """Copy hot rows after the trainer's updates; ValueError for mode ``"reference"``, without stages."""
         if trainer.mode == "reference":
             raise ValueError("Slipstream follows the stages of a rank: mode 'reference' has none")
         if self.config.classify_at % trainer.config.accumulate:
@@ -179,22 +181,16 @@ class Slipstream:
                 f"the classification after step {self.config.classify_at} would fall into an update of "
                 f"{trainer.config.accumulate} batches: choose warmup and every so that it does not"
             )
-        update = trainer.program.actions["sparse_update"]
+        trainer.program.after("sparse_update", self.follow)
 
-        def followed(window: Window, micro_batch: int | None = None) -> None:
-            update(window, micro_batch)
-            self.follow(window)
-
-        trainer.program.actions["sparse_update"] = followed
-
-    def follow(self, window: Window) -> None:
+    def follow(self, window: Window, owned: Read[OwnedRows], buffer: Read[Buffer]) -> None:
         """Copy the hot rows of a window that has just been updated; take the snapshots that are due."""
         config = self.config
         if not config.warmup <= window.step < config.classify_at:
             return
         started = time.thread_time()
-        for group, table in zip(self._groups, window.tables, strict=True):
-            keys, rows = table.keys, table.buffer[:, : group.now.shape[1]]
+        for group, table, whole in zip(self._groups, owned.tables, buffer, strict=True):
+            keys, rows = table.keys, whole[:, : group.now.shape[1]]
             admitted = table.handles >= 0
             if not bool(admitted.all()):
                 keys, rows = keys[admitted], rows[admitted.to(rows.device)]
@@ -210,7 +206,7 @@ class Slipstream:
         self.seconds += time.thread_time() - started
 
     def _take(self) -> None:
-        """A snapshot: compare with the last one, and keep this one in its place."""
+        """Take a snapshot: compare it with the last one, and replace that one."""
         for group in self._groups:
             if self._taken:
                 moved = (group.now - group.before).square()
@@ -223,7 +219,7 @@ class Slipstream:
             group.before.copy_(group.now)
 
     def history(self) -> list[torch.Tensor]:
-        """(H,) float32 changes of all ranks' hot rows at each snapshot but the first; collective."""
+        """Changes (H,) float32 of all ranks' hot rows at each snapshot but the first; collective."""
         count = {len(group.changes) for group in self._groups}.pop()
         if count != self.config.snapshots - 1:
             raise RuntimeError(
@@ -232,13 +228,13 @@ class Slipstream:
             )
         mine = [group.places for group in self._groups] if self.communicators.saves else []
         places = torch.cat([*mine, torch.empty(0, dtype=torch.int64)])
-        every = torch.cat(self.communicators.control.gather(places))
+        every = torch.cat(self.communicators.control.all_gather(places))
         history = []
         for number in range(count):
             part = [group.changes[number] for group in self._groups] if self.communicators.saves else []
             changes = torch.full((len(self.hot),), math.inf, dtype=torch.float32)
             part.append(torch.empty(0, dtype=torch.float32))
-            values = self.communicators.control.gather(torch.cat(part))
+            values = self.communicators.control.all_gather(torch.cat(part))
             changes[every] = torch.cat(values)
             history.append(changes)
         return history
@@ -250,9 +246,9 @@ class Slipstream:
     def classify(
         self, judgement: Judgement, loader: ClickLoader, drop: float | None = None
     ) -> Classification:
-        """Which samples of `loader` to train on further; `drop` stands in for the setting's.
+        """Classify the samples of `loader` for further training; `drop` replaces the setting.
 
-        Adds to ``counts``: rows judged, hot inputs, and those dropped.
+        Adds to ``counts``: rows judged, hot inputs, and dropped inputs.
         """
         config = self.config
         found = classify(

@@ -1,12 +1,12 @@
-"""The threshold T below which a row's change counts as none (Slipstream, section III.C).
+"""The threshold T of the change of a stale row (Slipstream, section III.C).
 
     D  = share of the sampled inputs that T would drop                                   (2)
     sd = standard deviation of "dropped" over the sample, with m - 1 in the denominator  (3)
     D ± t * sqrt((I - m) / I * sd^2 / m)       m of I hot inputs are sampled             (4)
 
-The paper writes m in (3) and the number of all inputs in (4); a sample drawn without replacement from the I
-hot inputs wants the ones above. The paper leaves open which T is optimal: here it is the largest one that
-drops, with the given confidence, no more than the share asked for.
+The paper has m in (3) and the number of all inputs in (4); the formulas above are right for a sample without
+replacement from the I hot inputs. The paper does not define the optimal T: here it is the largest one that
+drops, with the given confidence, at most the given share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """T, the interval of the share of hot inputs that it drops, and (T, interval) of every probe."""
+    """T, the interval of its share of dropped hot inputs, and (T, interval) of every probe."""
 
     value: float
     interval: Interval
@@ -37,7 +37,7 @@ class Threshold(NamedTuple):
 
 @lru_cache(maxsize=8)
 def t_quantile(confidence: float, freedom: int) -> float:
-    """t such that a Student's t variable of so many degrees of freedom is in [-t, t] with that probability.
+    """t such that a Student's t variable with `freedom` degrees of freedom is in [-t, t] with `confidence`.
 
     With t = sqrt(f) tan u the density is proportional to cos(u) ** (f - 1); integrated by Simpson's rule.
     """
@@ -67,9 +67,10 @@ def _inside(t: float, freedom: int, nodes: np.ndarray, weights: np.ndarray, norm
 
 
 def interval(dropped: int, sampled: int, population: int, confidence: float) -> Interval:
-    """The interval of the share dropped in the population, of which `sampled` inputs were looked at.
+    """The interval of the share dropped in the population, from a sample of `sampled` inputs.
 
-    A sample of all is exact; one of a single input tells nothing. Raises ValueError for counts out of order.
+    A sample of all inputs is exact; one of a single input gives [0, 1]. Raises ValueError for counts out of
+    order.
     """
     if not 0 <= dropped <= sampled <= population or sampled < 1:
         raise ValueError(
@@ -91,9 +92,9 @@ def find_threshold(changes: torch.Tensor, population: int, most: float, confiden
     """The largest T that drops at most the share `most` of the population, by binary search over a sample.
 
     Args:
-        changes: (m,) of the sampled inputs: an input is dropped where T is larger; infinite where by none.
-        population: I, inputs that the sample was drawn from.
-        most: in [0, 1]. confidence: of the interval whose upper end may not exceed `most`.
+        changes: (m,) of the sampled inputs: T drops the inputs with smaller changes; infinite: no T does.
+        population: I, size of the sampled population.
+        most: in [0, 1]. confidence: of the interval, whose upper end may not exceed `most`.
 
     An empty sample gives 0, which drops nothing.
     """
@@ -112,7 +113,7 @@ def find_threshold(changes: torch.Tensor, population: int, most: float, confiden
         return found
 
     best, found = 0.0, interval(0, len(changes), population, confidence)
-    low, high = -1, len(candidates)  # what is at `low` drops few enough, what is at `high` too many
+    low, high = -1, len(candidates)  # the candidate at `low` drops few enough, the one at `high` too many
     while high - low > 1:
         middle = (low + high) // 2
         here = probe(candidates[middle])

@@ -1,7 +1,8 @@
-"""Recording what every stage did and when, reading it back, measuring it and checking it."""
+"""Traces of a run's stages: recording, reading, measuring and checking."""
 
+from .events import LANES
 from .reader import Operator, Span, Trace, read
-from .recorder import LANES, NullRecorder, Recorder, SupportsRecording, save_joined
+from .recorder import NullRecorder, Recorder, SupportsRecording, save_joined
 
 __all__ = [
     "LANES",

@@ -1,13 +1,13 @@
-"""What a trace shows: where the time went, how much of it was hidden, and whether the schedule was kept.
+"""Measurement of a trace: times of the lanes, hidden and exposed shares, and violations of the schedule.
 
-All times are nanoseconds. A set of slices is treated as the union of its intervals, so that two transfers at
-the same moment count once.
+All times are nanoseconds. A set of slices is the union of its intervals, so two simultaneous transfers count
+once.
 
 =====================  ==================================================================================
 physical communication  time in which a rank communicates: communication, replica and reduce slices
 exposed communication   the part of it in which the rank does not compute
 hidden lookup           share of the prefetch, h2d, routing and retrieval time during which the rank's main
-                        path (copy, compute, communication, reduce) was at work
+                        path (copy, compute, communication, reduce) was busy
 =====================  ==================================================================================
 
 The exposed ratio, exposed over physical, is what NestPipe's frozen window bounds by 1/N for N micro-batches
@@ -22,8 +22,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from .events import LANES
 from .reader import Span
-from .recorder import LANES
 
 LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
 COMMUNICATION_LANES = ("communication", "replica", "reduce")
@@ -51,7 +51,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """The common part of two unions."""
+    """The intersection of two unions."""
     common: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -75,24 +75,24 @@ def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Inte
 
 
 def exposed(spans: Sequence[Span]) -> list[Interval]:
-    """When one rank communicated without computing; `spans` are that rank's slices."""
+    """The intervals in which a rank communicated without computing; `spans` are the rank's slices."""
     return difference(_working(spans, COMMUNICATION_LANES), _working(spans, ["compute"]))
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The times of one rank, over a stretch of whole steps.
+    """Times of one rank over a number of whole steps.
 
     Attributes:
         rank: the rank.
-        steps: number of steps measured; they begin at `start_ns` and take `elapsed_ns` from end to end.
+        steps: number of measured steps; they begin at `start_ns` and take `elapsed_ns` in all.
         step_ns: median time from the end of one batch's computation to the end of the next one's.
-        busy_ns: lane -> time in which the lane was at work.
+        busy_ns: lane -> time in which the lane was busy.
         communication_ns: physical communication.
         exposed_ns: exposed communication.
-        lookup_ns: lookup time, and `hidden_lookup_ns` the part of it that was hidden.
-        transfers: communication slices of single micro-batches, and `transfers_overlapped`, those during
-            which another micro-batch of the same batch computed.
+        lookup_ns: lookup time. hidden_lookup_ns: its hidden part.
+        transfers: communication slices of single micro-batches. transfers_overlapped: those during which
+            another micro-batch of the same batch computed.
     """
 
     rank: int
@@ -122,8 +122,8 @@ class RankSummary:
 def summarise(spans: Sequence[Span], warmup: int = 1) -> list[RankSummary]:
     """Measure every rank from the end of its `warmup`-th computed batch to the end of its last one.
 
-    The first batches compile kernels, and while the pipeline fills there is nothing to hide behind; after the
-    last one it drains. Slices are clipped to the stretch measured.
+    The first batches compile kernels and fill the pipeline, and after the last one the pipeline drains.
+    Slices are clipped to the measured interval.
 
     Args:
         spans: the slices of one or more ranks.
@@ -134,7 +134,7 @@ def summarise(spans: Sequence[Span], warmup: int = 1) -> list[RankSummary]:
     """
     if warmup < 1:
         raise ValueError(
-            f"a step is measured from the end of the one before it: warmup is {warmup}, not >= 1"
+            f"warmup must be at least 1, got {warmup}: a step is measured from the end of the previous one"
         )
     return [
         _summarise_rank(rank, [span for span in spans if span.rank == rank], warmup)
@@ -180,7 +180,7 @@ def _working(spans: Iterable[Span], lanes: Sequence[str]) -> list[Interval]:
 
 
 def _transfers(spans: Iterable[Span]) -> list[bool]:
-    """For each micro-batch's transfer: did another micro-batch of its batch compute meanwhile?"""
+    """For each micro-batch's transfer, whether another micro-batch of its batch computed at the time."""
     of_batch: dict[int, list[Span]] = {}
     for span in spans:
         if span.micro_batch is not None:
@@ -200,13 +200,13 @@ def _transfers(spans: Iterable[Span]) -> list[bool]:
 
 @dataclass(frozen=True)
 class Violation:
-    """One instance of an edge that was not honoured.
+    """A violation of one dependency.
 
     Attributes:
         edge: the dependency.
         successor: the slice that should have waited.
-        micro_batch: which micro-batch of the predecessor's stage it should have waited for.
-        predecessor: that slice; None when it was not recorded.
+        micro_batch: of the predecessor's slice.
+        predecessor: the slice to wait for; None if it was not recorded.
     """
 
     edge: Edge
@@ -227,12 +227,12 @@ class Violation:
 
 @dataclass(frozen=True)
 class EdgeReport:
-    """What `check_edges` found.
+    """Result of `check_edges`.
 
     Attributes:
-        instances: edge -> number of pairs of slices compared.
-        violations: the instances that were not honoured.
-        never_exercised: edges of which the trace holds no instance, and which are therefore not proven.
+        instances: edge -> number of compared pairs of slices.
+        violations: pairs out of order, and missing predecessors.
+        never_exercised: edges without an instance in the trace, which are therefore not proven.
     """
 
     instances: dict[Edge, int]
@@ -241,7 +241,7 @@ class EdgeReport:
 
     @property
     def honoured(self) -> bool:
-        """True only if there are edges, each was exercised, and none was violated."""
+        """Whether there are edges, each was exercised, and none was violated."""
         return bool(self.instances) and not self.violations and not self.never_exercised
 
 
@@ -260,8 +260,8 @@ def check_edges(
     all       every one
     ========  =============================================================
 
-    A predecessor that was not recorded is a violation (a dropped micro-batch must not pass), unless its batch
-    lies before the first one recorded.
+    A predecessor that was not recorded is a violation (a lost micro-batch must not pass), unless its batch is
+    earlier than the first one recorded.
 
     Args:
         spans: the slices of one or more ranks.

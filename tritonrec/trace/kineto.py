@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .events import LANES
 from .reader import Span, Trace
-from .recorder import LANES
 
 
 def export(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A recorded trace read back with the bundled protobuf classes; no trace processor is needed."""
+"""Reading a recorded trace with the bundled protobuf classes, without a trace processor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .recorder import LANES, OPERATORS
+from .events import LANES, OPERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator that a thread of a rank ran: a lane's thread, which has its name, or another."""
+    """One operator run by a thread of a rank; a lane's thread has the lane's name."""
 
     rank: int
     thread: str
@@ -53,9 +53,9 @@ class Operator:
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans, counter samples and operators in order of time, and the metadata that the ranks agree on.
+    """Spans, counter samples and operators in order of time, and the metadata shared by all ranks.
 
-    ``metadata["rank"]`` is dropped, as it differs between the ranks of a joined file; `ranks` has them all.
+    ``metadata["rank"]`` is dropped, since it differs between the ranks of a joined file; see `ranks`.
     """
 
     spans: list[Span]
@@ -70,8 +70,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not such a trace, is cut short, holds a slice that never closes, or joins
-            ranks of different runs.
+        ValueError: the file is not such a trace, is truncated, has a slice that never closes, or joins ranks
+            of different runs.
     """
     from google.protobuf.message import DecodeError
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as TraceProto
@@ -139,7 +139,7 @@ class _Reader:
         if track.HasField("counter"):
             self.counter_of[track.uuid] = track.name
         elif track.HasField("thread"):
-            # A lane whose slices overlap has further rows, "communication +1" and so on.
+            # A lane with overlapping slices has further rows, "communication +1" and so on.
             name = track.name.partition(" +")[0]
             if name.endswith(OPERATORS):
                 self.thread_of[track.uuid] = name.removesuffix(OPERATORS)
@@ -177,4 +177,4 @@ class _Reader:
 
 
 def _arguments(event: Any) -> dict[str, Any]:
-    return {note.name: getattr(note, note.WhichOneof("value")) for note in event.debug_annotations}
+    return {each.name: getattr(each, each.WhichOneof("value")) for each in event.debug_annotations}

@@ -1,8 +1,8 @@
-"""What a rank did and when: tuples while training, Perfetto protobuf at the end.
+"""Recording of a rank's spans and counters: tuples during training, Perfetto protobuf at the end.
 
 Inside a step a span costs two clock reads and one list append (no lock: appending to a list is atomic).
-Packets, tracks and flows are made by `save`. Times are ``time.perf_counter_ns``, one clock for all processes
-of a host, so that the files of its ranks join without shifting.
+`save` makes packets, tracks and flows. Times are ``time.perf_counter_ns``, one clock for all processes of a
+host, so the files of its ranks can be joined without a shift.
 """
 
 from __future__ import annotations
@@ -16,32 +16,14 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..files import whole
+from ..files import atomic_write
+from .events import LANES, CounterEvent, OperatorEvent, SpanEvent
 
-# One thread track each, drawn in this order: the way of a batch from the log to the table and back.
-LANES = (
-    "prefetch",
-    "h2d",
-    "routing",
-    "retrieval",
-    "copy",
-    "compute",
-    "communication",
-    "replica",
-    "reduce",
-    "write_back",
-)
 _KNOWN_LANES = frozenset(LANES)
-OPERATORS = " operators"
-"""How the name of a track of operators ends; before it comes their thread."""
-
-SpanEvent = tuple[str, str, int, int, dict[str, Any]]  # lane, name, start ns, end ns, args
-CounterEvent = tuple[str, int, float]  # name, time ns, value
-OperatorEvent = tuple[str, str, int, int]  # thread, name, start ns, end ns
 
 
 class SupportsRecording(Protocol):
-    """The face that `Recorder` and `NullRecorder` share; the executor knows nothing else of either."""
+    """The interface of `Recorder` and `NullRecorder` for the executor."""
 
     metadata: dict[str, Any]
 
@@ -53,7 +35,7 @@ class SupportsRecording(Protocol):
 
 
 class _Span:
-    """One slice in the making; leaving it, by whatever way, records it."""
+    """An open slice; the end of its block, also by an exception, records it."""
 
     __slots__ = ("_args", "_events", "_lane", "_name", "_start")
 
@@ -83,15 +65,15 @@ class Recorder:
     Args:
         rank: this process's rank, ``0 <= rank < world_size``.
         world_size: number of ranks of the run.
-        metadata: JSON values stored in the file, so that it can be analysed alone: ``mode``, ``consistency``,
+        metadata: JSON values stored in the file, for its analysis: ``mode``, ``consistency``,
             ``micro_batches``, and ``edges``, the schedule's dependencies as ``(from_stage, to_stage,
             batch_offset, micro_batch_rule)`` (see `tritonrec.trace.analysis.check_edges`). ``rank`` and
-            ``world_size`` are added. The attribute may be filled in later, up to `save`.
+            ``world_size`` are added. The attribute may be changed until `save`.
     """
 
     def __init__(self, rank: int, world_size: int, metadata: Mapping[str, Any] | None = None) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not one of a world of {world_size} ranks")
+            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
         self.rank = rank
         self.world_size = world_size
         self.metadata: dict[str, Any] = {**(metadata or {}), "rank": rank, "world_size": world_size}
@@ -102,8 +84,8 @@ class Recorder:
     def span(self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any) -> _Span:
         """Record the body of a ``with`` block as one slice called `name` on `lane`.
 
-        The block gets the slice's annotations as a dict and may add what it learns on the way, such as
-        ``bytes`` and ``keys``. An exception passes through and leaves its type under ``error``.
+        The block gets the slice's annotations as a dict and may add to it, for example ``bytes`` and
+        ``keys``. The type of an exception in the block is recorded under ``error``.
         """
         _check_lane(lane)
         args["batch"] = batch
@@ -122,7 +104,7 @@ class Recorder:
         micro_batch: int | None = None,
         **args: Any,
     ) -> None:
-        """Record a slice whose times (perf_counter nanoseconds) were taken elsewhere."""
+        """Record a slice with given times (perf_counter nanoseconds)."""
         _check_lane(lane)
         if end_ns < start_ns:
             raise ValueError(
@@ -138,32 +120,29 @@ class Recorder:
         self._counters.append((name, perf_counter_ns(), value))
 
     def operator(self, thread: str, name: str, start_ns: int, end_ns: int) -> None:
-        """Record that `thread` ran an operator at these times (perf_counter nanoseconds).
+        """Record an operator of `thread` with its times (perf_counter nanoseconds).
 
-        `thread` is the lane that runs on it, or any other name. Operators have tracks of their own, each
-        below the lane it is named after; no figure and no check of `tritonrec.trace.analysis` sees them.
+        `thread` is the name of its lane, or any other name. Operators have tracks of their own, below the
+        lane of the same name; `tritonrec.trace.analysis` ignores them.
         """
         if end_ns < start_ns:
             raise ValueError(f"operator {name!r} ends at {end_ns}, before its start at {start_ns}")
         self._operators.append((thread, name, start_ns, end_ns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write all that was recorded as one Perfetto trace; open it at https://ui.perfetto.dev.
-
-        The file is written whole or not at all, and one that was there is kept until then.
-        """
+        """Write everything recorded as one Perfetto trace, atomically; open it at https://ui.perfetto.dev."""
         from .writer import serialise
 
         target = Path(path)
-        # Copies, so that a lane still running cannot grow a list under the writer.
+        # Copies, because lanes that still run may append to the lists.
         events = list(self._spans), list(self._counters), list(self._operators)
-        with whole(target) as part, part.open("wb") as file:
+        with atomic_write(target) as part, part.open("wb") as file:
             file.write(serialise(self.rank, self.metadata, *events))
         return target
 
 
 class NullRecorder:
-    """A `Recorder` that forgets: same face, no clock read, nothing kept."""
+    """A `Recorder` that records nothing and reads no clock."""
 
     def __init__(self) -> None:
         self.metadata: dict[str, Any] = {}
@@ -181,7 +160,7 @@ class _NullSpan:
     __slots__ = ()
 
     def __enter__(self) -> dict[str, Any]:
-        return {}  # fresh: two threads may write into theirs at the same time
+        return {}  # a new dict, since several threads may write to theirs
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -192,11 +171,11 @@ class _NullSpan:
 def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
     """Join the files of several ranks into one.
 
-    A trace is a repeated field of packets, and protobuf messages merge by concatenation; tracks, flows and
-    sequences carry the rank in their ids, so nothing clashes. `out` is written whole or not at all.
+    A trace is a repeated field of packets, and protobuf messages merge by concatenation. Ids of tracks, flows
+    and sequences contain the rank, so they are unique. `out` is written atomically.
     """
     target = Path(out)
-    with whole(target) as part, part.open("wb") as joined:
+    with atomic_write(target) as part, part.open("wb") as joined:
         for path in paths:
             with Path(path).open("rb") as one:
                 shutil.copyfileobj(one, joined)

@@ -1,4 +1,4 @@
-"""A picture of a few steps: lanes as rows, one block per rank, stages by colour, micro-batches by number."""
+"""A chart of a few steps: lanes as rows, one panel per rank, stages by colour, micro-batches by number."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import whole
+from ..files import atomic_write
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
+from .events import LANES
 from .reader import Span, Trace
-from .recorder import LANES
 
-# Okabe and Ito's palette, told apart by the colour-blind: warm for computation, blue for the wire, green for
-# the way from the table and back.
+# Okabe and Ito's palette, safe for colour-blind readers: warm for computation, blue for communication, green
+# for lookup and write-back.
 STAGE_COLOURS = {
     "prefetch": "#d9d9d9",
     "h2d": "#b5b5b5",
@@ -42,25 +42,24 @@ _DARK = frozenset(
     }
 )
 _INCHES_PER_LANE, _WIDTH = 0.3, 13.0
-_CHARACTER, _THIN = 0.075, 0.06  # inches: a character in a box, and a slice that gets no edge of its own
+_CHARACTER, _THIN = 0.075, 0.06  # inches: width of a character, and of slices without an edge
 
 
 def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, steps: int = 3) -> Path:
     """Draw `steps` consecutive steps of a trace as a PNG.
 
-    The window runs from the end of the computation before batch `first` to the end of the last batch's
-    computation, on the earliest and the latest rank. Boxes carry the micro-batch, or the batch (``b7``) where
-    a stage runs once per batch; communication that nothing hides is underlined.
+    The chart runs from the end of the computation before batch `first` to the end of the last batch's
+    computation, on the earliest and the latest rank. Boxes show the micro-batch, or the batch (``b7``) where
+    a stage runs once per batch. Exposed communication is underlined.
 
     Args:
-        trace: as read by `tritonrec.trace.read`.
-        path: where the PNG goes.
-        first: first batch drawn; by default the window lies in the middle of the trace, where the pipeline is
-            full.
-        steps: number of batches drawn.
+        trace: from `tritonrec.trace.read`.
+        path: of the PNG.
+        first: first batch; by default the middle of the trace, where the pipeline is full.
+        steps: number of batches.
 
     Raises:
-        ValueError: `first` is not a batch that was computed, or none was.
+        ValueError: batch `first` was not computed, or no batch was.
     """
     import matplotlib
 
@@ -93,7 +92,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         figure.suptitle(_title(trace, batches), fontsize=11, x=0.01, ha="left")
         _legend(figure, {s.name for s in trace.spans})
         target = Path(path)
-        with whole(target) as part:
+        with atomic_write(target) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)
@@ -105,7 +104,7 @@ def _window(spans: list[Span], first: int | None, steps: int) -> list[int]:
     if not computed:
         raise ValueError("nothing to draw: no batch was computed in this trace")
     if first is None:
-        # The middle, but never the first batch, which compiles, where there are others.
+        # The middle, without the first batch, which compiles, if there are others.
         begin = max((len(computed) - steps) // 2, min(1, len(computed) - steps), 0)
     elif first in computed:
         begin = computed.index(first)
@@ -137,7 +136,7 @@ def _draw_rank(panel: Any, rank: int, lanes: list[str], spans: list[Span], start
             left=left,
             height=0.8,
             color=colour,
-            edgecolor="white" if width > _THIN else colour,  # a white edge would swallow a thin slice
+            edgecolor="white" if width > _THIN else colour,  # a white edge would hide a thin slice
             linewidth=0.6,
         )
         label = f"b{span.batch}" if span.micro_batch is None else str(span.micro_batch)
@@ -186,15 +185,15 @@ def _title(trace: Trace, batches: list[int]) -> str:
         f"N = {about['micro_batches']}" if "micro_batches" in about else "",
         f"batches {batches[0]} to {batches[-1]}",
     ]
-    # The figures are those of the whole trace; they need one step after the warm-up.
+    # The figures are of the whole trace and need one step after the warm-up.
     computed = {span.batch for span in trace.spans if span.lane == "compute"}
     summaries = summarise(trace.spans) if len(computed) > 1 else []
     physical = sum(summary.communication_ns for summary in summaries)
-    bare = sum(summary.exposed_ns for summary in summaries)
+    exposed_ns = sum(summary.exposed_ns for summary in summaries)
     lookup = sum(summary.lookup_ns for summary in summaries)
     hidden = sum(summary.hidden_lookup_ns for summary in summaries)
     if physical:
-        parts.append(f"exposed communication {bare / physical:.0%}")
+        parts.append(f"exposed communication {exposed_ns / physical:.0%}")
     if lookup:
         parts.append(f"hidden lookup {hidden / lookup:.0%}")
     return "   ·   ".join(part for part in parts if part)

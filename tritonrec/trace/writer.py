@@ -1,7 +1,7 @@
-"""Recorded tuples to Perfetto packets: a process track per rank, a thread track per lane and one below it for
-the operators that ran there, flows, counters.
+"""Recorded tuples to Perfetto packets: a process track per rank, a thread track per lane and one
+for its operators, flows, counters.
 
-Every id holds the rank, so that the files of several ranks can be concatenated (`save_joined`).
+Every id contains the rank, so the files of several ranks can be concatenated (`save_joined`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-from .recorder import LANES, OPERATORS, CounterEvent, OperatorEvent, SpanEvent
+from .events import LANES, OPERATORS, CounterEvent, OperatorEvent, SpanEvent
 
 METADATA_TRACK = "metadata"
 METADATA_EVENT = "tritonrec"
 
-_TRACKS_PER_RANK = (
-    1 << 20
-)  # track ids of a rank: its process, then everything below it in order of appearance
+_TRACKS_PER_RANK = 1 << 20  # track ids of a rank: its process, then all tracks below it
 _THREADS_PER_RANK, _PER_LANE, _OPERATORS = 1_000_000, 200, 100  # a lane's rows, then those of its operators
 _METADATA, _COUNTERS = 4_998 * _PER_LANE, 4_999 * _PER_LANE  # below all lanes
 _BATCH_SHIFT, _RANK_SHIFT = 12, 48  # flow id = rank | batch + 1 | micro-batch + 1; zero is no flow
@@ -149,16 +147,16 @@ class _Writer:
         return packet
 
 
-# name, start ns, end ns, args, flows: those that go on from here and those that end here
+# name, start ns, end ns, args, flows that continue after the slice and flows that end with it
 _Slice = tuple[str, int, int, dict[str, Any], tuple[list[int], list[int]]]
 
 
 def _rows(slices: list[_Slice]) -> list[list[_Slice]]:
-    """Share slices out over rows in which any two nest or are apart: Perfetto closes the slice opened last.
+    """Distribute slices over rows in which any two are nested or disjoint, as Perfetto needs them.
 
-    Two transfers in flight at once overlap without nesting, and one track cannot hold both.
+    Two transfers in flight overlap without nesting and cannot be on one track.
     """
-    rows: list[list[_Slice]] = [[]]  # every lane has its track, an idle one too
+    rows: list[list[_Slice]] = [[]]  # every lane has a track, also an idle one
     open_ends: list[list[int]] = [[]]  # per row, the ends of the slices open at this start, innermost last
     for piece in sorted(slices, key=lambda piece: (piece[1], -piece[2])):
         for ends in open_ends:
@@ -175,7 +173,7 @@ def _rows(slices: list[_Slice]) -> list[list[_Slice]]:
 
 
 def _nested(slices: list[_Slice]) -> Iterator[tuple[int, _Slice | None]]:
-    """(time, slice) where one opens and (time, None) where the innermost closes, in order."""
+    """In order of time, (time, slice) for an opened slice and (time, None) for the innermost one closed."""
     open_ends: list[int] = []
     for piece in slices:
         while open_ends and open_ends[-1] <= piece[1]:
@@ -187,10 +185,10 @@ def _nested(slices: list[_Slice]) -> Iterator[tuple[int, _Slice | None]]:
 
 
 def _flows(rank: int, spans: list[SpanEvent]) -> list[tuple[list[int], list[int]]]:
-    """Flow ids per span: those that go on after it, and those it is the last of.
+    """Flow ids per span: flows that continue after it, and flows that end with it.
 
-    The stages of a batch are one flow and those of each micro-batch another; the first micro-batch is in
-    both, so that the arrows lead from the table into the window.
+    The stages of a batch are one flow and those of each micro-batch another. The first micro-batch is in
+    both, so that arrows lead from the table into the window.
     """
     members: list[list[int]] = []
     last: dict[int, int] = {}  # flow -> start of its last span

@@ -1,13 +1,13 @@
-"""The c10d backend ``bls``: all-to-all with a bounded lag, all else by gloo, or by NCCL for CUDA tensors.
+"""The c10d backend ``bls``: all-to-all with a bounded lag; other collectives by gloo, or NCCL on CUDA.
 
     tritonrec.distributed.bounded_lag.register()
     dist.init_process_group("bls", pg_options=BoundedLagOptions(bound=4))
     work = dist.all_to_all_single(received, values, receive, send, async_op=True)
 
-A collective that is started and waited for at once is the usual one, whatever the bound. Started with
-``async_op=True`` up to bound + 1 of them are in flight; a further one first completes the oldest, and so does
-waiting for a later one. As anywhere in torch.distributed, all ranks issue the same collectives in the same
-order; the received tensor may be read after `wait`.
+A blocking all-to-all has no lag, with any bound. With ``async_op=True`` up to bound + 1 of them are in
+flight; the start of a further one, and a wait for a later one, complete the oldest first. As anywhere in
+torch.distributed, all ranks issue the same collectives in the same order, and the received tensor may be read
+after `wait`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 from torch._subclasses.fake_tensor import is_fake
 
-from .calls import SAME, CallCheck, described
+from .calls import SYMMETRIC_ARGUMENTS, CallCheck, describe_call
 from .exchange import BoundedLagAllToAll, Exchange
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ NAME = "bls"
 
 @dataclass
 class BoundedLagOptions:
-    """What ``pg_options`` of a ``bls`` group may say.
+    """``pg_options`` of a ``bls`` group.
 
     Args:
         bound: exchanges that two ranks may be apart; 0 makes every all-to-all synchronous.
@@ -60,52 +60,52 @@ class _Pending(dist.Work):
         return self._exchange.done
 
 
-class _Together(dist.Work):
-    """Works that are waited for as one."""
+class _WorkGroup(dist.Work):
+    """Several works as one."""
 
     def __init__(self, works: list[dist.Work]):
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for each in turn, without `timeout` under the group's."""
+        """Wait for each work in turn, within `timeout` or the group's."""
         return all([work.wait() if timeout is None else work.wait(timeout) for work in self._works])
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-def _refuse_fake(name: str, first: object) -> None:
+def _check_not_fake(name: str, first: object) -> None:
     if type(first) is not torch.Tensor and is_fake(first):
-        raise NotImplementedError(f"{name}: a group of {NAME} sends values, which a fake tensor has not")
+        raise NotImplementedError(f"{name}: a group of {NAME} sends values, and a fake tensor has none")
 
 
-def _by_backend(name: str) -> Callable[..., dist.Work]:
-    """A group's method that has the backend of its tensors do `name`, for the host after a `CallCheck`."""
+def _delegate(name: str) -> Callable[..., dist.Work]:
+    """Make a method that calls `name` of the tensors' backend, on the host after a `CallCheck`."""
 
     def call(group: BoundedLagGroup, *args: Any, **kwargs: Any) -> dist.Work:
         given = (*args, *kwargs.values())
         first: Any = next(iter(given), None)
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
-        _refuse_fake(name, first)
+        _check_not_fake(name, first)
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
         if device.type == "cpu" and name not in ("send", "recv"):
-            tensors = SAME[name](*given[:2]) if name in SAME else given[0]
-            group.check(described(name.strip("_"), tensors, given[-1]))
+            tensors = SYMMETRIC_ARGUMENTS[name](*given[:2]) if name in SYMMETRIC_ARGUMENTS else given[0]
+            group.check(describe_call(name.strip("_"), tensors, given[-1]))
         return getattr(group._get_backend(device), name)(*args, **kwargs)
 
     return call
 
 
-def _one_by_one(name: str) -> Callable[..., dist.Work]:
-    """A group's method that has the backends do `name` for each output and its input."""
+def _delegate_each(name: str) -> Callable[..., dist.Work]:
+    """Make a method that calls `name` of the tensors' backend for each pair of output and input."""
 
     def call(
         group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *opts: Any
     ) -> dist.Work:
-        one = _by_backend(name)
-        return _Together([one(group, *pair, *opts) for pair in zip(outputs, inputs, strict=True)])
+        one = _delegate(name)
+        return _WorkGroup([one(group, *pair, *opts) for pair in zip(outputs, inputs, strict=True)])
 
     return call
 
@@ -113,14 +113,13 @@ def _one_by_one(name: str) -> Callable[..., dist.Work]:
 class BoundedLagGroup(dist.ProcessGroup):
     """A process group whose `all_to_all_single` has a bounded lag.
 
-    Everything else is done by the backends registered in it: gloo for tensors of the host and, where there is
-    a GPU, NCCL for those of the device. What torch would pass on to them with the interpreter's lock held is
-    passed on from here without: gloo's threads need that lock to drop a tensor while they hold a lock that
-    the next collective waits for, and a rank stood still for ever. So no dispatch mode sees collectives that
-    are called by `torch.distributed`; fake tensors are refused.
+    Other collectives go to the backends registered here: gloo for tensors on the host and, with a GPU, NCCL
+    for tensors on the device. This class calls them without the interpreter's lock. torch would hold it:
+    gloo's threads need it to drop a tensor while they hold a lock that the next collective waits for, a
+    deadlock. So no dispatch mode sees the collectives of `torch.distributed`, and fake tensors are refused.
 
-    Ranks compare their calls (`CallCheck`), but for `send` and `recv` and those of tensors on a device, where
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does.
+    Ranks compare their calls (`CallCheck`), except `send`, `recv` and calls with tensors on a device; for the
+    latter there is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class BoundedLagGroup(dist.ProcessGroup):
         self.exchange = BoundedLagAllToAll(gloo, options.bound, 0, timeout, options.recorder)
 
     def getBackendName(self) -> str:
-        """The name that torch.distributed knows."""
+        """The backend's name in torch.distributed."""
         return NAME
 
     def alltoall_base(
@@ -153,28 +152,28 @@ class BoundedLagGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> _Pending:
-        """What `dist.all_to_all_single` calls; without split sizes rows are cut into equal parts."""
-        _refuse_fake("all_to_all_single", input)
+        """Implements `dist.all_to_all_single`; without split sizes rows are cut into equal parts."""
+        _check_not_fake("all_to_all_single", input)
         receive = self._splits("output", output, output_split_sizes)
         send = self._splits("input", input, input_split_sizes)
         return _Pending(self.exchange.start(input, send, receive, output))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name from torch 2.13 on
 
-    allgather = _by_backend("allgather")
-    allreduce = _by_backend("allreduce")
-    allreduce_coalesced = _by_backend("allreduce_coalesced")
-    broadcast = _by_backend("broadcast")
-    gather = _by_backend("gather")
-    reduce = _by_backend("reduce")
-    reduce_scatter = _by_backend("reduce_scatter")
-    scatter = _by_backend("scatter")
-    _allgather_base = _by_backend("_allgather_base")
-    _reduce_scatter_base = _by_backend("_reduce_scatter_base")
-    send = _by_backend("send")
-    recv = _by_backend("recv")
-    allgather_into_tensor_coalesced = _one_by_one("_allgather_base")
-    reduce_scatter_tensor_coalesced = _one_by_one("_reduce_scatter_base")
+    allgather = _delegate("allgather")
+    allreduce = _delegate("allreduce")
+    allreduce_coalesced = _delegate("allreduce_coalesced")
+    broadcast = _delegate("broadcast")
+    gather = _delegate("gather")
+    reduce = _delegate("reduce")
+    reduce_scatter = _delegate("reduce_scatter")
+    scatter = _delegate("scatter")
+    _allgather_base = _delegate("_allgather_base")
+    _reduce_scatter_base = _delegate("_reduce_scatter_base")
+    send = _delegate("send")
+    recv = _delegate("recv")
+    allgather_into_tensor_coalesced = _delegate_each("_allgather_base")
+    reduce_scatter_tensor_coalesced = _delegate_each("_reduce_scatter_base")
     # Their names from torch 2.13 on.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -182,7 +181,7 @@ class BoundedLagGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:  # type: ignore[override]
-        """What `dist.barrier` calls; on the host."""
+        """Implements `dist.barrier`, on the host."""
         opts = BarrierOptions() if opts is None else opts
         if timeout is not None:
             opts.timeout = timeout
@@ -193,7 +192,9 @@ class BoundedLagGroup(dist.ProcessGroup):
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
         if not sizes:
             if len(tensor) % self.size():
-                raise ValueError(f"{name} has {len(tensor)} rows, which {self.size()} ranks do not divide")
+                raise ValueError(
+                    f"{name} has {len(tensor)} rows, not a multiple of {self.size()} ranks: give split sizes"
+                )
             return [len(tensor) // self.size()] * self.size()
         if sum(sizes) != len(tensor):
             raise ValueError(f"{name} has {len(tensor)} rows, but its split sizes are {sizes}")
@@ -206,6 +207,6 @@ def _create(opts: Any, options: BoundedLagOptions | None) -> BoundedLagGroup:
 
 
 def register() -> None:
-    """Make ``bls`` known to torch.distributed; a second call does nothing."""
+    """Register ``bls`` with torch.distributed; a second call does nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,8 +1,8 @@
-"""Ranks compare the collectives that they are about to call.
+"""Comparison of the ranks' collectives before each call.
 
-gloo compares nothing: ranks that call different collectives, or with tensors of different sizes, end or
-stall, and those with different dtypes read each other's bits. Here each rank first sends a description of its
-call to all others, and goes on when it has theirs. That costs a small message to each rank, and a wait.
+gloo compares nothing: ranks that call different collectives, or give tensors of different sizes, end or
+stall, and ranks with different dtypes misread each other's bits. Here each rank first sends a description of
+its call to all others, and receives theirs. This costs a small message to each rank, and a wait.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LENGTH = 256
 """Bytes of a description."""
 
 
-def described(name: str, tensors: Any, opts: Any = None) -> str:
-    """A call: its name, root and reduction, and the sizes and dtypes that are the same on all ranks."""
+def describe_call(name: str, tensors: Any, opts: Any = None) -> str:
+    """A call in words: name, root, reduction, and the sizes and dtypes that must agree between ranks."""
     words = [name]
     if hasattr(opts, "reduceOp"):
         words.append(opts.reduceOp.op.name)
@@ -45,8 +45,8 @@ class CallCheck:
     """Compares each call of this rank with those of the others.
 
     Args:
-        group: with tagged messages; nobody else may use its tag `CALLS_TAG`.
-        timeout: how long to wait for the others.
+        group: with tagged messages; its tag `CALLS_TAG` is used here only.
+        timeout: of the wait for the other ranks.
     """
 
     def __init__(self, group: SupportsMessages, timeout: timedelta):
@@ -54,9 +54,9 @@ class CallCheck:
         self.calls = 0
 
     def __call__(self, call: str) -> None:
-        """Go on when all ranks have come to the same call.
+        """Wait until all ranks are at the same call.
 
-        Raises RuntimeError naming two calls that differ, and RankDiedError naming a rank that has not come.
+        Raises RuntimeError naming two calls that differ, and RankDiedError naming a rank that is missing.
         """
         rank, number = self.group.rank(), self.calls
         self.calls += 1
@@ -85,7 +85,7 @@ class CallCheck:
                 )
 
 
-SAME: dict[str, Callable[..., Any]] = {
+SYMMETRIC_ARGUMENTS: dict[str, Callable[..., Any]] = {
     "allgather": lambda outputs, inputs: inputs,
     "_allgather_base": lambda output, input: input,
     "gather": lambda outputs, inputs: inputs,
@@ -93,4 +93,4 @@ SAME: dict[str, Callable[..., Any]] = {
     "_reduce_scatter_base": lambda output, input: output,
     "scatter": lambda outputs, inputs: outputs,
 }
-"""The arguments of a collective that are alike on all ranks, where it takes outputs and inputs."""
+"""Of collectives with outputs and inputs, the arguments that must agree between ranks."""

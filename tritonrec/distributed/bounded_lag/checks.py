@@ -1,4 +1,4 @@
-"""Errors of an exchange: arguments that do not fit each other, and ranks that disagree."""
+"""Checks of an exchange: arguments that do not fit together, and ranks that disagree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checked_counts(name: str, counts: list[int], world_size: int) -> list[int]:
 
 
 def check_values(values: torch.Tensor, send: list[int]) -> None:
-    """Raise ValueError unless `values` are dense rows with memory, as many as are sent."""
+    """Raise ValueError unless `values` are sum(send) dense rows with memory."""
     if values.dim() < 1 or len(values) != sum(send):
         raise ValueError(f"values must have sum(send) = {sum(send)} rows, got {tuple(values.shape)}")
     if values.layout is not torch.strided or values.is_quantized or values.device.type == "meta":
@@ -31,10 +31,10 @@ def check_values(values: torch.Tensor, send: list[int]) -> None:
 
 
 def check_out(out: torch.Tensor, values: torch.Tensor, receive: list[int] | None) -> None:
-    """Raise ValueError unless the rows that come fit into `out`."""
+    """Raise ValueError unless the received rows fit into `out`."""
     fits = out.dim() > 0 and Layout.of(out) == Layout.of(values) and out.device == values.device
     if not fits or not out.is_contiguous() or (receive is not None and len(out) != sum(receive)):
-        rows = "the rows that come" if receive is None else f"sum(receive) = {sum(receive)} rows"
+        rows = "the received rows" if receive is None else f"sum(receive) = {sum(receive)} rows"
         raise ValueError(
             f"out must hold {rows} of {Layout.of(values)} on {values.device}, contiguous; got "
             f"{tuple(out.shape)} {str(out.dtype).removeprefix('torch.')} on {out.device}"
@@ -45,7 +45,7 @@ def check_out(out: torch.Tensor, values: torch.Tensor, receive: list[int] | None
 def disagreement(
     header: Header, peer: int, rank: int, number: int, layout: Layout, sent: int, expected: int
 ) -> str:
-    """How a message's header differs from what its receiver knows; empty where it does not.
+    """The difference between a message's header and its receiver's expectation, in words; empty if none.
 
     Args:
         header: of the message from `peer` to `rank`. number: of the receiver's all-to-all.
@@ -57,7 +57,7 @@ def disagreement(
             f"rank {peer} sent all-to-all {header.number} and rank {rank} expects {number}: all ranks have "
             "to run the same exchanges"
         )
-    if not header.has(layout) or expected not in (UNKNOWN, header.rows):
+    if not header.matches(layout) or expected not in (UNKNOWN, header.rows):
         rows = "any number" if expected == UNKNOWN else expected
         return (
             f"rank {peer} sent {header.rows} rows of {header.layout}, and rank {rank} expects {rows} of "

@@ -1,9 +1,9 @@
-"""Bounded-lag all-to-all: ranks exchange rows without waiting for each other, up to a bound.
+"""Bounded-lag all-to-all: ranks exchange rows and may be up to a bound of exchanges apart.
 
 Dichev et al., "Faster Distributed Inference-Only Recommender Systems via Bounded Lag Synchronous Collectives"
 (arXiv 2512.19342), section III-C and III-D. A rank starts exchange j at once and waits for exchange j - k
-before it starts j + 1, so k + 1 are in flight at most and one slot of buffers for each is enough: exchange j
-uses slot and tag j mod (k + 1). k = 0 is the synchronous collective::
+before it starts j + 1. So at most k + 1 exchanges are in flight, each with a slot of buffers: exchange j uses
+slot and tag j mod (k + 1). k = 0 is the synchronous collective::
 
     k = 2        start 0   start 1   start 2   wait 0  start 3   wait 1  start 4   ...   wait 3   wait 4
     slot, tag        0         1         2                0                 1
@@ -11,12 +11,12 @@ uses slot and tag j mod (k + 1). k = 0 is the synchronous collective::
 The **lag** of rank p over rank q, as p starts exchange j, is j minus the number of exchanges that q has
 started. It never exceeds k; under a synchronous collective it is 0.
 
-The paper has k buffers and one-sided puts into the peers' memory: there a fast rank may overwrite a buffer
-whose owner still waits for a third rank. Here every rank posts its own receives, and posts one only when its
-buffer is free, so a message that comes early waits at its sender.
+The paper has k buffers and one-sided puts into the peers' memory, where a fast rank may overwrite a buffer
+whose owner still waits for a third rank. Here every rank posts a receive only when its buffer is free, so an
+early message waits at its sender.
 
-No collective is hidden anywhere: a message carries its number of rows, their dtype and width in a header, and
-the number of rows that its sender expects in turn. Both ranks compare; `messages` has the protocol.
+No other collective is used. The header of a message has the number of rows, their dtype and width, and the
+number of rows that its sender expects in return. Both ranks compare them; `messages` has the protocol.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .messages import (
     EAGER,
     FAILED,
     HEADER,
-    NOTHING,
+    NO_MESSAGE,
     TAG,
     UNKNOWN,
     Deadline,
@@ -45,8 +45,8 @@ from .messages import (
     Slot,
     SupportsMessages,
     Tags,
+    buffer_size,
     header_words,
-    room,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """An exchange that has been started; `wait` returns what came."""
+    """A started exchange; `wait` returns the received rows."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Exchange:
         """Complete this exchange, and before it every older one, within `timeout` or the owner's.
 
         Returns:
-            (sum(counts), ...) rows grouped by source rank, and how many came from each.
+            (sum(counts), ...) rows grouped by source rank, and the number of rows from each rank.
 
-        Raises RankDiedError naming the rank that died, or sent nothing within the timeout, and RuntimeError
+        Raises RankDiedError naming a rank that died or sent nothing within the timeout, and RuntimeError
         where two ranks disagree about rows, dtype, width, bound or capacity.
         """
         self._owner._finish_through(self, timeout)
@@ -98,17 +98,17 @@ class BoundedLagAllToAll:
 
     Args:
         group: a process group with tagged point-to-point messages (gloo, or one of `register`), or None for a
-            run of one rank. Nobody else may use its tags from `tag` to `tag + 128 (bound + 1)`.
+            run of one rank. Its tags from `tag` to `tag + 128 (bound + 1)` are used here only.
         bound: k, at least 0, the same on all ranks.
-        capacity: most bytes of rows that one rank sends to another in one exchange, the same on all ranks;
-            needed by exchanges that are not told what they receive. Every rank keeps 2 (k + 1) (W - 1)
-            buffers of this size, rounded up to a power of two, whatever the tables' sizes (section V-F).
-        timeout: how long `wait` stays for the other ranks before it raises.
-        recorder: gets a span for each start and each wait, and the counters ``lag over rank q``.
-        tag: first tag; two exchanges over one group need ranges of their own.
+        capacity: largest number of bytes of rows from one rank to another in one exchange, the same on all
+            ranks; needed by exchanges without `receive`. Every rank keeps 2 (k + 1) (W - 1) buffers of this
+            size, rounded up to a power of two, whatever the tables' sizes (section V-F).
+        timeout: of `wait` for the other ranks.
+        recorder: records a span for each start and each wait, and the counters ``lag over rank q``.
+        tag: first tag; two objects over one group need disjoint ranges.
 
-    Rows of a CUDA tensor travel through the buffers in host memory. Call `drain` at the end: a rank that
-    leaves earlier may take messages with it. Not for use from several threads at a time.
+    Rows of a CUDA tensor are staged in host memory. Call `drain` at the end: messages of a rank that ends
+    earlier may be lost. Not thread-safe.
     """
 
     def __init__(
@@ -128,16 +128,16 @@ class BoundedLagAllToAll:
         self.world_size = 1 if group is None else group.size()
         self.recorder = recorder
         self._tags = Tags(tag, bound + 1)
-        self._eager = room(max(EAGER, capacity))  # bytes of rows in the first message, at most
+        self._eager = buffer_size(max(EAGER, capacity))  # bytes of rows in the first message, at most
         self.started = 0
         self.lags = [0] * self.world_size
         self.largest_lag = 0
-        self._flight: deque[Exchange] = deque()
+        self._in_flight: deque[Exchange] = deque()
         self._slots = [Slot(self.world_size) for _ in range(bound + 1)]
         self._others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._settings: list[tuple[int, Any, torch.Tensor]] = []
         self._failure = ""
-        self._notices: list[Any] = []
+        self._failure_messages: list[Any] = []
 
     @property
     def _messages(self) -> SupportsMessages:
@@ -147,7 +147,7 @@ class BoundedLagAllToAll:
     @property
     def in_flight(self) -> int:
         """Exchanges that were started and not completed."""
-        return len(self._flight)
+        return len(self._in_flight)
 
     @property
     def buffer_bytes(self) -> int:
@@ -161,20 +161,20 @@ class BoundedLagAllToAll:
         receive: list[int] | None = None,
         out: torch.Tensor | None = None,
     ) -> Exchange:
-        """Send ``send[r]`` leading rows of `values` to each rank r in turn; returns without waiting for them.
+        """Send the next ``send[r]`` rows of `values` to each rank r, without waiting for the ranks.
 
-        With bound + 1 exchanges in flight it completes the oldest first. `values` may be changed afterwards.
+        With bound + 1 exchanges in flight the oldest is completed first. `values` may be changed afterwards.
 
         Args:
             values: (sum(send), ...) rows grouped by destination rank.
             send: rows to each rank, world_size entries.
-            receive: rows from each rank where they are known; buffers then grow as needed and `capacity`
-                does not count. Ranks compare them with the rows that come.
-            out: contiguous, of the dtype and on the device of `values`, where the rows go that come; new by
+            receive: rows from each rank, if known; buffers then grow as needed, without regard to `capacity`.
+                Ranks compare these numbers with the received rows.
+            out: for the received rows, contiguous, of the dtype and on the device of `values`; new by
                 default.
 
-        Raises ValueError for arguments that do not fit each other, and for messages larger than the capacity;
-        what `Exchange.wait` raises, for the oldest.
+        Raises ValueError for arguments that do not fit together and for messages larger than the capacity,
+        and the errors of `Exchange.wait` for the oldest exchange.
         """
         if self._failure:
             raise RankDiedError(f"an earlier exchange failed: {self._failure}")
@@ -194,31 +194,31 @@ class BoundedLagAllToAll:
                 f"a message of {largest} bytes does not fit the capacity of {self.capacity}: "
                 "give BoundedLagAllToAll a larger one, on all ranks"
             )
-        if len(self._flight) > self.bound:
+        if len(self._in_flight) > self.bound:
             self._finish_oldest()
         number = self.started
         slot = self._slots[number % len(self._slots)]
         self._await(slot.sending, number, Deadline(self.timeout))
         exchange = Exchange(self, number, values, send, receive, out)
-        self._look_at_lags(number)
+        self._update_lags(number)
         with self._span("start", batch=number, bytes=exchange.size(sum(send))):
             if number == 0:
                 self._post_settings(slot)
             self._post(exchange, slot, values)
-        self._flight.append(exchange)
+        self._in_flight.append(exchange)
         self.started += 1
         return exchange
 
     def drain(self) -> None:
-        """Complete every exchange, and see every message off."""
-        while self._flight:
+        """Complete every exchange, and wait until every message is sent."""
+        while self._in_flight:
             self._finish_oldest()
         deadline = Deadline(self.timeout)
         for slot in self._slots:
             self._await(slot.sending, self.started - 1, deadline)
 
     def _post_settings(self, slot: Slot) -> None:
-        """Say this rank's bound and capacity to all others, and post receives for theirs."""
+        """Send this rank's bound and capacity to all others, and post receives for theirs."""
         for peer in self._others:
             theirs = torch.zeros(2, dtype=torch.int64)
             work = self._messages.recv([theirs], peer, self._tags.settings)
@@ -233,18 +233,18 @@ class BoundedLagAllToAll:
         head, tag = HEADER + self._eager, self._tags.first(place, self._eager)
         for peer in self._others:
             more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
-            buffer = slot.room(slot.receive, peer, head + (room(more) if more else 0))
-            header_words(buffer)[0] = NOTHING
+            buffer = slot.buffer(slot.receive, peer, head + (buffer_size(more) if more else 0))
+            header_words(buffer)[0] = NO_MESSAGE
             exchange.first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
             if more:
-                rest = buffer[head : head + room(more)]
+                rest = buffer[head : head + buffer_size(more)]
                 work = self._messages.recv([rest], peer, self._tags.rest(place, more))
                 exchange.rest.append((peer, work))
         starts = [size_of(int(rows)) for rows in np.cumsum([0, *send])]
         rows = values.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for peer in (*self._others, self.rank):
             size = HEADER + size_of(send[peer])
-            buffer = slot.room(slot.receive if peer == self.rank else slot.send, peer, size)
+            buffer = slot.buffer(slot.receive if peer == self.rank else slot.send, peer, size)
             expects = UNKNOWN if receive is None else receive[peer]
             Header.of(exchange.number, send[peer], exchange.layout, expects).write(buffer)
             buffer[HEADER:size].copy_(rows[starts[peer] : starts[peer + 1]])
@@ -262,9 +262,9 @@ class BoundedLagAllToAll:
     def _finish_oldest(self, timeout: timedelta | None = None) -> None:
         if self._failure:
             raise RankDiedError(f"an earlier exchange failed: {self._failure}")
-        exchange = self._flight.popleft()
+        exchange = self._in_flight.popleft()
         slot = self._slots[exchange.number % len(self._slots)]
-        with self._span("wait", batch=exchange.number) as noted:
+        with self._span("wait", batch=exchange.number) as args:
             deadline = Deadline(timeout or self.timeout)
             self._compare_settings(deadline)
             self._await(exchange.first, exchange.number, deadline)
@@ -272,26 +272,26 @@ class BoundedLagAllToAll:
                 self._compare(exchange, peer, slot.receive[peer])
             self._await(exchange.rest, exchange.number, deadline)
             values = self._collect(exchange, slot)
-            noted["bytes"] = values.numel() * values.element_size()
+            args["bytes"] = values.numel() * values.element_size()
         exchange.values = values
         exchange.done = True
 
     def _compare_settings(self, deadline: Deadline) -> None:
-        """Refuse ranks with another bound or capacity; once, before anything that depends on them is read."""
+        """Abort where a rank has another bound or capacity; once, before the first message is read."""
         mine = {"bound": self.bound, "capacity": self.capacity}
         while self._settings:
             peer, work, theirs = self._settings[0]
             self._await([(peer, work)], 0, deadline)
             for (name, value), other in zip(mine.items(), theirs.tolist(), strict=True):
                 if value != other:
-                    self._refuse(
+                    self._abort(
                         f"rank {peer} has {name}={other} and rank {self.rank} has {name}={value}: give "
                         "BoundedLagAllToAll the same on all ranks"
                     )
             self._settings.pop(0)
 
     def _compare(self, exchange: Exchange, peer: int, buffer: torch.Tensor) -> None:
-        """Refuse a message of another exchange, or with other rows than one of the two ranks knows of."""
+        """Abort for a message of another exchange, or with other rows than one of the two ranks expects."""
         header = Header.read(buffer)
         if header.expects == FAILED:
             self._failure = bytes(buffer[HEADER : HEADER + header.rows].tolist()).decode(errors="replace")
@@ -310,11 +310,11 @@ class BoundedLagAllToAll:
                     f"all-to-all {exchange.number}: give BoundedLagAllToAll a larger one, on all ranks"
                 )
         if problem:
-            self._refuse(problem)
+            self._abort(problem)
         exchange.counts.append(header.rows)
 
-    def _refuse(self, problem: str) -> None:
-        """Raise `problem`, on this rank now and on the others as they come to the next exchange."""
+    def _abort(self, problem: str) -> None:
+        """Raise RuntimeError, on this rank now and on the others at their next exchange."""
         self._failure = problem
         text = problem.encode()[: self._eager]
         notice = torch.zeros(HEADER + len(text), dtype=torch.uint8)
@@ -322,18 +322,18 @@ class BoundedLagAllToAll:
         notice[HEADER:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tag = self._tags.first(self.started % len(self._slots), self._eager)
         for peer in self._others:
-            with suppress(RuntimeError):  # of a rank that is gone
-                self._notices.append((notice, self._messages.send([notice], peer, tag)))
+            with suppress(RuntimeError):  # the rank has ended
+                self._failure_messages.append((notice, self._messages.send([notice], peer, tag)))
         raise RuntimeError(problem)
 
     def _collect(self, exchange: Exchange, slot: Slot) -> torch.Tensor:
-        """The rows that came, in order of source."""
+        """The received rows, in order of source."""
         like, total = exchange.like, sum(exchange.counts)
         values = like.new_empty((total, *like.shape[1:])) if exchange.out is None else exchange.out
         if len(values) != total:
-            self._refuse(
-                f"out has {len(values)} rows, and {total} came to rank {self.rank} in all-to-all "
-                f"{exchange.number}: give out as many rows as are sent to this rank"
+            self._abort(
+                f"out has {len(values)} rows, and rank {self.rank} received {total} in all-to-all "
+                f"{exchange.number}: give `out` as many rows as are sent to this rank"
             )
         flat = values.detach().view(-1).view(torch.uint8)
         at = 0
@@ -344,7 +344,7 @@ class BoundedLagAllToAll:
         return values
 
     def _await(self, works: list[tuple[int, Any]], number: int, deadline: Deadline) -> None:
-        """Wait for point-to-point messages, which are dropped from `works` one by one."""
+        """Wait for point-to-point messages, and remove them from `works` one by one."""
         while works:
             peer, work = works[0]
             try:
@@ -358,15 +358,15 @@ class BoundedLagAllToAll:
                 raise RankDiedError(self._failure) from error
             works.pop(0)
 
-    def _look_at_lags(self, number: int) -> None:
-        """Set `lags` from the headers that have arrived; nothing is waited for.
+    def _update_lags(self, number: int) -> None:
+        """Set `lags` from the headers that have arrived, without waiting.
 
-        gloo writes a message into the posted buffer while nobody waits, so the header tells that it came. The
-        figure is never too small, and what it feeds is a counter, not a decision.
+        gloo writes a message into the posted buffer at any time, so its header shows the arrival. A
+        lag may be reported too large, never too small; it is a counter only, and decides nothing.
         """
         for peer in self._others:
-            arrived = number - len(self._flight)
-            for exchange in self._flight:
+            arrived = number - len(self._in_flight)
+            for exchange in self._in_flight:
                 slot = self._slots[exchange.number % len(self._slots)]
                 if header_words(slot.receive[peer])[0] != exchange.number:
                     break

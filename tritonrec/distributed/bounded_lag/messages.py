@@ -1,15 +1,14 @@
-"""The messages of an exchange, none of which can overflow the buffer it arrives in.
+"""The messages of an exchange, none of which can overflow its receive buffer.
 
-gloo ends a process that gets a longer message than it has posted a buffer for. So the tag of a message names
-the size of the buffer to post for it: its **room**, a power of two of bytes behind the header. Ranks that
-disagree about a size send and receive under different tags, nothing is overwritten, and the header tells the
-difference::
+gloo ends a process that receives a longer message than its posted buffer. So the tag of a message encodes the
+size of the buffer to post for it: bytes behind the header, rounded up to a power of two. Ranks that disagree
+about a size use different tags; nothing is overwritten, and the header shows the difference::
 
-    settings   once, before the first exchange        bound and capacity of the sender
-    first      header and the leading bytes           room: `EAGER` or the capacity, the same on all ranks
-    rest       further bytes, where there are some    room: of what the receiver expects
+    settings   once, before the first exchange     bound and capacity of the sender
+    first      header and the leading bytes        buffer: `EAGER` or the capacity, the same on all ranks
+    rest       further bytes, if any               buffer: for the rows that the receiver expects
 
-The header goes with the leading bytes, so a small exchange is one message to each rank.
+The header and the leading bytes are one message, so a small exchange takes one message to each rank.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ import torch
 HEADER = 64
 """Bytes before the rows: int64 number of the exchange, rows, values of a row, rows expected, 16 of dtype."""
 EAGER = 2**16
-"""Bytes of rows that travel with the header, at least."""
+"""Least number of bytes of rows that are sent with the header (MPI's eager protocol)."""
 TAG = 0x626C7300
-"""First tag of an exchange; far from the tags that people choose."""
+"""First tag of an exchange, far from the tags that people choose."""
 SIZES = 64
-"""Sizes of rooms: 2**0 to 2**63 bytes."""
+"""Sizes of buffers: 2**0 to 2**63 bytes."""
 LAST_TAG = 2**31 - 1
-NOTHING, UNKNOWN, FAILED = -1, -2, -3
-"""In a header: no message came yet; any number of rows is expected; the rows are the text of a failure."""
+NO_MESSAGE, UNKNOWN, FAILED = -1, -2, -3
+"""In a header: no message received yet; any number of rows is expected; the rows are an error message."""
 
 
 class SupportsMessages(Protocol):
-    """What an exchange asks of a group: `torch.distributed.ProcessGroup` and its backends have it."""
+    """A group of ranks with tagged messages, as `torch.distributed.ProcessGroup` and its backends."""
 
     def rank(self) -> int: ...
 
@@ -69,7 +68,7 @@ class Layout:
 
 
 class Header(NamedTuple):
-    """What a message says: the exchange, its rows, and how many the sender expects in turn (or `UNKNOWN`)."""
+    """Of a message: the exchange, its rows, and the rows that its sender expects in return (or `UNKNOWN`)."""
 
     number: int
     rows: int
@@ -90,19 +89,19 @@ class Header(NamedTuple):
         number, rows, width, expects, *dtype = header_words(buffer)[:6].tolist()
         return cls(number, rows, width, expects, (dtype[0], dtype[1]))
 
-    def has(self, layout: Layout) -> bool:
-        """Whether its rows are of this layout."""
+    def matches(self, layout: Layout) -> bool:
+        """Whether the message's rows have this layout."""
         return self.width == layout.width and self.dtype == _code(layout.dtype)
 
     @property
     def layout(self) -> str:
-        """As `Layout` shows it."""
+        """In the format of ``str(Layout)``."""
         name = np.array(self.dtype, np.int64).tobytes().rstrip(b"\0")
         return f"{self.width} {name.decode(errors='replace')}"
 
 
 def header_words(buffer: torch.Tensor) -> np.ndarray:
-    """The int64 at the head of a buffer, sharing its memory."""
+    """A view of a buffer's header as int64."""
     return buffer.numpy()[:HEADER].view(np.int64)
 
 
@@ -118,7 +117,7 @@ def _code(dtype: torch.dtype) -> tuple[int, int]:
     return first, second
 
 
-def room(size: int) -> int:
+def buffer_size(size: int) -> int:
     """Bytes of the buffer for a message of `size` bytes: the next power of two."""
     return 1 << max(size - 1, 0).bit_length()
 
@@ -135,16 +134,16 @@ class Tags:
             )
 
     def first(self, slot: int, size: int) -> int:
-        """Of a message with a header, into a room for `size` bytes of rows."""
-        return self.settings + 1 + slot * 2 * SIZES + room(size).bit_length() - 1
+        """Tag of a message with a header and a buffer for `size` bytes of rows."""
+        return self.settings + 1 + slot * 2 * SIZES + buffer_size(size).bit_length() - 1
 
     def rest(self, slot: int, size: int) -> int:
-        """Of `size` further bytes."""
+        """Tag of a message of `size` further bytes."""
         return self.first(slot, size) + SIZES
 
 
 class Deadline:
-    """A time by which several waits have to end, `timeout` from now."""
+    """A common deadline of several waits, `timeout` from now."""
 
     def __init__(self, timeout: timedelta):
         self.seconds = timeout.total_seconds()
@@ -152,7 +151,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """What is left of it, never nothing: gloo takes 0 for no limit."""
+        """Remaining time, at least 1 ms: gloo takes 0 for no limit."""
         return timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
     @property
@@ -161,7 +160,7 @@ class Deadline:
 
 
 class Slot:
-    """Buffers of one exchange in flight: one to and one from each rank, header first."""
+    """Buffers of one exchange in flight: one to and one from each rank, each with a header."""
 
     def __init__(self, world_size: int):
         self.send: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * world_size
@@ -169,7 +168,7 @@ class Slot:
         self.sending: list[tuple[int, Any]] = []
 
     @staticmethod
-    def room(buffers: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    def buffer(buffers: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """`buffers[rank]`, replaced by a larger one where it has fewer than `size` bytes."""
         if len(buffers[rank]) < size:
             buffers[rank] = torch.empty(size, dtype=torch.uint8)

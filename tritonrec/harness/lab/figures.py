@@ -10,7 +10,7 @@ from ...trace import read
 from ...trace.analysis import check_edges, summarise
 from ...trace.reader import Span
 from .network import LabError
-from .run import Run
+from .run import LabRun
 
 WARMUP = 2
 """Batches left out: the pipeline is full after them."""
@@ -68,7 +68,7 @@ class Figures:
         return self.overlapped / self.transfers if self.transfers else 0.0
 
 
-def figures(run: Run) -> Figures:
+def figures(run: LabRun) -> Figures:
     """Measure a run.
 
     Raises `LabError` if a dependency of the schedule was not honoured.

@@ -37,16 +37,16 @@ CLONE_NEWNET = 0x40000000
 
 Command = tuple[str, ...]
 Runner = Callable[[Command], str]
-"""Runs a command and returns what it printed; raises `LabError` when it fails."""
+"""Runs a command and returns its output; raises `LabError` when it fails."""
 
 
 class LabError(RuntimeError):
-    """The lab cannot be built here, or was asked for something that is not a lab."""
+    """The lab cannot be built here, or its settings make no lab."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A lab as data: what its commands are.
+    """A lab as data: its commands.
 
     Args:
         ranks: namespaces to join.

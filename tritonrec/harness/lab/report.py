@@ -1,4 +1,4 @@
-"""What a lab found: a table in the shape of NestPipe's Table II, a JSON document, a picture."""
+"""Results of a lab: a table in the shape of NestPipe's Table II, a JSON document, a picture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ... import __version__
-from ...files import whole
-from .rounds import PROBES, Plan, Result, Row
+from ...files import atomic_write
+from ...version import __version__
+from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
 HOW_EMULATED = (
@@ -31,7 +31,7 @@ def print_report(result: Result, console: Console) -> None:
     plan, baseline = result.plan, result.rows[0]
     console.print(f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
-    console.print(_table("What is hidden, and what is sent", result.rows, HIDING, baseline))
+    console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if copied := [row for row in result.rows if row.setting.replicas > 1]:
         title = "Copies of the tables meet: part of comm., of physical and of MB"
         console.print(_table(title, copied, COPIES, baseline))
@@ -82,13 +82,13 @@ def payload(row: Row, baseline: Row) -> float:
 
 
 def meeting_share(row: Row) -> float:
-    """Share of what a rank sends that goes to copies of its part of the tables."""
+    """Share of the bytes sent by a rank that goes to copies of its part of the tables."""
     sent = row.figures.row_bytes + row.figures.key_bytes
     return row.figures.meeting_bytes / sent if sent else 0.0
 
 
 def notes(result: Result) -> list[str]:
-    """What a reader has to know beside the table."""
+    """Notes below the table."""
     plan, first = result.plan, result.rows[0].figures
     spread = ", ".join(
         f"{row.setting} {min(row.ratios):.2f} to {max(row.ratios):.2f}" for row in result.rows[1:]
@@ -192,7 +192,7 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def environment(plan: Plan) -> dict[str, Any]:
+def environment(plan: LabConfig) -> dict[str, Any]:
     """Where the figures come from."""
     return {
         "tritonrec": __version__,
@@ -276,7 +276,7 @@ def draw_report(result: Result, path: Path) -> None:
         )
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=len(PARTS) + len(HIDDEN), fontsize=8, frameon=False)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

@@ -15,13 +15,15 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...pipeline import PIPELINED, Mode
+from ...settings import MOST
+from ...settings import setting as user_setting
 from ...trace import read
 from ...trace.timeline import draw
+from ..job import Job
 from ..progress import CommandProgress
-from ..setup import Job
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
-from .run import TOLERANCE, Run, compare_losses, run_once
+from .run import TOLERANCE, LabRun, compare_losses, run_once
 from .settings import BASELINE, Planned, Setting, lookup_stages, settings
 
 PROBES = 2
@@ -29,8 +31,8 @@ PROBES = 2
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a lab is asked for.
+class LabConfig:
+    """The runs of a lab.
 
     Args:
         job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
@@ -42,15 +44,15 @@ class Plan:
     """
 
     job: Job
-    ranks: int = 4
-    rate: float = 100.0
+    ranks: int = user_setting(4, "Ranks, each in a network namespace.", 2, 1024, option="world_size")
+    rate: float = user_setting(100.0, "Mbit/s of each rank's link, each way.", 0.1, 100_000)
     modes: Sequence[Mode] = PIPELINED
-    micro_batches: Sequence[int] = (4, 8)
+    micro_batches: tuple[int, ...] = user_setting((4, 8), "Values of N; dbp runs whole batches.")
     switches: Mapping[str, object] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     proportions: Mapping[str, float] = field(default_factory=dict)
-    steps: int = 8
-    rounds: int = 3
+    steps: int = user_setting(8, "Steps of a run, at least 4; two of them warm up.", 1, MOST)
+    rounds: int = user_setting(3, "Interleaved runs of each setting.", 1, 10_000)
     planned: Planned | None = None
 
     def __post_init__(self) -> None:
@@ -79,8 +81,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one run showed."""
+class Measurement:
+    """Results of one run."""
 
     figures: Figures
     costs: dict[str, StageCost]
@@ -91,7 +93,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one setting over all rounds.
+    """Measurements of one setting over all rounds.
 
     Attributes:
         figures: medians over the rounds.
@@ -114,7 +116,7 @@ class Row:
 class Result:
     """A lab's outcome; `seconds` are the emulated stages', per step."""
 
-    plan: Plan
+    plan: LabConfig
     rows: list[Row]
     seconds: dict[str, float]
 
@@ -132,7 +134,9 @@ def ranks_in(network: Network, timeout: timedelta = TIMEOUT, replicas: Iterable[
         yield pool
 
 
-def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: timedelta = TIMEOUT) -> Result:
+def run_lab(
+    plan: LabConfig, console: Console, traces: Path | None = None, timeout: timedelta = TIMEOUT
+) -> Result:
     """Build the network, run, take it down; a figure is made only of a run whose losses are right.
 
     Args:
@@ -153,7 +157,7 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
             "starting ranks", total=1 + PROBES * bool(plan.proportions) + len(plan.settings) * plan.rounds
         )
 
-        def run(note: str, setting: Setting, seconds: Mapping[str, float], steps: int) -> Run:
+        def run(note: str, setting: Setting, seconds: Mapping[str, float], steps: int) -> LabRun:
             progress.update(bar, description=f"{note}: {setting}")
             path = trace_of(setting, folder)
             done = run_once(pool, plan.ranks, plan.job, setting, seconds, steps, path)
@@ -164,8 +168,8 @@ def run_lab(plan: Plan, console: Console, traces: Path | None = None, timeout: t
         seconds = dict(plan.seconds)
         for _ in range(PROBES if plan.proportions else 0):
             seconds = _proportional(measure(run("probing", BASELINE, seconds, plan.steps), plan), plan)
-        rounds: list[list[Measured]] = []
-        reference: Run | None = None
+        rounds: list[list[Measurement]] = []
+        reference: LabRun | None = None
         for number in range(plan.rounds):
             rounds.append([])
             for setting in plan.settings:
@@ -193,16 +197,16 @@ def clean_up(console: Console) -> None:
         console.print(f"left alone: labs of the running processes {', '.join(owners)}", highlight=False)
 
 
-def measure(run: Run, plan: Plan, reference: Run | None = None) -> Measured:
+def measure(run: LabRun, plan: LabConfig, reference: LabRun | None = None) -> Measurement:
     """Compare the losses of a run with the reference's, then measure it."""
     exact = run.setting.window(plan.job.seed).consistency == "batch"
     tolerance = float("inf") if run.setting.approximate else 0.0 if exact else TOLERANCE
     losses = compare_losses(run, reference or run, tolerance)
     costs = stage_costs(read(run.trace).spans)
-    return Measured(figures(run), costs, losses, run.tasks, run.overruns)
+    return Measurement(figures(run), costs, losses, run.tasks, run.overruns)
 
 
-def rows(plan: Plan, rounds: Sequence[Sequence[Measured]]) -> list[Row]:
+def rows(plan: LabConfig, rounds: Sequence[Sequence[Measurement]]) -> list[Row]:
     """Medians over the rounds; each ratio is of two runs of the same round."""
     found = []
     for place, setting in enumerate(plan.settings):
@@ -223,7 +227,7 @@ def rows(plan: Plan, rounds: Sequence[Sequence[Measured]]) -> list[Row]:
     return found
 
 
-def _proportional(probe: Measured, plan: Plan) -> dict[str, float]:
+def _proportional(probe: Measurement, plan: LabConfig) -> dict[str, float]:
     """Seconds of the emulated stages, such that the probe's real communication has its share of a step."""
     seen, shares = probe.figures, plan.proportions
     step = seen.communication / shares["communication"]

@@ -13,7 +13,7 @@ from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
-from ..setup import Job
+from ..job import Job
 from .network import LabError
 from .settings import Emulation, Setting
 
@@ -36,7 +36,7 @@ class RankRun:
 
 
 @dataclass(frozen=True)
-class Run:
+class LabRun:
     """One setting, run once by all ranks."""
 
     setting: Setting
@@ -80,7 +80,7 @@ def run_once(
     seconds: Mapping[str, float],
     steps: int,
     path: Path,
-) -> Run:
+) -> LabRun:
     """Run a setting on all ranks of the pool; its joined trace goes to `path`."""
     homes: list[RankRun] = pool.run(
         run_rank, ranks, job, setting, seconds, steps, str(path), replicas=setting.replicas
@@ -96,10 +96,10 @@ def run_once(
         losses[step] = (ids[order], values[order])
     counts = {name: sum(home.counts[name] for home in homes) for name in homes[0].counts}
     tasks, overruns = sum(home.tasks for home in homes), sum(home.overruns for home in homes)
-    return Run(setting, steps, path, losses, counts, tasks, overruns)
+    return LabRun(setting, steps, path, losses, counts, tasks, overruns)
 
 
-def compare_losses(run: Run, reference: Run, tolerance: float) -> str:
+def compare_losses(run: LabRun, reference: LabRun, tolerance: float) -> str:
     """How the losses agree, in words; a `LabError` naming the first place where they do not.
 
     Args:

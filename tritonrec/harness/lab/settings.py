@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...pipeline import NESTPIPE, Mode, Window, WindowConfig, WindowProgram
+from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
+from ...pipeline.places import Samples
 from .network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
@@ -90,7 +91,9 @@ def settings(
     """
     chosen, counts = [BASELINE], list(micro_batches)
     for mode in modes:
-        chosen += [Setting(mode, count) for count in ([1] if mode == "dbp" else counts)]
+        schedule = base_schedule(mode)
+        serial_window = schedule.concurrent and not schedule.overlaps_window
+        chosen += [Setting(mode, count) for count in ([1] if serial_window else counts)]
     if switches.get(AVERAGE):
         exact = {name: value for name, value in switches.items() if name != AVERAGE}
         chosen += [Setting("nestpipe", count, exact) for count in counts]
@@ -215,16 +218,16 @@ class Emulation:
         self.seconds = seconds
         self.tasks = self.overruns = 0
 
-    def install(self, program: WindowProgram) -> None:
+    def install(self, program: Program) -> None:
         """Slow the program's stages."""
         for stage, seconds in self.seconds.items():
             program.actions[stage] = self._slowed(program.actions[stage], seconds)
 
     def _slowed(self, action: Any, seconds: float) -> Any:
-        def slowed(window: Window, micro_batch: int | None = None) -> None:
+        def slowed(places: WindowPlaces, micro_batch: int | None = None) -> None:
             began = time.perf_counter()
-            action(window, micro_batch)
-            left = began + seconds * share(window, micro_batch) - time.perf_counter()
+            action(places, micro_batch)
+            left = began + seconds * share(places, micro_batch) - time.perf_counter()
             self.tasks += 1
             if left > 0:
                 time.sleep(left)
@@ -234,9 +237,9 @@ class Emulation:
         return slowed
 
 
-def share(window: Window, micro_batch: int | None) -> float:
+def share(places: WindowPlaces, micro_batch: int | None) -> float:
     """The part of a window's samples in one micro-batch; 1 for a stage that runs once a batch."""
     if micro_batch is None:
         return 1.0
-    samples = [part.num_samples for part in window.micro_batches]
+    samples = [part.num_samples for part in places[Samples]]
     return samples[micro_batch] / sum(samples) if sum(samples) else 1 / len(samples)

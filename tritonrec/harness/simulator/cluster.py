@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 
 from tritonrec.pipeline.schedule import Task
 
+from ...settings import setting
 from .engine import Cost, Workers, simulate
 from .keys import KeyModel
 from .measure import Outcome, measure
-from .plan import Plan
+from .plan import TABLES, Plan
 
 LOOKUP_STAGES = ("prefetch", "h2d", "route", "retrieve", "write_back")
 
@@ -44,9 +45,9 @@ class Workload:
     tokens: int = 1024
     dim: int = 512
     items: int = 32_038_725
-    exponent: float = 1.05
+    exponent: float = setting(1.05, "Zipf's, of the assumed keys.", 0, 5)
     communities: int = 64
-    affinity: float = 0.8
+    affinity: float = setting(0.8, "Share of keys that a user's community has to itself.", 0, 1)
 
     @property
     def keys(self) -> KeyModel:
@@ -111,7 +112,7 @@ def costs(cluster: Cluster, workload: Workload, plan: Plan) -> Callable[[Task], 
     else:
         forward = backward = keys.payload(fractions, plan.clustered)
     owned = keys.batch(members) / members * row  # bytes of the rows that one owner holds of a batch
-    kept = keys.kept(members) if plan.pipeline in ("dbp", "nestpipe") else 0.0
+    kept = keys.kept(members) if TABLES[plan.pipeline].dual_buffer else 0.0
     part = cluster.lookup / len(LOOKUP_STAGES)
     away = (members - 1) / members
     fixed = {name: Cost(part) for name in LOOKUP_STAGES}

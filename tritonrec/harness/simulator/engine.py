@@ -112,7 +112,7 @@ def simulate(
 
     Args:
         schedule: the table; it need not pass the check, since only its times are wanted.
-        cost: what a task costs; its batch number may be looked at.
+        cost: seconds of a task; its batch number may be looked at.
         micro_batches: N.
         batches: batches run; the pipeline fills during the first ``batches_in_flight``.
         workers: one by default.

@@ -1,4 +1,4 @@
-"""What a simulated run shows, with the definitions of `tritonrec.trace.analysis`, per step and worker.
+"""Figures of a simulated run, with the definitions of `tritonrec.trace.analysis`, per step and worker.
 
 Communication counts as a rank's trace shows it: from the start of the slice, waiting for others included, to
 its end; exposed is what no computation hides. Lookup also counts the dual-buffer copy and the write-back, as

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files import whole
+from ...files import atomic_write
 from .curves import OURS_2D, SWEEP_WORKERS, Point
 from .paper import CELLS, ROWS, WINDOW, WORKERS
 
@@ -45,7 +45,7 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
         _draw_scaling(left, points)
         _draw_sweep(right, sweep)
         figure.suptitle(f"Simulated cluster, fitted on TorchRec's rows alone; {about}", fontsize=11)
-        with whole(target) as part:
+        with atomic_write(target) as part:
             figure.savefig(part, dpi=130, format="png")
     finally:
         pyplot.close(figure)

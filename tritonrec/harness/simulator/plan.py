@@ -64,7 +64,7 @@ class Plan:
             raise ValueError(f"depth must be at least 1 batch in flight, got {self.depth}")
         if not 0 < self.taper <= 1:
             raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
-        if self.skip_fetch and self.pipeline not in ("dbp", "nestpipe"):
+        if self.skip_fetch and not TABLES[self.pipeline].dual_buffer:
             raise ValueError(f"skip_fetch needs two buffers, which {self.pipeline} has not")
         if self.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
@@ -81,7 +81,7 @@ class Plan:
             table = keep_rows(table)
         if self.replicas > 1:
             table = with_replicas(table)
-        if self.pipeline == "sequential":
+        if not table.concurrent:
             table = one_after_another(table)
         return table if self.depth is None else replace(table, batches_in_flight=self.depth)
 

@@ -113,7 +113,7 @@ def search(
 
 
 def _saving(simulated: Callable[[Plan], Outcome], plan: Plan, switch: str) -> Saving:
-    """What a switch does to `plan`; depth 1 becomes 2 on both sides where the switch needs it."""
+    """`plan` with a switch; depth 1 becomes 2 on both sides where the switch needs it."""
     depth = max(plan.depth or 2, 2) if switch == "skip_fetch" else plan.depth
     without, having = (replace(plan, depth=depth, **{switch: on}) for on in (False, True))  # type: ignore[arg-type]
     return Saving(switch, getattr(plan, switch), simulated(without), simulated(having))
@@ -136,7 +136,7 @@ def notes(costs: StageCosts, world_size: int) -> list[str]:
         found.append("first_use was not tried: the bytes of a whole batch, N = 1, were not measured")
     if costs.kept is None:
         found.append(
-            "skip_fetch was not tried: the costs lack kept, the share of rows that two batches in turn use"
+            "skip_fetch was not tried: the costs lack kept, the share of rows that consecutive batches share"
         )
     elif not costs.emulated & {"retrieve", "write_back"}:
         found.append(
@@ -196,15 +196,15 @@ def _ranked(known: Mapping[Plan, Outcome]) -> list[Plan]:
     Of plans that are equally fast only the simplest is left.
     """
     simplest: dict[float, Plan] = {}
-    for plan in sorted(known, key=_room):
+    for plan in sorted(known, key=_demands):
         simplest.setdefault(float(f"{known[plan].step:.6g}"), plan)
     ranked = [simplest[step] for step in sorted(simplest)]
     limit = known[ranked[0]].step * (1 + TIE)
-    first = min((plan for plan in ranked if known[plan].step <= limit), key=_room)
+    first = min((plan for plan in ranked if known[plan].step <= limit), key=_demands)
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
-def _room(plan: Plan) -> tuple[int, int, int, int, float]:
-    """What a plan takes; smaller is simpler."""
+def _demands(plan: Plan) -> tuple[int, int, int, int, float]:
+    """Memory, traffic and switches of a plan; smaller is simpler."""
     switches = plan.first_use + plan.skip_fetch
     return plan.replicas, plan.depth or 0, plan.micro_batches, switches, -plan.taper

@@ -34,7 +34,7 @@ def simulate(
     png: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Fit, print the paper's cells beside the model's, and write what is asked for.
+    """Fit, print the paper's cells beside the model's, and write the requested files.
 
     Args:
         workload: the assumed keys.

@@ -1,4 +1,4 @@
-"""Measured stage costs, and what a task costs in a plan that was not measured; `cost_files` reads them.
+"""Measured stage costs, and the cost of a task in a plan that was not measured; `cost_files` reads them.
 
 They hold the world size, the links, and one or more runs, best of a mode without overlap, at some N::
 
@@ -95,7 +95,7 @@ class StageCosts:
         if self.world_size < 1 or not self.measured:
             raise ValueError("stage costs need a world size of at least 1, and at least one measured run")
         if self.kept is not None and not 0 <= self.kept <= 1:
-            raise ValueError(f"kept is the share of rows that two batches in turn use, got {self.kept}")
+            raise ValueError(f"kept is the share of rows that two consecutive batches use, got {self.kept}")
         if unknown := sorted(set(self.emulated) - set(STAGES)):
             raise ValueError(f"emulated: unknown stages {', '.join(unknown)}")
         for run in self.measured:
@@ -119,7 +119,7 @@ class StageCosts:
     def seconds(self, stage: str) -> tuple[float, float]:
         """(seconds that a step's tasks share, seconds that each task adds) of a stage's own work.
 
-        Of an exchange, what its bytes do not explain.
+        Of an exchange, the time that its bytes do not explain.
         """
         counts = [run.micro_batches for run in self.measured]
         values = [run.seconds[stage] for run in self.measured]

@@ -1,0 +1,181 @@
+"""The key table beside a dict, a pandas index and numba's typed dict.
+
+    pytest ci/benchmarks/bench_hash_table.py
+
+One thread, random int64 keys. `find` asks for 256k keys, half of them absent, in a table at a load of exactly
+0.75; `insert` puts a million keys into an empty table, either of the final size at once, or grown from eight
+slots at 0.75 in batches of 64k. Every output is checked before it is timed. Each contender gets its keys in
+the form it likes best: the dict a list.
+"""
+
+import numba
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numba.typed import Dict
+
+from tritonrec.kernels.hash_table import hash_find, hash_grow, hash_insert
+
+# name: slots of ours; the table holds three quarters of them
+FIND_SLOTS = {"1m_slots": 1 << 20, "64k_slots": 1 << 16}
+LOOKUPS = 1 << 18
+INSERTS = 1_000_000
+BATCH = 1 << 16
+
+
+def random_keys(count, seed):
+    keys = np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, count + count // 100 + 100))
+    return np.random.default_rng(seed + 1).permutation(keys)[:count]
+
+
+def grown(keys):
+    """A table of ours that took `keys` batch by batch, and the rows they got."""
+    table = torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int32)
+    rows, taken = [], 0
+    for batch in torch.from_numpy(keys).split(BATCH):
+        while 4 * (taken + len(batch)) > 3 * len(table[0]):
+            table = hash_grow(*table)
+        batch_rows, inserted = hash_insert(*table, batch, taken)
+        taken += int(inserted.sum())
+        rows.append(batch_rows)
+    return table, torch.cat(rows)
+
+
+@numba.njit(cache=True)
+def typed_dict_find(table, keys, rows):
+    for i in range(len(keys)):
+        rows[i] = table.get(keys[i], -1)
+
+
+@numba.njit(cache=True)
+def typed_dict_insert(table, keys, rows):
+    for i in range(len(keys)):
+        row = table.get(keys[i], -1)
+        if row < 0:
+            row = len(table)
+            table[keys[i]] = row
+        rows[i] = row
+
+
+def new_typed_dict(size=0):
+    return Dict.empty(numba.types.int64, numba.types.int64, n_keys=size)
+
+
+def find_tritonrec(keys, query):
+    table, _ = grown(keys)
+    query = torch.from_numpy(query)
+    return lambda: hash_find(*table, query)
+
+
+def find_python_dict(keys, query):
+    table = {key: row for row, key in enumerate(keys.tolist())}
+    query = query.tolist()
+    return lambda: [table.get(key, -1) for key in query]
+
+
+def find_pandas_index(keys, query):
+    index = pd.Index(keys)
+    index.get_indexer(query)
+    return lambda: index.get_indexer(query)
+
+
+def find_numba_typed_dict(keys, query):
+    table, rows = new_typed_dict(), np.empty(len(query), np.int64)
+    typed_dict_insert(table, keys, np.empty(len(keys), np.int64))
+
+    def find():
+        typed_dict_find(table, query, rows)
+        return rows
+
+    return find
+
+
+def insert_tritonrec(keys, final_size):
+    if not final_size:
+        return lambda: grown(keys)[1]
+    slots, batch = 1 << (4 * len(keys) // 3 - 1).bit_length(), torch.from_numpy(keys)
+
+    def insert():
+        table = torch.zeros(slots, dtype=torch.int64), torch.full((slots,), -1, dtype=torch.int32)
+        return hash_insert(*table, batch, 0)[0]
+
+    return insert
+
+
+def insert_python_dict(keys, final_size):
+    """A dict cannot be told its size."""
+    keys = keys.tolist()
+
+    def insert():
+        table: dict[int, int] = {}
+        return [table.setdefault(key, len(table)) for key in keys]
+
+    return insert
+
+
+def insert_pandas_index(keys, final_size):
+    """An index and its first lookup: pandas builds its hash table then, always at its final size."""
+    return lambda: pd.Index(keys).get_indexer(keys)
+
+
+def insert_numba_typed_dict(keys, final_size):
+    def insert():
+        rows = np.empty(len(keys), np.int64)
+        typed_dict_insert(new_typed_dict(len(keys) if final_size else 0), keys, rows)
+        return rows
+
+    return insert
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def describe(contender, workload):
+    return {
+        "ours": contender.__name__.endswith("tritonrec"),
+        "workload": workload,
+        "threads": 1,
+        "versions": {"torch": torch.__version__, "pandas": pd.__version__, "numba": numba.__version__},
+    }
+
+
+@pytest.mark.parametrize("slots", FIND_SLOTS)
+@pytest.mark.parametrize(
+    "contender",
+    [find_tritonrec, find_python_dict, find_pandas_index, find_numba_typed_dict],
+    ids=lambda f: f.__name__,
+)
+def test_find(benchmark, contender, slots):
+    count = 3 * FIND_SLOTS[slots] // 4
+    keys = random_keys(count + LOOKUPS // 2, 0)
+    rng = np.random.default_rng(5)
+    wanted = np.concatenate([rng.integers(0, count, LOOKUPS // 2), np.arange(count, count + LOOKUPS // 2)])
+    wanted = rng.permutation(wanted)
+    find = contender(keys[:count], keys[wanted])
+    assert np.array_equal(np.asarray(find()), np.where(wanted < count, wanted, -1))
+    benchmark.group = f"hash_find {slots}"
+    benchmark.extra_info.update(
+        describe(contender, f"{LOOKUPS:,} lookups, half absent, {count:,} keys, load 0.75")
+    )
+    benchmark(find)
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [insert_tritonrec, insert_python_dict, insert_pandas_index, insert_numba_typed_dict],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("final_size", [True, False], ids=["final_size", "growing"])
+def test_insert(benchmark, contender, final_size):
+    insert = contender(random_keys(INSERTS, 0), final_size)
+    assert np.array_equal(np.asarray(insert()), np.arange(INSERTS))
+    benchmark.group = "hash_insert " + ("final_size" if final_size else "growing")
+    size = "a table of the final size" if final_size else "a table grown from eight slots"
+    benchmark.extra_info.update(describe(contender, f"{INSERTS:,} new keys into {size}"))
+    benchmark(insert)

@@ -1,0 +1,126 @@
+"""Batch-invariant linear layers beside torch: ``pytest ci/benchmarks/bench_linear.py``, ratios from its JSON.
+
+One thread, identical inputs, each output checked before it is timed. `torch.nn.functional.linear` calls a
+BLAS, which promises nothing about a row's bits and chooses its kernel by shape. The exact weight gradient
+(each sample's product rounded once, added as int64) is compared with one product of the whole batch in
+float32, which depends on the batch and its order.
+"""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from tritonrec.kernels.linear import linear, linear_weight_grad
+
+TOKENS, SAMPLES = 6_400, 128  # a MovieLens-like batch: 50 tokens a sample on average
+SHAPES = {"64->256": (64, 256), "256->64": (256, 64), "128->512": (128, 512)}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def workload(request):
+    inputs, outputs = SHAPES[request.param]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    bias = torch.randn(outputs, generator=generator)
+    dy = torch.randn(TOKENS, outputs, generator=generator)
+    cuts = torch.randint(0, TOKENS + 1, (SAMPLES - 1,), generator=generator).sort().values
+    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([TOKENS])])
+    return request.param, x, weight, bias, dy, offsets
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def forward_ours(x, weight, bias, dy, offsets):
+    return linear(x, weight, bias)
+
+
+def forward_torch(x, weight, bias, dy, offsets):
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def input_gradient_ours(x, weight, bias, dy, offsets):
+    return linear(dy, weight.t())
+
+
+def input_gradient_torch(x, weight, bias, dy, offsets):
+    return dy @ weight
+
+
+def weight_gradient_exact(x, weight, bias, dy, offsets):
+    return linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets)
+
+
+def weight_gradient_torch(x, weight, bias, dy, offsets):
+    return dy.t() @ x
+
+
+CONTENDERS = {
+    "forward": (forward_ours, forward_torch),
+    "input_gradient": (input_gradient_ours, input_gradient_torch),
+    "weight_gradient": (weight_gradient_exact, weight_gradient_torch),
+}
+
+
+def check(direction, got, x, weight, bias, dy):
+    exact = {
+        "forward": lambda: x.double() @ weight.double().t() + bias.double(),
+        "input_gradient": lambda: dy.double() @ weight.double(),
+        "weight_gradient": lambda: dy.double().t() @ x.double(),
+    }[direction]()
+    values = got.double() * 2.0**-36 if got.dtype == torch.int64 else got.double()
+    torch.testing.assert_close(values, exact, rtol=1e-4, atol=1e-3)
+
+
+def describe(workload, direction):
+    name, _, weight, *_ = workload
+    return {
+        "workload": name,
+        "direction": direction,
+        "tokens": TOKENS,
+        "samples": SAMPLES,
+        "operations": 2 * TOKENS * weight.numel(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["ours", "torch"])
+@pytest.mark.parametrize("direction", CONTENDERS)
+def test_linear(benchmark, one_thread, workload, direction, which):
+    name, x, weight, bias, dy, offsets = workload
+    contender = CONTENDERS[direction][which]
+    check(direction, contender(x, weight, bias, dy, offsets), x, weight, bias, dy)
+    benchmark.group = f"linear {direction} {name}"
+    benchmark.extra_info.update(describe(workload, direction), ours=which == 0)
+    benchmark(contender, x, weight, bias, dy, offsets)
+
+
+@pytest.mark.parametrize("direction", CONTENDERS)
+def test_cost_of_invariance(benchmark, one_thread, workload, direction):
+    """Median ratio, ours over torch, of alternating calls."""
+    name, x, weight, bias, dy, offsets = workload
+    ours, other = CONTENDERS[direction]
+    for call in (ours, other):
+        check(direction, call(x, weight, bias, dy, offsets), x, weight, bias, dy)
+    ratios = []
+    for _ in range(21):
+        times = []
+        for call in (ours, other):
+            start = time.perf_counter()
+            call(x, weight, bias, dy, offsets)
+            times.append(time.perf_counter() - start)
+        ratios.append(times[0] / times[1])
+    benchmark.group = "cost of invariance"
+    benchmark.extra_info.update(describe(workload, direction), ours_over_torch=statistics.median(ratios))
+    benchmark(ours, x, weight, bias, dy, offsets)
+    print(f"\n{direction} {name}: {statistics.median(ratios):.2f} times the time of torch")

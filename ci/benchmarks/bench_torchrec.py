@@ -1,0 +1,386 @@
+"""A training step beside TorchRec's: the same model, rows, batches, optimizer, ranks and limited links.
+
+Both sides run in the same processes, one after another, a round each, on torch with one thread. TorchRec
+has a row-wise sharded EmbeddingCollection over gloo, its plain loop and `TrainPipelineSparseDist`; the dense
+model is `tritonrec.nn.HSTU` on both sides, with our update rule. TorchRec's index dedup does not run on a CPU
+(``fbgemm::jagged_unique_indices`` has no kernel there), so it runs as it comes, and once more with each
+rank's ids deduplicated before they reach it. Three things are done for TorchRec before the clock starts: that
+dedup; the count of the whole batch's terms, which ours exchanges in the step; and its KeyedJaggedTensors.
+Ids are dealt anew, as TorchRec gives each rank a block of ids and popular ones would all lie in the first.
+
+    sudo bash ci/benchmarks/torchrec.sh bench             # 4 and 2 ranks over links of 200 Mbit/s
+    bash ci/benchmarks/torchrec.sh bench --rate 0         # no limit, no root
+
+Losses of every step are compared before any time is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tritonrec import __version__, ops
+from tritonrec.data import JaggedBatch
+from tritonrec.distributed import Communicators, RankDiedError, RankPool
+from tritonrec.embedding import DenseOptimizer
+from tritonrec.harness.job import Job
+from tritonrec.harness.lab.network import LabError, Network
+from tritonrec.harness.lab.rounds import ranks_in
+from tritonrec.harness.lab.settings import Setting, parse_switches
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import Trainer, WindowConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHREC = ROOT / "out" / "torchrec"
+WARMUP = 4
+TOLERANCE = 1e-4
+"""Relative, of a step's mean loss: the sums' order differs."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One side: ``torchrec`` in a plain or pipelined loop, or a mode of ours with its window."""
+
+    name: str
+    mode: str
+    window: WindowConfig | None = None
+    dedup: bool = False
+
+
+def systems(micro_batches: int, switches: dict[str, object]) -> list[System]:
+    """TorchRec's first; ours without overlap, with whole batches, and with micro-batches and the switches."""
+    found = [
+        System("TorchRec, plain", "plain"),
+        System("TorchRec, SparseDist", "pipeline"),
+        System("TorchRec, plain, dedup", "plain", dedup=True),
+        System("TorchRec, SparseDist, dedup", "pipeline", dedup=True),
+        System("synchronous, window", "sequential", WindowConfig(1, "window")),
+    ]
+    for consistency in ("window", "batch"):
+        setting = Setting("nestpipe", micro_batches, {**switches, "consistency": consistency})
+        found += [
+            System(f"nestpipe N=1, {consistency}", "nestpipe", WindowConfig(1, consistency)),
+            System(f"nestpipe N={micro_batches}, {consistency}", "nestpipe", setting.window(0)),
+        ]
+    return found
+
+
+def dealt(batch: JaggedBatch, items: int, seed: int) -> JaggedBatch:
+    """The batch with its ids below `items` renamed by a permutation."""
+    order = torch.randperm(items, generator=torch.Generator().manual_seed(seed))
+    features = replace(batch.features, values=order[batch.ids])
+    return replace(batch, features=features, labels=order[batch.labels], negatives=order[batch.negatives])
+
+
+@dataclass
+class Run:
+    """Seconds of each step after the warm-up, and every step's mean loss."""
+
+    seconds: list[float]
+    losses: list[float]
+
+
+def train(
+    communicators: Communicators, job: Job, system: System, items: int, steps: int, optimizer: str
+) -> Run:
+    """Train on this rank from the beginning; losses are means over all ranks' terms."""
+    logging.disable(logging.WARNING)  # what TorchRec says about its own parts
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec")
+    loader = job.loader(communicators.rank, communicators.world_size)
+    batches = [dealt(loader.batch(step), items, job.seed) for step in range(steps)]
+    terms = torch.tensor([batch.loss_terms for batch in batches])
+    terms = communicators.control.all_reduce(terms, "terms")
+    ends, sums = [], []
+    run = ours if system.window else theirs
+    for loss in run(communicators, job, system, batches, terms, items, optimizer):
+        ends.append(time.perf_counter())
+        sums.append(loss)
+    total = communicators.control.all_reduce(torch.tensor(sums, dtype=torch.float64), "losses")
+    return Run([b - a for a, b in pairwise(ends[WARMUP - 1 :])], (total / terms).tolist())
+
+
+def ours(communicators, job, system, batches, terms, items, optimizer):
+    """Each step's loss sum on this rank."""
+    parts = job.build(optimizer)
+    with Trainer(*parts, communicators, system.mode, system.window) as trainer:
+        communicators.control.all_reduce(torch.zeros(1), "start together")
+        for result in trainer.run(batches):
+            yield float(result.losses.double().sum())
+
+
+def theirs(communicators, job, system, batches, terms, items, optimizer):
+    """The same with TorchRec."""
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.streamable import Pipelineable
+
+    Pipelineable.register(Features)
+    model, dense = torchrec_model(job, items, optimizer, communicators.world_size)
+    world = communicators.world_size
+    inputs = iter(
+        [Features.of(b, world / int(count), system.dedup) for b, count in zip(batches, terms, strict=True)]
+    )
+    communicators.control.all_reduce(torch.zeros(1), "start together")
+    if system.mode == "pipeline":
+        pipeline = TrainPipelineSparseDist(model, dense, torch.device("cpu"), execute_all_batches=True)
+        for _ in batches:
+            yield float(pipeline.progress(inputs))
+        return
+    for features in inputs:
+        dense.zero_grad()
+        loss, total = model(features)
+        loss.sum().backward()
+        dense.step()
+        yield float(total)
+
+
+class DenseRule:
+    """Our update rule of dense parameters with the face of a torch optimizer."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], rule):
+        self.parameters, self.steps = parameters, 0
+        self.rows = DenseOptimizer(parameters.items(), rule)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        self.steps += 1
+        self.rows.step({name: p.grad for name, p in self.parameters.items()}, self.steps)
+
+
+@dataclass
+class Features:
+    """A batch as TorchRec's pipeline moves it: one feature, one long sequence in the order of `lookups`."""
+
+    features: object  # KeyedJaggedTensor
+    batch: JaggedBatch
+    inverse: torch.Tensor | None  # occurrence -> row, where ids were deduplicated
+    scale: float  # DDP takes means over ranks; the loss is a mean over terms
+
+    @classmethod
+    def of(cls, batch: JaggedBatch, scale: float, dedup: bool) -> Features:
+        from torchrec import KeyedJaggedTensor
+
+        values, inverse = batch.lookups()["item"].ids, None
+        if dedup:
+            values, inverse, _counts = ops.unique(values)
+        features = KeyedJaggedTensor(["item"], values, lengths=torch.tensor([len(values)]))
+        return cls(features, batch, inverse, scale)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Features:
+        return replace(self, features=self.features.to(device, non_blocking))
+
+    def record_stream(self, stream) -> None:
+        pass
+
+
+class Dense(torch.nn.Module):
+    """HSTU after the lookup: (loss to differentiate (1,), loss sum)."""
+
+    def __init__(self, job: Job):
+        super().__init__()
+        self.hstu, _tables, _dense = job.build("sgd")
+
+    def forward(self, features: Features, rows) -> tuple[torch.Tensor, torch.Tensor]:
+        values = rows["item"].values()
+        if features.inverse is not None:
+            values = ops.gather_rows(values, features.inverse)
+        losses = self.hstu(features.batch, {"item": values}, 0)
+        return (losses.sum() * features.scale).reshape(1), losses.detach().double().sum()
+
+
+def torchrec_model(job: Job, items: int, optimizer: str, world: int):
+    """The sharded model holding the same rows as ours, and its dense optimizer."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingPlan
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            config = EmbeddingConfig(
+                name="item_table", embedding_dim=job.sizes.dim, num_embeddings=items, feature_names=["item"]
+            )
+            self.embeddings = EmbeddingCollection([config], device=torch.device("meta"))
+            self.dense = Dense(job)
+
+        def forward(self, features: Features):
+            return self.dense(features, self.embeddings(features.features))
+
+    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    fused = {"optimizer": kinds[optimizer], "learning_rate": job.lr, "eps": job.eps}
+    sharder = EmbeddingCollectionSharder(fused_params=fused)
+    whole = Whole()
+    rows = construct_module_sharding_plan(
+        whole.embeddings, {"item_table": row_wise(compute_kernel="fused")}, sharder, local_size=world,
+        world_size=world, device_type="cpu",
+    )  # fmt: skip
+    plan = ShardingPlan({"embeddings": rows})
+    model = DistributedModelParallel(whole, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    initial = job.tables("sgd").initial_rows("item", torch.arange(items))
+    for name, tensor in model.state_dict().items():
+        if "embeddings" in name:
+            for shard in tensor.local_shards():
+                first = shard.metadata.shard_offsets[0]
+                shard.tensor.copy_(initial[first : first + shard.tensor.shape[0]])
+    dense = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
+    return model, DenseRule(dense, job.rule(optimizer))
+
+
+@contextmanager
+def pool_of(ranks: int, rate: float):
+    """Ranks over limited links; for a rate of 0 over the loopback interface."""
+    if rate:
+        with ranks_in(Network(ranks, rate, os.getpid())) as pool:
+            yield pool
+    else:
+        with RankPool((ranks,)) as pool:
+            yield pool
+
+
+def compare(runs: dict[str, Run], baseline: str) -> dict[str, float]:
+    """Largest relative difference of a step's loss from the baseline's; SystemExit beyond `TOLERANCE`."""
+    wanted, worst = runs[baseline].losses, {}
+    for name, run in runs.items():
+        if len(run.losses) != len(wanted):
+            raise SystemExit(f"{name} finished {len(run.losses)} steps, {baseline} {len(wanted)}")
+        differences = [abs(a - b) / abs(b) for a, b in zip(run.losses, wanted, strict=True)]
+        for step, difference in enumerate(differences):
+            if not difference <= TOLERANCE:  # also where it is no number
+                raise SystemExit(
+                    f"{name}, step {step}: loss {run.losses[step]:.7f}, but {wanted[step]:.7f} in "
+                    f"{baseline}; no time is printed"
+                )
+        worst[name] = max(differences)
+    return worst
+
+
+def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
+    """Rounds of every system on `ranks` ranks; prints and returns rows."""
+    sizes = HSTUConfig(
+        dim=args.dim, layers=args.layers, heads=2, qk_dim=args.dim // 2, v_dim=args.dim // 2, max_seq_len=50,
+        dropout=0.0,
+    )  # fmt: skip
+    job = Job(args.data, "hstu", args.batch_size, 50, args.negatives, sizes=sizes, lr=args.lr, slots=1 << 16)
+    items = 1 + int(max(job.loader().catalogue))
+    compared = systems(args.micro_batches, parse_switches(args.switch))
+    baseline, times, losses = compared[0].name, {s.name: [] for s in compared}, {}
+    with pool_of(ranks, args.rate) as pool:
+        for number in range(args.rounds + 1):  # the first round compiles
+            runs = {}
+            for system in compared:
+                console.print(f"[dim]{ranks} ranks, round {number}: {system.name}[/]", highlight=False)
+                runs[system.name] = pool.run(train, ranks, job, system, items, args.steps, args.optimizer)[0]
+            losses = compare(runs, baseline)
+            for name, run in runs.items() if number else ():
+                times[name].append(median(run.seconds))
+            last = {name: run.losses for name, run in runs.items()}
+    peer = min((s.name for s in compared if s.window is None), key=lambda name: median(times[name]))
+    console.print(
+        f"{ranks} ranks, links of {args.rate:g} Mbit/s (0: no limit), {args.optimizer}; "
+        f"N={args.micro_batches} with {' '.join(args.switch) or 'no switch'}",
+        highlight=False,
+    )
+    table = Table(title=f"A step beside {peer}, the fastest of TorchRec's", title_justify="left")
+    for name in ("system", "ms", "ratio", "spread", "first loss", "last loss", "differs"):
+        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name != "system")
+    rows = []
+    for system in compared:
+        name = system.name
+        ratios = [theirs / mine for theirs, mine in zip(times[peer], times[name], strict=True)]
+        rows.append(
+            {
+                "system": name,
+                "ranks": ranks,
+                "milliseconds": [round(seconds * 1e3, 2) for seconds in times[name]],
+                "peer": peer,
+                "ratios": [round(ratio, 3) for ratio in ratios],
+                "losses": last[name],
+                "largest_relative_difference": losses[name],
+            }
+        )
+        table.add_row(
+            name, f"{median(times[name]) * 1e3:.1f}", f"{median(ratios):.2f}x",
+            f"{min(ratios):.2f}-{max(ratios):.2f}", f"{last[name][0]:.6f}", f"{last[name][-1]:.6f}",
+            f"{losses[name]:.0e}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "ratio: the peer's time over this one's, above 1 is faster; spread: over the rounds; differs: "
+        "largest relative difference of a step's loss from the first row's",
+        soft_wrap=True,
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="zipf:users=8000,items=40000,median_length=40,seed=1")
+    parser.add_argument("--ranks", default="4,2", help="world sizes between commas")
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each link; 0: no limit, no root")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument(
+        "--switch",
+        nargs="*",
+        default=["first_use", "skip_fetch", "taper=0.5"],
+        help="of our micro-batched rows",
+    )
+    parser.add_argument("--optimizer", choices=("sgd", "rowwise_adagrad"), default="sgd")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--negatives", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not (TORCHREC / "torchrec").is_dir():
+        raise SystemExit(f"no TorchRec under {TORCHREC}: run bash ci/benchmarks/torchrec.sh first")
+    if args.steps < WARMUP + 2:
+        raise SystemExit(f"--steps must be at least {WARMUP + 2}, got {args.steps}")
+    # The ranks find TorchRec there too.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TORCHREC), os.environ.get("PYTHONPATH"))))
+    sys.path.insert(0, str(TORCHREC))
+    console, rows = Console(), []
+    try:
+        for ranks in map(int, args.ranks.split(",")):
+            rows += bench(args, ranks, console)
+    except RankDiedError as error:
+        raise SystemExit(f"error: {error}\n{error.details}") from None
+    except LabError as error:
+        raise SystemExit(f"error: {error}") from None
+    if args.json:
+        environment = {
+            "tritonrec": __version__,
+            "torch": torch.__version__,
+            "torchrec": "1.8.0",
+            "processors": os.cpu_count(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "arguments": {name: str(value) for name, value in vars(args).items()},
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

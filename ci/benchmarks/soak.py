@@ -1,0 +1,92 @@
+"""Ten thousand steps in one go: does a rank's memory grow, or the number of files it holds open?
+
+Trains a small model on two ranks with every switch on, over a made log that is read again and again, so that
+the tables soon hold every key. Resident memory and open files of each rank are taken after a tenth of the
+steps, when caches are warm, and at the end.
+
+    python ci/benchmarks/soak.py [--steps 10000] [--ranks 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from tritonrec.distributed import Communicators, RankPool
+from tritonrec.harness.job import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import Trainer, WindowConfig
+
+SIZES = HSTUConfig(dim=8, layers=1, heads=1, qk_dim=8, v_dim=8, max_seq_len=8, dropout=0.1)
+JOB = Job(
+    "zipf:users=64,items=120,median_length=6,seed=2",
+    batch_size=8,
+    max_seq_len=8,
+    num_negatives=1,
+    sizes=SIZES,
+)
+WINDOW = WindowConfig(2, first_use=True, taper=0.5, skip_fetch=True)
+ALLOWED = 0.02
+"""Growth of resident memory that the allocator's own arenas may show."""
+
+
+def state() -> dict[str, int]:
+    """Resident bytes, open files and threads of this process."""
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident = int(fields["VmRSS"].split()[0]) * 1024
+    return {
+        "resident": resident,
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": int(fields["Threads"]),
+    }
+
+
+def soak(communicators: Communicators, steps: int) -> dict[str, dict[str, int]]:
+    """States of this rank after a tenth of the steps and at the end."""
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    found: dict[str, dict[str, int]] = {}
+    with Trainer(*JOB.build("adam"), communicators, "nestpipe", WINDOW) as trainer:
+        for result in trainer.run(loader.batch(step) for step in range(steps)):
+            if result.step + 1 == steps // 10:
+                found["warm"] = state()
+        found["end"] = state()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    with RankPool([args.ranks]) as pool:
+        ranks = pool.run(soak, args.ranks, args.steps)
+    code = 0
+    for rank, found in enumerate(ranks):
+        warm, end = found["warm"], found["end"]
+        growth = end["resident"] / warm["resident"] - 1
+        leaks = growth > ALLOWED or end["files"] > warm["files"] or end["threads"] > warm["threads"]
+        code |= leaks
+        memory = [f"{each['resident'] / 2**20:.1f} MiB" for each in (warm, end)]
+        print(
+            f"rank {rank}: {memory[0]} resident after {args.steps // 10:,} steps, {memory[1]} after "
+            f"{args.steps:,} ({growth:+.2%}); open files {warm['files']}, {end['files']}; threads "
+            f"{warm['threads']}, {end['threads']}: {'GROWS' if leaks else 'steady'}"
+        )
+    print(f"{(time.perf_counter() - began) / args.steps * 1e3:.2f} ms a step")
+    if args.json:
+        args.json.write_text(json.dumps({"steps": args.steps, "ranks": ranks}, indent=2) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

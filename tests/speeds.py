@@ -1,0 +1,32 @@
+"""Parameters in two speeds: `make test` runs the quick ones, `make test-all` also those marked slow."""
+
+from collections.abc import Collection, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """`values` for ``parametrize``: all but those in `quick` are marked slow."""
+    values = list(values)
+    assert all(one in values for one in quick), f"{quick}: a quick value that is none of {values}"
+    return [value if value in quick else _slow(value) for value in values]
+
+
+def slow_on_triton(impls: Iterable[Any], names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Pairs (impl, name): under Triton, which is interpreted here, all names but `quick` are marked slow."""
+    names = list(names)
+    assert all(one in names for one in quick), f"{quick}: a quick name that is none of {names}"
+    pairs = []
+    for impl, name in product(impls, names):
+        if isinstance(impl, str):
+            pairs.append((impl, name))
+        else:  # a parameter with a mark: Triton
+            marks = [*impl.marks, *([] if name in quick else [pytest.mark.slow])]
+            pairs.append(pytest.param(*impl.values, name, marks=marks))
+    return pairs
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)

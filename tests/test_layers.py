@@ -1,0 +1,164 @@
+"""Imports flow one way: harness -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
+
+Anyone may import `files`, `settings` and `version`, which import nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.smoke
+
+PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
+
+# The packages that each package may import from, besides itself.
+BELOW_PIPELINE = {"embedding", "distributed", "data", "trace", "nn", "checkpoint"}
+MAY_IMPORT = {
+    "files": set(),
+    "settings": set(),
+    "version": set(),
+    "kernels": set(),
+    "ops": {"kernels"},
+    "nn": {"ops", "kernels"},
+    "trace": {"ops", "kernels"},
+    "data": {"ops", "kernels"},
+    "distributed": {"ops", "trace"},
+    "embedding": {"ops", "kernels"},
+    "checkpoint": {"ops", "kernels"},
+    "serving": {"ops", "kernels", "nn", "distributed"},
+    "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
+    "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
+    "harness": {"ops", "kernels", "pipeline", "slipstream", "serving", *BELOW_PIPELINE},
+    "__main__": {"harness"},
+}
+
+
+def package_of(module: str) -> str | None:
+    """The package of a dotted name: ``data`` of ``tritonrec.data.batch``; None outside of ``tritonrec``."""
+    first, _, rest = module.partition(".")
+    return (rest.partition(".")[0] or "") if first == "tritonrec" else None
+
+
+def imported_modules(source: str, package: str) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of every import in a module of `package`, in functions and for types."""
+    found = []
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            # `from tritonrec import ops` and `from .. import ops` name a package by the name they import.
+            taken = [f"{module}.{alias.name}" for alias in node.names] if module == "tritonrec" else [module]
+            found += [(node.lineno, name) for name in taken]
+    return found
+
+
+def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Imports in `module` that its layer may not make."""
+    layer = package_of(module)
+    package = module if is_package else module.rpartition(".")[0]
+    if layer == "":
+        return []
+    wrong = []
+    for line, name in imported_modules(source, package):
+        target = package_of(name)
+        if target is None or target in ("files", "settings", "version", layer, *MAY_IMPORT[layer]):
+            continue
+        wrong.append(f"{module}, line {line}: {layer} imports {name}")
+    return wrong
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("tritonrec", *path.relative_to(PACKAGE).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        yield path, ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def test_no_import_goes_up():
+    wrong = [
+        found
+        for path, module, is_package in modules()
+        for found in upward_imports(path.read_text(), module, is_package)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def all_imports(source: str, package: str, names: set[str]) -> set[str]:
+    """Modules out of `names` that a module of `package` imports, for annotations and in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            taken = {f"{module}.{alias.name}" for alias in node.names}
+            found |= (taken & names) or {module}
+    return found & names
+
+
+def test_no_import_circle_also_not_by_annotation_or_deferral():
+    names = {module for _path, module, _ in modules()}
+    graph = {
+        module: all_imports(path.read_text(), module if is_package else module.rpartition(".")[0], names)
+        for path, module, is_package in modules()
+    }
+    for module in graph:
+        graph[module].discard(module)
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
+
+
+def test_every_package_has_a_rule():
+    packages = {
+        path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()
+    }
+    assert packages - {"__init__", "__pycache__", "py.typed"} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from tritonrec.pipeline import Trainer", "tritonrec.data.loader"),
+        ("from ..pipeline import Trainer", "tritonrec.data.loader"),
+        ("from .. import harness", "tritonrec.pipeline.trainer"),
+        ("from tritonrec import ops", "tritonrec.kernels.unique.reference"),
+        ("from ... import ops", "tritonrec.kernels.unique.reference"),
+        ("import tritonrec.kernels.unique", "tritonrec.distributed.groups"),
+        ("if TYPE_CHECKING:\n    from ..data import JaggedBatch", "tritonrec.nn.layer"),
+        ("def late():\n    from ..trace import read", "tritonrec.embedding.table"),
+    ],
+)
+def test_an_upward_import_is_seen(source, module):
+    assert len(upward_imports(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from .. import ops", "tritonrec.nn.layer"),
+        ("from ..version import __version__", "tritonrec.harness.doctor"),
+        ("from .batch import JaggedBatch\nimport torch", "tritonrec.data.loader"),
+        ("from tritonrec.kernels.dispatch import Impl", "tritonrec.kernels.unique.reference"),
+        ("from ..trace import Recorder", "tritonrec.pipeline.trainer"),
+    ],
+)
+def test_a_downward_import_passes(source, module):
+    assert upward_imports(source, module) == []
+
+
+@pytest.mark.parametrize("package", ["kernels", "harness"])
+def test_links_at_the_top_lead_into_the_package(package):
+    link = PACKAGE.parent / package
+    assert link.is_symlink()
+    assert link.resolve() == PACKAGE / package

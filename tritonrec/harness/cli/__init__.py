@@ -1,0 +1,87 @@
+"""The `tritonrec` command. The module of a command is imported when it is called: most of them load torch."""
+
+from __future__ import annotations
+
+import signal
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from ...version import __version__
+from ..progress import announce_compilation
+
+COMMANDS = {
+    "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
+    "train": "Train a model in any mode; print loss and metrics beside those of a ranking without training.",
+    "trace": "Time per lane, exposed communication, hidden lookup; check that every dependency was honoured.",
+    "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",
+    "profile": "Show where a training step goes: a trace with lanes and operators, and a flame graph.",
+    "lab": "Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.",
+    "simulate": "Model the cluster of the NestPipe paper; print paper, model and error side by side.",
+    "plan": "Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.",
+    "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
+    "doctor": "Describe this machine, and test whether batch invariance holds on it.",
+}
+"""By name the first sentence of its help; the function of that name is in the module of that name."""
+
+
+def load(name: str) -> Any:
+    """The command `name` of `COMMANDS`, with all its options."""
+    function = name.replace("-", "_")
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(import_module(f".{function}", __name__), function))
+    return get_command(alone)
+
+
+class Commands(TyperGroup):
+    """Lists the commands, and loads the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As of its base."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="tritonrec",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tritonrec {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, and end.")
+    ] = False,
+) -> None:
+    """Train large recommendation models with nested pipelining, and prove it bit for bit."""
+    announce_compilation()
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End as after an exception: ranks, network namespaces and temporary folders go."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _leave)
+    app()

@@ -1,0 +1,102 @@
+"""The command `lab`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ...files import save_json
+from ...nn import HSTUConfig
+from ...pipeline import STAGED
+from ..job import Job
+from ..lab import network, report, rounds, settings
+from ..lab.rounds import LabConfig
+from .job import load_job, with_head_width
+from .options import TimeoutOption, with_options
+from .outputs import checked, demand_writable
+from .words import names
+
+DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
+
+
+PLAN = LabConfig(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
+OFFERED = (
+    "data", "batch_size", "max_seq_len", "negatives", "dim", "layers", "heads", "seed", "world_size",
+    "rate", "micro_batches", "steps", "rounds",
+)  # fmt: skip
+
+
+@with_options(OFFERED)
+def lab(
+    plan: LabConfig = PLAN,
+    modes: Annotated[
+        str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
+    ] = "dbp,fwp,nestpipe",
+    switch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of WindowConfig, or replicas=R for R copies of the tables (2D): NAME or NAME=VALUE. "
+            "Nestpipe runs once more with them all."
+        ),
+    ] = None,
+    emulate: Annotated[
+        str,
+        typer.Option(help="STAGE=MS,...: least milliseconds per step; lookup stands for its four stages."),
+    ] = "",
+    proportions: Annotated[
+        str,
+        typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
+    ] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the parts of a step.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Keep a trace and a timeline of each setting here.")
+    ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Also run the best of tritonrec plan's; expected beside measured."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only remove namespaces whose lab is gone, and end.")
+    ] = False,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.
+
+    Ranks live in network namespaces of this machine, joined by links of the given rate, and everything is
+    removed at the end. Losses are compared before any figure is printed.
+    """
+    console = Console()
+    demand_writable({"--json": json_file, "--png": png}, {"--trace": trace})
+    if clean:
+        checked(lambda: rounds.clean_up(console))
+        return
+    sizes = with_head_width(plan.job.sizes)
+
+    def run() -> rounds.Result:
+        network.demand_tools()
+        whole = replace(
+            plan,
+            job=replace(plan.job, sizes=sizes),
+            modes=names(modes, STAGED, "--modes"),  # type: ignore[arg-type]
+            switches=settings.parse_switches(switch or []),
+            seconds=settings.parse_emulation(emulate),
+            proportions=settings.parse_proportions(proportions) if proportions else {},
+            planned=settings.read_plan(plan_file) if plan_file else None,
+        )
+        load_job(whole.job)
+        return rounds.run_lab(whole, console, trace, timedelta(seconds=timeout))
+
+    result = checked(run)
+    report.print_report(result, console)
+    if json_file:
+        checked(lambda: save_json(report.as_json(result), json_file))
+        console.print(f"figures written to {json_file}")
+    if png:
+        checked(lambda: report.draw_report(result, png))
+        console.print(f"picture: {png}")

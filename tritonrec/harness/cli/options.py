@@ -1,0 +1,137 @@
+"""Options made of the dataclasses that the code uses.
+
+A parameter of a command whose default is a dataclass stands for an option of each of its settings
+(`tritonrec.settings`) and of those of the dataclasses in its fields::
+
+    @with_options()
+    def train(run: Run = Run(Job(batch_size=128)), world_size: ... = 1): ...
+
+Name, type, help and range come from the field, the default from the instance. The command gets the instance
+with the values of the user. Fields of one name are one option: a seed goes to all that have one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import Field, fields, is_dataclass, replace
+from enum import StrEnum
+from functools import wraps
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from ...settings import KEY, Setting
+from .outputs import checked
+from .words import PARSERS
+
+PANELS = {
+    "Job": "Data and training",
+    "HSTUConfig": "Sizes of the model",
+    "WindowConfig": "Windows and exchanges",
+    "TablePolicy": "Policies of tables",
+    "Run": "Run, checkpoints and evaluation",
+    "SlipstreamConfig": "Slipstream, for dlrm (docs/slipstream.md)",
+    "SlipstreamRun": "Slipstream, for dlrm (docs/slipstream.md)",
+}
+"""By dataclass the group of its options in the help."""
+
+MOST_RANKS = 1024
+"""Processes of one machine."""
+
+TimeoutOption = Annotated[
+    int, typer.Option(min=1, max=1_000_000, help="Seconds a rank waits for another before it gives up.")
+]
+
+
+def with_options(only: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameters with a dataclass for a default become options.
+
+    Args:
+        only: names of the options to offer, with underscores; by default those of all settings.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        plans = {name: each.default for name, each in own.items() if is_dataclass(each.default)}
+        offered: dict[str, inspect.Parameter] = {}
+        for plan in plans.values():
+            for name, parameter in _parameters(plan):
+                if only is None or name in only:
+                    offered.setdefault(name, parameter)
+        if unknown := {*(only or ())} - offered.keys():
+            raise TypeError(f"{command.__name__} has no settings named {', '.join(sorted(unknown))}")
+        offered |= {name: each for name, each in own.items() if name not in plans}
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: value for name, value in values.items() if name in own}
+            command(**given, **{name: checked(lambda p=p: _filled(p, values)) for name, p in plans.items()})
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in offered.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _settings(kind: Any) -> list[tuple[Field, Setting | None, Any]]:
+    """Each field of a dataclass, its setting if it is one, and its type."""
+    hints = get_type_hints(kind)
+    return [(each, each.metadata.get(KEY), hints[each.name]) for each in fields(kind)]
+
+
+def _choice(name: str, words: tuple[str, ...]) -> Any:
+    return StrEnum(name, [(word, word) for word in words])
+
+
+def _name(each: Field, setting: Setting) -> str:
+    return setting.option or each.name
+
+
+def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
+    """The parameters of a command that stand for the settings of `plan`, by name."""
+    for each, setting, written in _settings(type(plan)):
+        value = getattr(plan, each.name)
+        kind: Any = written
+        if setting is None:
+            if is_dataclass(value):
+                yield from _parameters(value)
+            continue
+        name = _name(each, setting)
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool and value:
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        limits: dict[str, Any] = {}
+        if kind in PARSERS:
+            kind, value = str, PARSERS[kind].text(value)
+        elif get_origin(kind) is Literal:
+            kind = _choice(name, get_args(kind))
+            value = kind(value)
+        elif kind is not bool:
+            limits = {"min": setting.least, "max": setting.most}
+        panel = setting.panel or PANELS.get(type(plan).__name__)
+        option = typer.Option(flag, help=setting.help, rich_help_panel=panel, **limits)
+        yield (
+            name,
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
+            ),
+        )
+
+
+def _filled(plan: Any, values: dict[str, Any]) -> Any:
+    """`plan` with the values of its options."""
+    changes = {}
+    for each, setting, kind in _settings(type(plan)):
+        value = getattr(plan, each.name)
+        if setting is None:
+            if is_dataclass(value):
+                changes[each.name] = _filled(value, values)
+        elif (name := _name(each, setting)) in values:
+            given = values[name]
+            if kind in PARSERS:
+                given = PARSERS[kind].parse(given, f"--{name.replace('_', '-')}", setting)
+            changes[each.name] = str(given) if isinstance(given, StrEnum) else given
+    return replace(plan, **changes)

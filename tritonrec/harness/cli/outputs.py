@@ -1,0 +1,64 @@
+"""Errors a user can mend, and outputs that can be written, before any work is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from ...files import check_writable
+
+
+def checked(function):
+    """Call `function`; an error a user can mend becomes one line and exit status 2."""
+    from ...distributed import RankDiedError
+    from ...pipeline import StageFailedError
+
+    try:
+        return function()
+    except MemoryError as error:
+        if os.environ.get("TRITONREC_DEBUG"):
+            raise
+        _say(f"out of memory: {error or 'choose smaller sizes'}")
+    except (ValueError, OSError, OverflowError, RankDiedError, StageFailedError, RuntimeError) as error:
+        if os.environ.get("TRITONREC_DEBUG"):
+            raise
+        _say(str(error))
+    raise typer.Exit(2)
+
+
+def _say(message: str) -> None:
+    """Messages quote file names and compilers' output, which may look like markup."""
+    console = Console(stderr=True)
+    console.print("[red]error:[/] ", end="")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def demand_writable(
+    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
+) -> None:
+    """Exit with one line and status 2 where an output could not be written at the end, by option.
+
+    Outputs that are one file are refused too. Called before any work is done; leaves nothing behind.
+    """
+    seen: dict[Path, str] = {}
+    for option, path, folder in (
+        *((option, path, False) for option, path in (files or {}).items()),
+        *((option, path, True) for option, path in (folders or {}).items()),
+    ):
+        if path is None:
+            continue
+
+        def check(option: str = option, path: Path = path, folder: bool = folder) -> None:
+            try:
+                check_writable(path, folder)
+            except OSError as error:
+                raise ValueError(f"{option}: {error.strerror}") from error
+            other = seen.setdefault(path.resolve(), option)
+            if other != option and (not path.exists() or path.is_file()):
+                raise ValueError(f"{other} and {option} are both {path}: give each a place of its own")
+
+        checked(check)

@@ -1,0 +1,112 @@
+"""The command `train`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ... import distributed
+from ...files import save_json
+from ...pipeline import WindowConfig
+from ...settings import MOST
+from ..job import Job
+from ..slipstream import report
+from ..slipstream import run as slipstream_run
+from ..slipstream.run import SlipstreamRun
+from ..train import loop
+from ..train.run import Run
+from ..train.stopping import Stop, graceful_stop
+from .job import ready
+from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
+from .outputs import checked, demand_writable
+
+RUN = Run(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4))
+COMPARISON = SlipstreamRun()
+SLIPSTREAM = PANELS["SlipstreamRun"]
+
+
+@with_options()
+def train(
+    run: Run = RUN,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Steps in all; default: 20 epochs.")
+    ] = None,
+    world_size: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Ranks to start here; under torchrun leave it out.")
+    ] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Copies of the tables; they divide the ranks (2D sparse parallelism)."
+        ),
+    ] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    timeout: TimeoutOption = 60,
+    slipstream: Annotated[
+        bool,
+        typer.Option(
+            "--slipstream",
+            help="APPROXIMATE: go on without inputs whose rows stand still, beside a run with all.",
+            rich_help_panel=SLIPSTREAM,
+        ),
+    ] = False,
+    comparison: SlipstreamRun = COMPARISON,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw changes, and speed against loss.", rich_help_panel=SLIPSTREAM)
+    ] = None,
+) -> None:
+    """Train a model in any mode; print loss and metrics beside those of a ranking without training.
+
+    Next-item models are ranked by HR@K and NDCG@K, grm by group AUC, dlrm by AUC, accuracy and cross entropy.
+    Counts of the tables and lookups are printed below.
+    """
+    demand_writable(
+        {"--json": json_file, "--trace": run.trace, "--png": png}, {"--checkpoint": run.checkpoint}
+    )
+    if not run.checkpoint and (run.save_every or run.full_every > 1):
+        raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
+    if png and not slipstream:
+        raise typer.BadParameter("--png goes with --slipstream")
+    if world_size % replicas and "WORLD_SIZE" not in os.environ:
+        raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
+    run = checked(lambda: ready(run))
+    run = replace(run, steps=steps or 20 * run.job.loader().steps_per_epoch)
+    task, args = (slipstream_run.train_slipstream, (run, comparison)) if slipstream else (loop.train, (run,))
+    limit = timedelta(seconds=timeout)
+
+    def stoppable(request: Callable[[], None]) -> AbstractContextManager[Stop]:
+        return nullcontext(Stop()) if slipstream else graceful_stop(request)
+
+    def train_this_rank() -> tuple[dict[str, Any], bool, Stop]:
+        with (
+            distributed.from_environment(limit, replicas) as communicators,
+            stoppable(communicators.stop.set) as stop,
+        ):
+            return task(communicators, *args), communicators.rank == 0, stop
+
+    def train_all_ranks() -> tuple[dict[str, Any], bool, Stop]:
+        with (
+            distributed.RankPool([(world_size, replicas)], limit) as pool,
+            stoppable(pool.request_stop) as stop,
+        ):
+            return pool.run(task, world_size, *args, replicas=replicas)[0], True, stop
+
+    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    here = under_torchrun or world_size == 1
+    summary, first, stop = checked(train_this_rank if here else train_all_ranks)
+    if json_file and first:
+        checked(lambda: save_json(summary, json_file))
+    if png and first:
+        checked(lambda: report.draw_slipstream(summary, png))
+        Console().print(f"picture: {png}")
+    if summary.get("stopped"):
+        raise typer.Exit(stop.exit_code or 128 + signal.SIGTERM)  # another rank may have got the signal

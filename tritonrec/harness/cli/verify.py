@@ -1,0 +1,71 @@
+"""The command `verify`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ...pipeline import PIPELINED
+from ...settings import MOST
+from ..job import Job
+from ..verify.cases import contract_table
+from ..verify.contract import verify_contract
+from ..verify.record_traces import record_traces
+from .job import load_job
+from .options import MOST_RANKS, TimeoutOption, with_options
+from .outputs import checked, demand_writable
+from .words import names, numbers
+
+JOB = Job(chunk_rows=512)
+RANKS = "1,2,4"
+
+
+@with_options(only=("data",))
+def verify(
+    job: Job = JOB,
+    quick: Annotated[bool, typer.Option("--quick", help="A small table, under a minute.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every combination; takes long.")] = False,
+    modes: Annotated[str, typer.Option(help="Modes to prove, separated by commas.")] = ",".join(PIPELINED),
+    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = RANKS,
+    micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = "1,2,3,4,8",
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="Steps of each case; of embedding variants at least six."),
+    ] = None,
+    faults: Annotated[
+        bool, typer.Option("--inject-faults", help="Also inject known faults and demand their discovery.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Record a trace and a picture of each mode here.")
+    ] = None,
+    timeout: TimeoutOption = 60,
+) -> None:
+    """Prove that the pipelined modes equal synchronous training in every bit.
+
+    Each case trains the same model on the same batches in one mode and in its reference, and compares losses,
+    dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
+    identical and every injected fault was caught.
+    """
+    demand_writable({"--json": json_file}, {"--trace": trace})
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other")
+    job = checked(lambda: load_job(job))
+    size = "quick" if quick else "full" if full else "default"
+    chosen = names(modes, PIPELINED, "--modes")
+    ranks = numbers(world_size, "--world-size", most=MOST_RANKS)
+    counts = numbers(micro_batches, "--micro-batches")
+    if quick and world_size == RANKS:
+        ranks = [1, 2]
+    cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
+    console = Console()
+    report = checked(lambda: verify_contract(job, cases, faults, console, timedelta(seconds=timeout)))
+    if json_file:
+        checked(lambda: report.save(json_file))
+        console.print(f"report written to {json_file}")
+    sound = checked(lambda: record_traces(job, str(trace), console)) if trace else True
+    raise typer.Exit(0 if report.passed and sound else 1)

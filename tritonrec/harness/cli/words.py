@@ -1,0 +1,106 @@
+"""Words on the command line: lists separated by commas, and short forms of a table's policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from ...embedding import Eviction, PrecisionTiers
+from ...settings import Setting
+
+MOST_NUMBER = 65_536
+
+
+def names(text: str, known: tuple[str, ...], option: str) -> list[str]:
+    """Some of `known`, from words separated by commas; BadParameter naming `option` otherwise."""
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
+        raise typer.BadParameter(f"{option} takes some of {', '.join(known)}, got {text!r}")
+    return chosen
+
+
+def shares(text: str, option: str) -> tuple[float, ...]:
+    """Shares from 0 to 1, separated by commas; BadParameter naming `option` otherwise."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= share <= 1 for share in found):
+        raise typer.BadParameter(f"{option} takes shares from 0 to 1, separated by commas, got {text!r}")
+    return found
+
+
+def numbers(text: str, option: str, least: float = 1, most: float = MOST_NUMBER) -> list[int]:
+    """Whole numbers in a range, separated by commas; BadParameter naming `option` otherwise."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least or max(found) > most:
+        raise typer.BadParameter(
+            f"{option} takes whole numbers from {least} to {most}, separated by commas, got {text!r}"
+        )
+    return found
+
+
+def eviction(text: str, option: str = "--evict") -> Eviction | None:
+    """``lru:ROWS``, ``lfu:ROWS`` or ``ttl:STEPS``, with ``:EVERY`` behind it; an empty string is none."""
+    if not text:
+        return None
+    kind, *amounts = text.split(":")
+    if kind not in ("lru", "lfu", "ttl") or len(amounts) not in (1, 2):
+        raise ValueError(f"{option} takes lru:ROWS, lfu:ROWS or ttl:STEPS, and maybe :EVERY, got {text!r}")
+    amount, every = [*_whole(option, text, amounts), 1][:2]
+    if kind == "ttl":
+        return Eviction("ttl", ttl=amount, every=every)
+    return Eviction("lru" if kind == "lru" else "lfu", capacity=amount, every=every)
+
+
+def precision_tiers(text: str, option: str = "--precision-tiers") -> PrecisionTiers | None:
+    """``THRESHOLD:EVERY``; an empty string is none."""
+    if not text:
+        return None
+    amounts = text.split(":")
+    if len(amounts) != 2:
+        raise ValueError(f"{option} takes THRESHOLD:EVERY, got {text!r}")
+    return PrecisionTiers(*_whole(option, text, amounts))
+
+
+def _whole(option: str, text: str, amounts: list[str]) -> list[int]:
+    try:
+        return [int(amount) for amount in amounts]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers, got {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Words:
+    """How values of a type are written: `text` of a default, `parse` of (text, option, setting)."""
+
+    text: Callable[[Any], str]
+    parse: Callable[[str, str, Setting], Any]
+
+
+def _list(parse: Callable[[str, str, Setting], Any]) -> Words:
+    return Words(lambda values: ",".join(map(str, values)), parse)
+
+
+def _numbers(text: str, option: str, setting: Setting) -> tuple[int, ...]:
+    least, most = setting.least, setting.most
+    return tuple(numbers(text, option, 1 if least is None else least, MOST_NUMBER if most is None else most))
+
+
+PARSERS: dict[Any, Words] = {
+    tuple[int, ...]: _list(_numbers),
+    tuple[float, ...]: _list(lambda text, option, _: shares(text, option)),
+    tuple[str, ...]: _list(
+        lambda text, *_: tuple(part for word in text.split(",") if (part := word.strip()))
+    ),
+    Eviction | None: Words(lambda _: "", lambda text, option, _: eviction(text, option)),
+    PrecisionTiers | None: Words(lambda _: "", lambda text, option, _: precision_tiers(text, option)),
+}
+"""By type; values of all others are one word each."""

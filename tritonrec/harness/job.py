@@ -1,0 +1,192 @@
+"""The training job that the harness runs: its data, its model, its tables; the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+from ..data import (
+    ClickLoader,
+    ClickLog,
+    DynamicBatchLoader,
+    ImpressionLoader,
+    Interactions,
+    NextItemLoader,
+    load_clicks,
+    load_interactions,
+)  # fmt: skip
+from ..embedding import (
+    DenseOptimizer,
+    FeatureConfig,
+    HashTableCollection,
+    OptimizerName,
+    RowOptimizer,
+    TablePolicy,
+)  # fmt: skip
+from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
+from ..settings import seed_setting, setting
+from ..slipstream import SlipstreamConfig
+
+ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
+DATA_HELP = (
+    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
+    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
+    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
+)
+Epochs = NextItemLoader | ImpressionLoader | ClickLoader
+Loader = Epochs | DynamicBatchLoader
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, as plain values that travel between processes.
+
+    Args:
+        data: a word for `tritonrec.data.load`.
+        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of shown items,
+            ``dlrm`` the click of one impression.
+        batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
+        num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
+        sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
+        bottom, top: hidden widths of the MLPs of DLRM, which takes ``sizes.dim`` and no other size.
+        lr, eps: of rows and dense parameters. seed: of everything drawn.
+        slots: slots of a key structure at the start; small, so that growth is exercised.
+        chunk_rows: rows of a value chunk.
+        merge: keep tables of one dimension in one.
+        policy: eviction, admission and precision tiers, of every table.
+        balance: deal the samples of a batch to ranks by their cost.
+        dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
+            size then.
+        slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
+    """
+
+    data: str = setting("ml-100k", DATA_HELP)
+    model: ModelName = setting(
+        "hstu", "hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."
+    )
+    batch_size: int = setting(32, "Samples of the global batch.", 1, 2**24)
+    max_seq_len: int = setting(50, "Tokens per sample at most; grm: of history.", 1, 2**20)
+    num_negatives: int = setting(8, "Sampled items per token; grm has none.", 1, 2**20, option="negatives")
+    max_exposed: int = setting(8, "grm: items shown per sample.", 1, 2**20)
+    sizes: HSTUConfig = field(default_factory=HSTUConfig)
+    context_dim: int = 16
+    bottom: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the bottom MLP.")
+    top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
+    lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
+    eps: float = 1e-8
+    seed: int = seed_setting()
+    slots: int = 64
+    chunk_rows: int = 65536
+    merge: bool = setting(True, "Keep tables of one dimension in one.")
+    policy: TablePolicy = field(default_factory=TablePolicy)
+    balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
+    dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
+    slipstream: SlipstreamConfig | None = None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the log tells what was liked, as GRM and DLRM need it."""
+        if self.data.startswith(CLICKS):
+            return True
+        log = _interactions(self.data)
+        return log.rating is not None or bool(log.feedback)
+
+    def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
+        """Batches of one rank."""
+        loader = self.epochs(rank, world_size)
+        return DynamicBatchLoader(loader) if self.dynamic else loader
+
+    def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
+        """The loader of samples and of those held out for evaluation."""
+        shard = (self.seed, rank, world_size, self.balance)
+        if self.model == "dlrm":
+            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
+        log = _interactions(self.data)
+        if self.model == "grm":
+            return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
+        return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
+
+    def build(self, optimizer: OptimizerName) -> tuple[torch.nn.Module, HashTableCollection, DenseOptimizer]:
+        """A fresh model, an empty shard of its tables, and the dense optimizer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = self._model()
+        return model, self.tables(optimizer), DenseOptimizer(model.named_parameters(), self.rule(optimizer))
+
+    def _model(self) -> torch.nn.Module:
+        sizes = self.sizes
+        if self.model == "hstu":
+            return HSTU(sizes)
+        if self.model == "dlrm":
+            log = _clicks(self.data)
+            return DLRM(DLRMConfig(log.features, log.dense.shape[1], sizes.dim, self.bottom, self.top))
+        shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
+        if self.model == "fuxi":
+            return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
+        loader = self.epochs()
+        assert isinstance(loader, ImpressionLoader)
+        context = loader.context
+        return GRM(
+            GRMConfig(
+                **{**shared, "max_seq_len": self.max_seq_len + self.max_exposed + len(context)},
+                context_dim=self.context_dim,
+                context=context,
+                tasks=loader.tasks,
+                relative_bias=sizes.relative_bias,
+                genres=_interactions(self.data).genres is not None,
+            )
+        )
+
+    def tables(self, optimizer: OptimizerName) -> HashTableCollection:
+        """Empty tables of the model's features."""
+        return HashTableCollection(
+            self.features(), self.rule(optimizer), merge=self.merge, seed=self.seed, slots=self.slots,
+            chunk_rows=self.chunk_rows,
+        )  # fmt: skip
+
+    def features(self) -> list[FeatureConfig]:
+        """The features that the model looks up."""
+        dim, policy = self.sizes.dim, self.policy
+        if self.model == "dlrm":
+            return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]
+        features = [FeatureConfig("item", dim, policy=policy)]
+        if self.model == "grm":
+            loader = self.epochs()
+            assert isinstance(loader, ImpressionLoader)
+            features += [FeatureConfig("action", dim, policy=policy)]
+            if _interactions(self.data).genres is not None:
+                features += [FeatureConfig("genre", dim, pooling="mean", policy=policy)]
+            features += [FeatureConfig(name, self.context_dim, policy=policy) for name in loader.context]
+        return features
+
+    def rule(self, optimizer: OptimizerName) -> RowOptimizer:
+        """The update rule of rows and dense parameters."""
+        return RowOptimizer(optimizer, self.lr, self.eps)
+
+    def on(self, data: str) -> Job:
+        """The same job on another log; itself for an empty name."""
+        return replace(self, data=data) if data else self
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON holds them, with lists for tuples."""
+        settings = json.loads(json.dumps(asdict(self)))
+        settings["policy"]["heat"] = settings["policy"].pop("precision")  # its name in every checkpoint
+        return settings
+
+
+CLICKS = ("criteo", "avazu")
+"""How the words for logs of clicks begin."""
+
+
+@lru_cache(maxsize=4)
+def _interactions(spec: str) -> Interactions:
+    return load_interactions(spec)
+
+
+@lru_cache(maxsize=4)
+def _clicks(spec: str) -> ClickLog:
+    return load_clicks(spec)

@@ -1,0 +1,1 @@
+"""`tritonrec profile`: where a training step goes."""

@@ -1,0 +1,1 @@
+"""`tritonrec serve-bench`: lookups with a bounded lag beside synchronous ones."""

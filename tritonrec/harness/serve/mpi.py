@@ -1,0 +1,96 @@
+"""The collectives of `tritonrec serve-bench` beside MPI: ``mpiexec -n W python -m ... OUT ...``.
+
+gloo and bls run in the ranks that mpiexec started, alternating with `MPI_Alltoallv`. Rank 0 prints a line for
+every size done, and writes the list of rounds to OUT as JSON: per round and size, seconds by backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...distributed.rank_process import end_with_parent
+from ...files import ScratchFolder
+
+
+def mpiexec() -> str | None:
+    """The launcher beside this interpreter, where the package mpich puts it, or on the path."""
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+
+
+def available() -> bool:
+    """Whether mpi4py and mpiexec are here."""
+    return find_spec("mpi4py") is not None and mpiexec() is not None
+
+
+def run_with_mpi(
+    world_size: int, rounds: int, seed: int, sizes: list[int], advance: Callable[[], None]
+) -> list[dict[int, dict[str, list[float]]]]:
+    """Per round and size, each backend's seconds on every rank. Raises RuntimeError where mpiexec fails."""
+    with ScratchFolder() as directory:
+        out = Path(directory) / "out.json"
+        words = [out, rounds, seed, ",".join(map(str, sizes))]
+        process = subprocess.Popen(
+            [
+                mpiexec() or "mpiexec",
+                "-n",
+                str(world_size),
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                __name__,
+                *map(str, words),
+            ],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            text=True,
+            preexec_fn=end_with_parent,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("done"):
+                advance()
+        if process.wait() != 0 or not out.exists():
+            raise RuntimeError(f"mpiexec ended with status {process.returncode}; --no-mpi leaves MPI out")
+        return [{int(size): cell for size, cell in each.items()} for each in json.loads(out.read_text())]
+
+
+def main(out: str, rounds: str, seed: str, sizes: str) -> None:
+    """A rank."""
+    from mpi4py import MPI
+
+    from .run import time_collectives
+
+    torch.set_num_threads(1)
+    peer = MPI.COMM_WORLD
+    store = f"file://{out}.store"
+    dist.init_process_group("gloo", init_method=store, rank=peer.rank, world_size=peer.size)
+    try:
+        found = []
+        for turn in range(int(rounds)):
+            cells: dict[int, dict[str, list[float]]] = {}
+            for size in map(int, sizes.split(",")):
+                own = time_collectives(size, int(seed) + turn, peer)
+                everyone = peer.allgather(own)
+                cells[size] = {name: [each[name] for each in everyone] for name in own}
+                if peer.rank == 0:
+                    print("done", turn, size, flush=True)
+            found.append(cells)
+        if peer.rank == 0:
+            Path(out).write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,228 @@
+"""Tables, JSON and picture of `tritonrec serve-bench`, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ...files import atomic_write
+from ...version import __version__
+from .rounds import BACKENDS, Result, Series, interval
+
+PAPER = {
+    "delays": "latency 17 -> 12 ms with k > 0, on either backend (8 nodes, mean delay 5 ms, Fig. 7)",
+    "balanced": "no benefit from any k, on either backend (Mini-Kaggle and Ali-CCP, Fig. 8)",
+    "straggler": "cannot be masked (section VI-B); no figure",
+    "sizes": "latency 7 % lower, throughput 6 % higher on BLS, none on MPI (Fig. 7)",
+}
+PAPER_COLLECTIVES = "paper: MPI faster up to 4 KB a rank, BLS above (8 nodes, Infiniband, Fig. 6a)"
+TITLES = {
+    "delays": "Random delays",
+    "balanced": "Balanced",
+    "straggler": "One consistent straggler",
+    "sizes": "Messages of drawn sizes",
+}
+COLOURS = {"gloo": "#999999", "bls": "#0072b2", "MPI": "#e69f00"}
+
+
+def saved(result: Result, setting: Series) -> list[float]:
+    """Seconds a batch less than gloo with k = 0 in the same round, by round."""
+    reference = result.of(setting.scenario, "gloo", 0).latency
+    return [before - now for before, now in zip(reference, setting.latency, strict=True)]
+
+
+def verdict(result: Result, scenario: str, backend: str) -> str:
+    """What the best k saves over k = 0 of the same backend, beside what the delays leave to be saved.
+
+    The best of several is chosen after the fact, so its interval flatters a little.
+    """
+    synchronous = result.of(scenario, backend, 0)
+    others = [result.of(scenario, backend, bound) for bound in result.plan.bounds if bound]
+    if not others:
+        return f"{backend}: only k = 0 was run"
+    best = min(others, key=lambda each: interval(each.latency)[0])
+    gained, half = interval([a - b for a, b in zip(synchronous.latency, best.latency, strict=True)])
+    mean = interval(synchronous.latency)[0]
+    text = (
+        f"{backend}, k = {best.bound}: {_ms(gained, half)} ms a batch less than k = 0 ({gained / mean:.0%})"
+    )
+    if not gained - half > 0:
+        text = (
+            f"{backend}: no k saves time beyond the interval; best k = {best.bound}, {_ms(gained, half)} ms"
+        )
+    if scenario == "delays":
+        possible = interval([a - b for a, b in zip(synchronous.by_delays, best.by_delays, strict=True)])[0]
+        if not gained - half > 0:
+            masked = "nothing of it is shown to be masked"
+        elif gained - half >= possible:
+            masked = "all of it is masked"
+        else:
+            masked = "the interval allows all of it" if gained + half >= possible else "part of it is masked"
+        text += (
+            f"; the others' delays cost {possible * 1e3:.2f} ms, {masked} (delays alone: "
+            f"{interval(synchronous.by_delays)[0] * 1e3:.2f} ms with k = 0, "
+            f"{interval(best.by_delays)[0] * 1e3:.2f} with this k)"
+        )
+    return text
+
+
+def print_report(result: Result, console: Console) -> None:
+    """One table for each scenario, and one of plain all-to-alls."""
+    plan = result.plan
+    console.print(
+        f"{plan.world_size} ranks, {plan.rounds} interleaved rounds; mean and 95 % interval over rounds"
+    )
+    if plan.scenarios:
+        console.print(
+            f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
+            "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
+            "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
+        )
+    for scenario in plan.scenarios:
+        table = Table(title=TITLES[scenario], title_justify="left", padding=0)
+        for name in ("backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response", "lag"):
+            table.add_column(name, justify="left" if name == "backend" else "right", no_wrap=True)
+        for setting in (each for each in result.settings if each.scenario == scenario):
+            table.add_row(
+                setting.backend,
+                str(setting.bound),
+                _ms(*interval(setting.latency)),
+                _ms(*interval(saved(result, setting))),
+                f"{interval(setting.by_delays)[0] * 1e3:.2f}",
+                "{:.0f} ± {:.0f}".format(*interval(setting.throughput)),
+                f"{interval(setting.response)[0] * 1e3:.1f}",
+                str(setting.largest_lag) if setting.backend == "bls" else "-",
+            )
+        console.print(table)
+        for backend in BACKENDS:
+            console.print(verdict(result, scenario, backend), highlight=False)
+        console.print(f"paper: {PAPER[scenario]}\n", highlight=False)
+    if result.collectives:
+        _print_collectives(result, console)
+
+
+def _print_collectives(result: Result, console: Console) -> None:
+    names = _backends(result)
+    table = Table(title="Synchronous all-to-all, k = 0, us", title_justify="left", padding=0)
+    for name in ("bytes", *names, "bls / gloo", "processor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for size, cells in result.collectives.items():
+        ratios = [
+            "{:.2f} ± {:.2f}".format(
+                *interval([b / g for b, g in zip(cells["bls" + of], cells["gloo" + of], strict=True)])
+            )
+            for of in ("", " cpu")
+        ]
+        times = ["{:.0f} ± {:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
+        table.add_row(f"{size:,}", *times, *ratios)
+    console.print(table)
+    console.print(
+        "bytes: to each rank; bls / gloo: of time, and of the processor's time in the slowest rank",
+        highlight=False,
+    )
+    console.print(PAPER_COLLECTIVES, highlight=False)
+    if "MPI" not in names:
+        console.print("MPI is left out: it needs mpi4py and mpiexec", highlight=False)
+
+
+def _backends(result: Result) -> list[str]:
+    """Those whose collectives were timed."""
+    return [name for name in COLOURS if name in next(iter(result.collectives.values()))]
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Every number by round, and where they come from."""
+    return {
+        "environment": {
+            "tritonrec": __version__,
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+        "plan": asdict(result.plan),
+        "settings": [asdict(each) for each in result.settings],
+        "collectives": {str(size): cells for size, cells in result.collectives.items()},
+        "paper": {**PAPER, "collectives": PAPER_COLLECTIVES},
+    }
+
+
+def draw_report(result: Result, path: Path) -> None:
+    """Latency over k for each scenario, and time over size for the collectives."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    plan = result.plan
+    panels = len(plan.scenarios) + bool(result.collectives)
+    if not panels:
+        return
+    columns = min(3, panels)
+    figure, grid = pyplot.subplots(
+        -(-panels // columns), columns, figsize=(4.2 * columns, 3.3 * -(-panels // columns)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    try:
+        axes = iter(grid.flat)
+        for scenario in plan.scenarios:
+            _draw_scenario(next(axes), result, scenario)
+        if result.collectives:
+            _draw_collectives(next(axes), result)
+        for unused in axes:
+            unused.axis("off")
+        with atomic_write(path) as part:
+            figure.savefig(part, dpi=110, format="png")
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_scenario(axes: Any, result: Result, scenario: str) -> None:
+    bounds = result.plan.bounds
+    places = range(len(bounds))
+    for backend in BACKENDS:
+        found = [interval(result.of(scenario, backend, bound).latency) for bound in bounds]
+        means, halves = ([each[at] * 1e3 for each in found] for at in (0, 1))
+        axes.errorbar(places, means, halves, marker="o", capsize=3, color=COLOURS[backend], label=backend)
+    axes.axhline(
+        interval(result.of(scenario, "gloo", 0).latency)[0] * 1e3, color=COLOURS["gloo"], ls=":", lw=1
+    )
+    if scenario in ("delays", "straggler"):
+        alone = [interval(result.of(scenario, "bls", bound).by_delays)[0] * 1e3 for bound in bounds]
+        axes.plot(places, alone, color="#009e73", ls="--", label="the delays alone")
+    axes.set_xticks(places, [str(bound) for bound in bounds])
+    axes.set_xlabel("bound k")
+    axes.set_ylabel("milliseconds per batch")
+    axes.set_ylim(bottom=0)
+    _finish(axes, TITLES[scenario])
+
+
+def _draw_collectives(axes: Any, result: Result) -> None:
+    sizes = list(result.collectives)
+    for name in _backends(result):
+        found = [interval(result.collectives[size][name]) for size in sizes]
+        means, halves = ([each[at] * 1e6 for each in found] for at in (0, 1))
+        axes.errorbar(sizes, means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)
+    axes.set_xscale("log", base=4)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes to each rank")
+    axes.set_ylabel("microseconds")
+    _finish(axes, "Synchronous all-to-all, k = 0")
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _ms(mean: float, half: float) -> str:
+    return f"{mean * 1e3:.2f} ± {half * 1e3:.2f}"

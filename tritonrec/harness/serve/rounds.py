@@ -1,0 +1,261 @@
+"""`tritonrec serve-bench`: inference with a bounded lag beside the synchronous one, interleaved.
+
+The experiments of arXiv 2512.19342, section V and VI, on ranks of this machine. Delays are real sleeps,
+drawn anew each round and the same for all settings of a round; settings are interleaved, and a saving is a
+difference of two runs of one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import TimeElapsedColumn
+
+from ...distributed import TIMEOUT, RankPool
+from ...settings import MOST, MOST_SEED, setting
+from ..progress import CommandProgress
+from .mpi import available, run_with_mpi
+from .run import ServeRun, serve, time_size
+
+SCENARIOS = ("delays", "balanced", "straggler", "sizes")
+BACKENDS = ("gloo", "bls")
+WARM_UP = 5
+LARGEST = 16 * 2**20
+"""Bytes to each rank of the largest all-to-all; 64 MB from each of four ranks."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """The settings of a comparison.
+
+    Args:
+        world_size: ranks, at least 2. bounds: values of k; 0, the reference, is always among them.
+        scenarios: some of `SCENARIOS`. delay: longest random delay in seconds; the straggler sleeps for half
+            of it in every step.
+        steps, rounds: batches of a run, and runs of each setting; intervals need two rounds.
+        batch_size: samples of all ranks together.
+        sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
+
+    Raises ValueError naming the setting that is out of range.
+    """
+
+    world_size: int = setting(4, "Ranks.", 2, 1024)
+    bounds: tuple[int, ...] = setting(
+        (0, 1, 2, 4, 8), "Bounds k, separated by commas; 0 is always run.", 0, 1024
+    )
+    scenarios: tuple[str, ...] = SCENARIOS
+    delay: float = 0.01
+    steps: int = setting(60, "Batches of a run.", 1, MOST)
+    rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
+    batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
+    sizes: tuple[int, ...] = tuple(4**power for power in range(13))
+    seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 2:
+            raise ValueError(f"serve-bench needs at least 2 ranks, got {self.world_size}")
+        if min(self.bounds, default=0) < 0:
+            raise ValueError(f"bounds must be at least 0, got {self.bounds}")
+        if self.rounds < 2:
+            raise ValueError(f"confidence intervals need at least 2 rounds, got {self.rounds}")
+        if self.batch_size < self.world_size:
+            raise ValueError(f"{self.world_size} ranks need as many samples, got {self.batch_size}")
+        if not 0 <= self.delay <= 1:
+            raise ValueError(f"delays must be between 0 and 1000 ms, got {self.delay * 1e3:g}")
+        object.__setattr__(self, "bounds", tuple(sorted({0, *self.bounds})))
+
+
+@dataclass
+class Series:
+    """One scenario, backend and bound, with a number for every round."""
+
+    scenario: str
+    backend: str
+    bound: int
+    latency: list[float] = field(default_factory=list)  # seconds a batch, mean over ranks
+    throughput: list[float] = field(default_factory=list)  # batches a second, summed over ranks (section V-C)
+    response: list[float] = field(default_factory=list)  # seconds from a batch's turn to its prediction
+    by_delays: list[float] = field(default_factory=list)  # seconds a batch that the delays alone would take
+    largest_lag: int = 0
+
+
+@dataclass
+class Result:
+    """All that was measured; `collectives[size][backend]` has seconds by round."""
+
+    plan: ServeConfig
+    settings: list[Series]
+    collectives: dict[int, dict[str, list[float]]]
+
+    def of(self, scenario: str, backend: str, bound: int) -> Series:
+        """One setting."""
+        wanted = (scenario, backend, bound)
+        return next(each for each in self.settings if (each.scenario, each.backend, each.bound) == wanted)
+
+
+def draw_delays(plan: ServeConfig, scenario: str, turn: int) -> np.ndarray:
+    """(W, steps) seconds; those of a round are the same for all settings."""
+    shape = (plan.world_size, plan.steps)
+    if scenario == "delays":
+        return np.random.default_rng([plan.seed, turn]).uniform(0, plan.delay, shape)
+    delays = np.zeros(shape)
+    if scenario == "straggler":
+        delays[-1] = plan.delay / 2
+    return delays
+
+
+def delays_alone(delays: np.ndarray, bound: int) -> float:
+    """Seconds a batch takes, mean over ranks, if nothing but (W, steps) `delays` took time.
+
+    Rank p starts exchange j when it has slept, and goes on when all have started exchange j - bound; at the
+    end it waits for all of them. With bound 0 this is the mean of the longest delay of each step, and with
+    a bound that is large enough the longest of the ranks' mean delays: nobody pays for another's delay.
+    """
+    ranks, steps = delays.shape
+    starts = np.zeros((steps, ranks))
+    now = np.zeros(ranks)
+    for step in range(steps):
+        starts[step] = now + delays[:, step]
+        now = starts[step]
+        if step >= bound:
+            now = np.maximum(now, starts[step - bound].max())
+    return float(starts.max() / steps) if steps else 0.0
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Mean, and half the width of its confidence interval by Student's t."""
+    count = len(values)
+    spread = float(np.std(values, ddof=1)) if count > 1 else float("nan")
+    return float(np.mean(values)), student(count - 1, confidence) * spread / sqrt(count)
+
+
+def student(freedom: int, confidence: float) -> float:
+    """t with P(-t < T < t) = `confidence`.
+
+    With T = sqrt(freedom) tan(a), the angle a has a density proportional to cos(a) ** (freedom - 1).
+    """
+    if freedom < 1:
+        return float("nan")
+    angle = np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos(angle) ** (freedom - 1)
+    share = np.append(0.0, np.cumsum(density[1:] + density[:-1]))
+    return float(sqrt(freedom) * np.tan(np.interp(confidence, share / share[-1], angle)))
+
+
+def run_bench(
+    plan: ServeConfig,
+    console: Console,
+    trace: Path | None = None,
+    mpi: bool = True,
+    timeout: timedelta = TIMEOUT,
+) -> Result:
+    """Measure all of `plan`; with `trace`, keep traces of the first round's bls runs there.
+
+    Raises RuntimeError when a setting's predictions differ from synchronous inference in any bit.
+    """
+    settings = [
+        Series(scenario, backend, bound)
+        for scenario in plan.scenarios
+        for bound in plan.bounds
+        for backend in BACKENDS
+    ]
+    if trace:
+        trace.mkdir(parents=True, exist_ok=True)
+    mpi = mpi and available()
+    with _progress(console) as progress, ExitStack() as stack:
+        collectives = _beside_mpi(plan, progress) if plan.sizes and mpi else {}
+        if not plan.scenarios and (mpi or not plan.sizes):
+            return Result(plan, settings, collectives)
+        pool = stack.enter_context(RankPool((plan.world_size,), timeout))
+        if plan.sizes and not mpi:
+            collectives = _collectives(plan, pool, progress)
+        task = progress.add_task("warming up", total=plan.rounds * len(settings))
+        for scenario in plan.scenarios:
+            short = np.zeros((plan.world_size, WARM_UP))
+            for backend in BACKENDS:
+                pool.run(
+                    serve, plan.world_size, ServeRun(scenario, backend, 0, short, plan.batch_size, plan.seed)
+                )
+        for turn in range(plan.rounds):
+            digests: dict[str, list[str]] = {}
+            for place in range(len(settings)):
+                # Each round begins with another setting.
+                setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
+                progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
+                keep = trace if turn == 0 and setting.backend == "bls" else None
+                _measure(plan, pool, setting, turn, digests, keep, timeout)
+                progress.advance(task)
+    return Result(plan, settings, collectives)
+
+
+def _measure(
+    plan: ServeConfig,
+    pool: RankPool,
+    setting: Series,
+    turn: int,
+    digests: dict[str, list[str]],
+    trace: Path | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> None:
+    delays = draw_delays(plan, setting.scenario, turn)
+    run = ServeRun(
+        setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
+    )
+    ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
+    found = [each["digest"] for each in ranks]
+    if digests.setdefault(setting.scenario, found) != found:
+        raise RuntimeError(f"{_label(setting)}: predictions are not those of the other settings, bit for bit")
+    setting.latency.append(float(np.mean([each["seconds"] for each in ranks])))
+    setting.throughput.append(sum(1 / each["seconds"] for each in ranks))
+    setting.response.append(float(np.mean([each["response"] for each in ranks])))
+    setting.by_delays.append(delays_alone(delays, setting.bound))
+    setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
+
+
+def _collectives(
+    plan: ServeConfig, pool: RankPool, progress: CommandProgress
+) -> dict[int, dict[str, list[float]]]:
+    """Seconds by size, backend and round."""
+    task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
+    rounds = []
+    for turn in range(plan.rounds):
+        cells = {}
+        for size in plan.sizes:
+            ranks = pool.run(time_size, plan.world_size, size, plan.seed + turn)
+            cells[size] = {name: [each[name] for each in ranks] for name in ranks[0]}
+            progress.advance(task)
+        rounds.append(cells)
+    return _slowest(rounds)
+
+
+def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+    """The same, in ranks started by mpiexec."""
+    task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
+    sizes = list(plan.sizes)
+    return _slowest(
+        run_with_mpi(plan.world_size, plan.rounds, plan.seed, sizes, lambda: progress.advance(task))
+    )
+
+
+def _slowest(rounds: list[dict[int, dict[str, list[float]]]]) -> dict[int, dict[str, list[float]]]:
+    """By size, backend and round; a collective takes as long as its slowest rank."""
+    return {
+        size: {name: [max(cells[size][name]) for cells in rounds] for name in by_name}
+        for size, by_name in rounds[0].items()
+    }
+
+
+def _label(setting: Series) -> str:
+    return f"{setting.scenario}, {setting.backend}, k = {setting.bound}"
+
+
+def _progress(console: Console) -> CommandProgress:
+    return CommandProgress(console, TimeElapsedColumn())

@@ -1,0 +1,1 @@
+"""`tritonrec train --slipstream`: runs with and without the dropped inputs, side by side."""

@@ -1,0 +1,160 @@
+"""What `tritonrec train --slipstream` prints and draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...files import atomic_write
+
+METRICS = ("AUC", "accuracy", "BCE")
+PAPER_LOSS = 0.0004
+"""Largest loss of accuracy that the paper reports."""
+
+
+def speedup(summary: dict[str, Any], run: dict[str, Any]) -> float:
+    """CPU seconds of all inputs over those of the run, both after the classification."""
+    return summary["runs"][0]["cpu_seconds"] / max(run["cpu_seconds"], 1e-9)
+
+
+def net_speedup(summary: dict[str, Any], run: dict[str, Any]) -> float:
+    """The same, with the time for snapshots, threshold and classification on the run's side."""
+    spent = run["cpu_seconds"] + summary["overhead_cpu_seconds"]
+    return summary["runs"][0]["cpu_seconds"] / max(spent, 1e-9)
+
+
+def sent(run: dict[str, Any]) -> int:
+    """Bytes of keys, rows and gradients that left the ranks."""
+    return run["counts"]["key_bytes"] + run["counts"]["row_bytes"]
+
+
+def print_slipstream(summary: dict[str, Any], console: Console) -> None:
+    """Tables of dropped inputs, saved time and lost accuracy."""
+    job, snapshots = summary["job"], summary["snapshots"]
+    online = f", the last {summary['online']:.0%} of the inputs online" if summary["online"] else ""
+    console.print(
+        f"Slipstream on {job['data']}, {summary['mode']} at {summary['world_size']} ranks{online}. "
+        "APPROXIMATE unless the threshold is 0.",
+        style="bold",
+        highlight=False,
+    )
+    console.print(_dropped(summary))
+    console.print(_work(summary))
+    console.print(_quality(summary))
+    exact = summary["runs"][0]
+    left_out = snapshots["hot_rows_left_out"]
+    console.print(
+        f"{snapshots['hot_rows']:,} hot rows"
+        f"{f', {left_out:,} more left out for want of memory' if left_out else ''}; "
+        f"{snapshots['rows_judged']:,} of them were trained between the last two snapshots; snapshots take "
+        f"{snapshots['bytes_of_largest_rank'] / 1e6:.2f} MB on the largest rank\n"
+        f"classified before step {summary['classify_at']}; snapshots, threshold and classification took "
+        f"{summary['overhead_cpu_seconds']:.2f} s of CPU time, all inputs afterwards "
+        f"{exact['cpu_seconds']:.2f} s (net speed-up counts both)",
+        highlight=False,
+    )
+
+
+def _dropped(summary: dict[str, Any]) -> Table:
+    table = Table(title="Classification", title_justify="left", padding=(0, 0, 0, 1))
+    for name in ("drop", "T", "rows stale", "hot inputs", "sample", "estimate at T", "dropped", "of all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in summary["runs"][1:]:
+        if run["at_random"]:
+            continue
+        found = run["classification"]
+        low, _share, high = found["interval"]
+        table.add_row(
+            f"{run['drop']:.0%}",
+            f"{found['threshold']:.3g}",
+            f"{found['stale_rows']:,}",
+            f"{found['hot_inputs']:,}",
+            f"{found['sampled']:,}",
+            f"{low:.1%} to {high:.1%}",
+            f"{found['dropped_share_of_hot']:.1%}",
+            f"{found['dropped'] / max(found['inputs'], 1):.1%}",
+        )
+    return table
+
+
+def _work(summary: dict[str, Any]) -> Table:
+    table = Table(title="After the classification", title_justify="left", padding=(0, 0, 0, 1))
+    for name in ("drop", "inputs", "steps", "CPU s", "speed-up", "net", "rows read", "MB sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in summary["runs"]:
+        table.add_row(
+            _name(run),
+            f"{run['inputs']:,}",
+            f"{run['steps']:,}",
+            f"{run['cpu_seconds']:.1f}",
+            "1" if run["drop"] is None else f"{speedup(summary, run):.2f}x",
+            "1" if run["drop"] is None else f"{net_speedup(summary, run):.2f}x",
+            f"{run['counts']['read']:,}",
+            f"{sent(run) / 1e6:.2f}",
+        )
+    return table
+
+
+def _quality(summary: dict[str, Any]) -> Table:
+    table = Table(title="Held out", title_justify="left", padding=(0, 0, 0, 1))
+    table.add_column("drop", justify="right")
+    exact = summary["runs"][0]["metrics"]
+    for name in METRICS:
+        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("difference", justify="right", no_wrap=True)
+    for run in summary["runs"]:
+        cells = [_name(run)]
+        for name in METRICS:
+            value = run["metrics"][name]
+            cells += [f"{value:.5f}", "" if run["drop"] is None else f"{value - exact[name]:+.5f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _name(run: dict[str, Any]) -> str:
+    return "none" if run["drop"] is None else f"{run['drop']:.0%}{' random' if run['at_random'] else ''}"
+
+
+def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
+    """Changes of hot rows between snapshots, and loss of accuracy against speed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    try:
+        changes = [each for each in summary["snapshots"]["changes"] if each]
+        steps = range(2, 2 + len(changes))
+        for quantile in changes[0] if changes else ():
+            values = [each[quantile] for each in changes]
+            left.plot(steps, values, marker="o", label=f"{float(quantile):.0%} of the rows below")
+        left.set(
+            xlabel="snapshot", ylabel="change since the one before", xticks=[*steps], yscale="log",
+            title="Hot rows between snapshots",
+        )  # fmt: skip
+        left.legend(fontsize=8, frameon=False)
+        exact = summary["runs"][0]["metrics"]["accuracy"]
+        for run in summary["runs"]:
+            lost = (exact - run["metrics"]["accuracy"]) * 100
+            speed = 1.0 if run["drop"] is None else speedup(summary, run)
+            colour = "#d00000" if run["drop"] is None else "#999999" if run["at_random"] else "#0072b2"
+            right.scatter(speed, lost, color=colour)
+            label = " all inputs" if run["drop"] is None else f" drop {_name(run)}"
+            right.annotate(label, (speed, lost), fontsize=8)
+        right.axhline(PAPER_LOSS * 100, color="grey", linestyle=":", label="0.04 %, the paper's loss")
+        right.axvline(2, color="grey", linestyle="--", label="2x")
+        right.set(
+            xlabel="speed-up after the classification (CPU time)", ylabel="accuracy lost, percentage points",
+            title="APPROXIMATE: speed against loss",
+        )  # fmt: skip
+        right.legend(fontsize=8, frameon=False)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+        with atomic_write(path) as part:
+            figure.savefig(part, dpi=120, format="png")
+    finally:
+        pyplot.close(figure)

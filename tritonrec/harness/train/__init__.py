@@ -1,0 +1,1 @@
+"""Training in any mode: the loop, evaluation, checkpoints, graceful stops."""

@@ -1,0 +1,81 @@
+"""State of all ranks together: whole tables, counts, the digest, the trace."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from ...distributed import Communicator, Communicators
+from ...embedding import HashTableCollection
+from ...trace import save_joined
+from ..job import Job
+
+
+def _whole_tables(
+    communicators: Communicators, tables: HashTableCollection
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Every rank's ids, ascending, and rows of each logical table."""
+    whole = {}
+    for name, part in tables.export().items():
+        ids, rows = (torch.cat(communicators.shard_control.all_gather(values)) for values in part)
+        ids, order = torch.sort(ids)
+        whole[name] = ids, rows[order]
+    return whole
+
+
+def gathered(communicators: Communicators, tables: HashTableCollection, job: Job) -> HashTableCollection:
+    """Every rank's weights in tables of one process."""
+    whole = job.tables("sgd")
+    for name, (ids, rows) in _whole_tables(communicators, tables).items():
+        dim = whole.initial_rows(name, ids[:0]).shape[1]
+        whole.load(name, ids, rows[:, :dim].contiguous())
+    return whole
+
+
+def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
+    """The counts of all its ranks together."""
+    values = communicator.all_reduce(torch.tensor([*counts.values()], dtype=torch.int64), "counts")
+    return dict(zip(counts, values.tolist(), strict=True))
+
+
+def table_totals(communicators: Communicators, tables: HashTableCollection) -> dict[str, int]:
+    """Rows, bytes and counts of the tables of all ranks."""
+    sums: Counter[str] = Counter()
+    for group in tables.groups:
+        table = group.table
+        sums.update({"rows": len(table), **vars(table.counters), **table.memory()})
+        sums["value_bytes"] += 4 * table.row_width * len(table) - table.memory()["saved_by_fp16"]
+    return totals(communicators.shard_control, sums)
+
+
+def _barrier(communicators: Communicators) -> None:
+    communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "barrier")
+
+
+def save_trace(communicators: Communicators, recorder, path: str | Path) -> None:
+    """Write what the recorders of all ranks hold to one file; collective."""
+    parts = [f"{path}.rank{rank}" for rank in range(communicators.world_size)]
+    recorder.save(parts[communicators.rank])
+    _barrier(communicators)
+    if communicators.rank == 0:
+        save_joined(parts, path)
+        for part in parts:
+            Path(part).unlink()
+
+
+def state_digest(
+    communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]
+) -> str:
+    """SHA-256 over dense parameters, keys and rows with their states, independent of the sharding."""
+    digest = hashlib.sha256()
+    for name in sorted(dense):
+        digest.update(name.encode())
+        digest.update(dense[name].contiguous().numpy().tobytes())
+    for name, parts in sorted(_whole_tables(communicators, tables).items()):
+        digest.update(name.encode())
+        for part in parts:
+            digest.update(part.contiguous().numpy().tobytes())
+    return digest.hexdigest()

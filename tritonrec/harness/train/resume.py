@@ -1,0 +1,64 @@
+"""Checkpoints of a run: their metadata, and the settings in which a run that goes on may differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ...distributed import Communicators
+from ...embedding import DenseOptimizer, HashTableCollection
+from ..job import Job
+from .run import Run
+from .saver import restore
+
+LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance"}
+"""Settings that change no bit, so a run may go on with others."""
+
+NESTED = ("sizes", "policy")
+"""Settings that are made of others."""
+
+
+def metadata(run: Run) -> dict[str, Any]:
+    """Settings saved with every checkpoint."""
+    return {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+
+
+def resume(communicators: Communicators, run: Run, tables: HashTableCollection, dense: DenseOptimizer) -> int:
+    """Load the newest checkpoint; each rank reads the slices it owns, whatever world size saved them."""
+    if not run.checkpoint:
+        raise ValueError("resuming needs the directory of a checkpoint")
+    usual = _settings({"job": Job().as_json()})  # for settings that an older version did not save
+    here = _settings(json.loads(json.dumps(metadata(run))))
+
+    def accept(meta: dict[str, Any]) -> None:
+        if not isinstance(meta.get("job"), dict):
+            raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
+        saved = {**usual, **_settings(meta)}
+        different = [
+            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now"
+            for name in sorted({*saved, *here})
+            if saved.get(name) != here.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"the checkpoint in {run.checkpoint} was made with other settings: {'; '.join(different)}; "
+                "use the same, or another directory"
+            )
+
+    step = restore(communicators, run.checkpoint, tables, dense, accept)
+    if step % run.window.accumulate:
+        raise ValueError(
+            f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
+        )
+    return step
+
+
+def _settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """By name the settings that change a bit, those of the model's sizes and of policies one by one."""
+    flat: dict[str, Any] = {}
+    values = {**meta, **meta["job"]}
+    for name in values.keys() - LAYOUT:
+        value = values[name]
+        parts = value if name in NESTED and isinstance(value, dict) else {}
+        flat |= {f"{name}.{part}": each for part, each in parts.items()} or {name: value}
+    return {name: value for name, value in flat.items() if name != "sizes.recompute"}

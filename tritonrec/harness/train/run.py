@@ -1,0 +1,44 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...embedding import OptimizerName
+from ...pipeline import Mode, WindowConfig
+from ...settings import MOST, setting
+from ..job import Job
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Args:
+        job: data, model, optimizer settings. mode, window: see `Trainer`. optimizer: of rows and dense.
+        steps: train up to this step, counted from the run's beginning.
+        checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
+        full_every: every n-th save is whole, those between hold the changes.
+        resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
+        trace: write a Perfetto trace of all ranks to this file.
+    """
+
+    job: Job
+    mode: Mode = setting("nestpipe", "How the steps are scheduled.")
+    window: WindowConfig = field(default_factory=WindowConfig)
+    optimizer: OptimizerName = setting("adam", "Update rule of rows and dense parameters.")
+    steps: int = 100
+    checkpoint: Path | None = setting(None, "Directory to save to.")
+    save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
+    full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
+    resume: bool = setting(False, "Go on from the newest checkpoint.")
+    evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
+    trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Of the run, its window and its job, by name."""
+    settings = {**vars(run.window), **vars(run.job), **vars(run)}
+    return {name: value for name, value in settings.items() if name not in ("job", "window")}

@@ -1,0 +1,71 @@
+"""The printed summary of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from .run import Run
+
+SHOWN = {
+    "grm": ("group AUC of the last impressions", "item's rate"),
+    "dlrm": ("clicks held out", "one rate for all"),
+}
+"""By model the metrics and the baseline in words; next-item models are alike."""
+
+
+def in_words(metrics: dict[str, float]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {value:.6f}" for name, value in metrics.items())
+
+
+def summary_table(run: Run, summary: dict[str, Any]) -> Table:
+    """Metrics of the model beside those of a ranking without training."""
+    ranking, simple = SHOWN.get(run.job.model, ("full ranking, leave one out", "popularity"))
+    table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {run.steps} steps: {ranking}")
+    table.add_column("")
+    for name in summary["metrics"]:
+        table.add_column(name, justify="right")
+    table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
+    table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
+    seconds = summary["seconds_per_step"]
+    pace = "too few steps to time" if seconds is None else f"{seconds * 1e3:.1f} ms per step"
+    table.caption = (
+        f"loss {summary['loss']:.6f}, {pace}, "
+        f"SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
+    )
+    return table
+
+
+def tables_line(summary: dict[str, Any]) -> str:
+    """Counts of tables and lookups, in a few lines."""
+    tables, lookups, steps = summary["tables"], summary["lookups"], max(summary["steps_run"], 1)
+    done = ", ".join(
+        f"{tables[name]:,} {name}"
+        for name in ("inserted", "evicted", "rejected", "promoted", "demoted")
+        if tables[name]
+    )
+    keys = (tables["key_structure"] + tables["metadata"]) / max(tables["rows"], 1)
+    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and metadata a row"]
+    if tables["saved_by_fp16"]:
+        saved = tables["saved_by_fp16"]
+        share = saved / (saved + tables["value_bytes"])
+        lines.append(f"half precision saves {saved / 1e6:.2f} MB of row values ({share:.0%})")
+    if lookups["occurrences"]:
+        sent, read = lookups["exchanged"] / lookups["occurrences"], lookups["read"] / lookups["occurrences"]
+        lines.append(
+            f"lookups: {lookups['lookups'] / steps / summary['world_size']:.0f} per step and rank; of "
+            f"{lookups['occurrences'] / steps:,.0f} ids a step {sent:.1%} are exchanged, {read:.1%} read"
+        )
+    return "\n".join(lines)
+
+
+def stopped_line(run: Run, step: int) -> str:
+    """Step and checkpoint of a run that was stopped."""
+    at = f"stopped at step {step} of {run.steps}"
+    if not run.checkpoint:
+        return f"{at}; nothing was saved, which takes --checkpoint DIRECTORY"
+    if not step:
+        return f"{at}; there was nothing to save"
+    return f"{at}; saved to {run.checkpoint}; go on with --resume"

@@ -1,0 +1,293 @@
+"""The contract table: which modes are compared with which reference, under which conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+from ...embedding import OptimizerName
+from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
+from ..job import Job
+from .variants import RESTART, VARIANTS, Variant
+
+WORLD_SIZES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 3, 4, 8)
+OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
+HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
+"""A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
+samples, so that ranks and micro-batches stay empty."""
+VARIANT_STEPS = 6
+"""Fewer would show nothing: rows have to come, go unused, be evicted and return."""
+CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run of `ReferenceTrainer` with `accumulate` batches an update, each the batches of `ranks` ranks."""
+
+    job: Job
+    optimizer: OptimizerName
+    accumulate: int = 1
+    ranks: int = 1
+
+    @property
+    def file_name(self) -> str:
+        """The same for equal references, in every process."""
+        return f"synchronous-{sha256(repr(self).encode()).hexdigest()[:16]}.safetensors"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run that must equal its reference.
+
+    That is `ReferenceTrainer` for ``"batch"``, the same cut run sequentially for ``"window"``.
+
+    `delay_seed`, if given, seeds random waits before every task of every rank. `data` names another log
+    than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to
+    whole updates. With `restart` the run is saved half way, and goes on at that world size in fresh
+    tables and with fresh optimizers. `replicas` ranks hold the same part of the tables (2D sparse
+    parallelism), before a restart; after it there is one copy.
+    """
+
+    mode: Mode
+    consistency: Consistency
+    world_size: int
+    micro_batches: int
+    clustering: bool
+    optimizer: OptimizerName
+    steps: int
+    delay_seed: int | None = None
+    data: str = ""
+    variant: str = ""
+    restart: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        # A last update of fewer batches would have to be the reference's last one too, and others share that.
+        accumulate = self._variant.window.get("accumulate", 1)
+        object.__setattr__(self, "steps", -(-self.steps // accumulate) * accumulate)
+
+    def job(self, job: Job) -> Job:
+        """The job of the case, where the harness has `job`."""
+        return self._variant.job(job.on(self.data))
+
+    def window(self, seed: int) -> WindowConfig:
+        """How it cuts its batches."""
+        return WindowConfig(
+            self.micro_batches, self.consistency, self.clustering, seed=seed, **self._variant.window
+        )
+
+    def reference(self, job: Job) -> Reference:
+        """The run it is compared with."""
+        accumulate = self._variant.window.get("accumulate", 1)
+        ranks = self.world_size if self._variant.per_world else 1
+        return Reference(self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks)
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """Counts that tell what the variant did."""
+        return self._variant.shows
+
+    @property
+    def _variant(self) -> Variant:
+        return VARIANTS[self.variant] if self.variant else Variant("")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode} {self.consistency} world_size={self.world_size} "
+            f"{f'replicas={self.replicas} ' if self.replicas > 1 else ''}N={self.micro_batches} "
+            f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
+            f"{' on ' + self.data if self.data else ''}{' ' + self.variant if self.variant else ''}"
+            f"{f' restarted at world_size={self.restart}' if self.restart else ''}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def simpler(self) -> Iterable[Case]:
+        """Cases with one thing made simpler, in the order in which they are worth trying."""
+        if self.restart:
+            yield replace(self, restart=0)
+        if self.variant:
+            yield replace(self, variant="")
+        if self.replicas > 1:
+            yield replace(self, replicas=1)
+        elif self.world_size > 1:
+            yield replace(self, world_size=1)
+            yield replace(self, world_size=self.world_size // 2)
+        if self.micro_batches > 1:
+            yield replace(self, micro_batches=1)
+            yield replace(self, micro_batches=self.micro_batches // 2)
+        if self.clustering:
+            yield replace(self, clustering=False)
+        if self.optimizer != "sgd":
+            yield replace(self, optimizer="sgd")
+        if self.delay_seed is not None:
+            yield replace(self, delay_seed=None)
+
+
+def contract_table(
+    size: str = "default",
+    modes: Iterable[Mode] = PIPELINED,
+    world_sizes: Iterable[int] = WORLD_SIZES,
+    micro_batches: Iterable[int] = MICRO_BATCHES,
+    steps: int | None = None,
+) -> list[Case]:
+    """Cases of a run of `tritonrec verify`.
+
+    ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and adds the
+    longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
+    factor, and every mode at both levels. Each adds cases on `HOSTILE`, and `extra_cases`. The choice is
+    deterministic.
+    """
+    factors = (
+        tuple(modes),
+        CONSISTENCIES,
+        tuple(world_sizes),
+        tuple(micro_batches),
+        (False, True),
+        OPTIMIZERS,
+    )
+    everything = [
+        Case(*values, steps=steps or {"quick": 3}.get(size, 6), delay_seed=index if index % 2 else None)
+        for index, values in enumerate(product(*factors))
+    ]
+    if size == "full":
+        chosen = everything
+    elif size == "quick":
+        chosen = _cover(everything, lambda case: {*enumerate(_values(case)), (case.mode, case.consistency)})
+    elif size == "default":
+        chosen = _cover(everything, lambda case: set(combinations(enumerate(_values(case)), 3)))
+        longest = Case(
+            factors[0][-1],
+            "batch",
+            max(factors[2]),
+            max(factors[3]),
+            True,
+            "adam",
+            steps or 30,
+            delay_seed=None,
+        )
+        chosen.append(longest)
+    else:
+        raise ValueError(f"size must be quick, default or full, got {size!r}")
+    ranks, count = max(factors[2]), max(factors[3])
+    for mode in factors[0][-1:] if size == "quick" else factors[0]:
+        for consistency in CONSISTENCIES:
+            hostile = Case(mode, consistency, ranks, count, True, "adam", steps or 6, 7, HOSTILE)
+            chosen += [
+                hostile,
+                replace(hostile, world_size=min(factors[2]), clustering=False, delay_seed=None),
+            ]
+    chosen += extra_cases(size, factors[0], factors[2], factors[3], steps)
+    order = {mode: place for place, mode in enumerate(("sequential", *factors[0]))}
+
+    def place(c: Case) -> tuple[Any, ...]:
+        if c.replicas > 1:
+            return 3, c.variant, c.world_size, c.replicas, order[c.mode]
+        if c.restart:
+            return 2, c.world_size, c.restart
+        plain = (c.consistency, c.world_size, c.micro_batches, c.steps)
+        return (1, c.variant, order[c.mode], *plain) if c.variant else (0, order[c.mode], *plain)
+
+    return sorted(chosen, key=place)
+
+
+def extra_cases(
+    size: str,
+    modes: Sequence[Mode],
+    world_sizes: Sequence[int],
+    micro_batches: Sequence[int],
+    steps: int | None,
+) -> list[Case]:
+    """Every variant, and restarts from every world size up to the largest at every other.
+
+    ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
+    with modes and micro-batches dealt round robin; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
+    """
+    length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
+
+    def case(index: int, **changes: Any) -> Case:
+        able = [mode for mode in modes if mode in VARIANTS[changes["variant"]].modes]
+        mode, count = able[-1 - index % len(able)], micro_batches[-1 - index % len(micro_batches)]
+        plain = Case(mode, "batch", largest, count, index % 3 == 1, "adam", length, delay_seed=index)
+        return replace(plain, **changes)
+
+    if size == "full":
+        wide = product(enumerate(VARIANTS), modes, world_sizes, CONSISTENCIES)
+        cases = [
+            case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
+            for (index, name), mode, ranks, consistency in wide
+            if name != RESTART and mode in VARIANTS[name].modes
+        ]
+    else:
+        cases = [
+            case(index, variant=name)
+            for index, name in enumerate(VARIANTS)
+            if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
+        ]
+    cases += replica_cases(size, modes, largest, micro_batches, length)
+    every = range(1, largest + 1)
+    pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
+    for index, (before, after) in enumerate(pairs):
+        cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
+    return cases
+
+
+def replica_cases(
+    size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
+) -> list[Case]:
+    """2D sparse parallelism: every grouping of the largest world size and of twice as many ranks.
+
+    Each in the last mode and without any overlap; ``"quick"`` runs one grouping. Then cases with all
+    switches and policies, and one that goes on at another world size, with one copy of the tables.
+    """
+    if largest < 2:
+        return []
+    ranks = [(world, replicas) for world in (largest, 2 * largest) for replicas in range(2, world + 1)]
+    meshes = [(world, replicas) for world, replicas in ranks if world % replicas == 0]
+    optimizers = OPTIMIZERS[::-1]
+    cases = [
+        Case(
+            mode, "batch", world, micro_batches[index % len(micro_batches)], True,
+            optimizers[index % 3], steps, index if mode in PIPELINED else None, replicas=replicas,
+        )
+        for index, (world, replicas) in enumerate(meshes[:1] if size == "quick" else meshes)
+        for mode in (modes[-1], "sequential")
+    ]  # fmt: skip
+    if "nestpipe" in modes:
+        both = Case("nestpipe", "batch", 2 * (largest // 2), max(micro_batches), True, "adam", steps, 5)
+        cases.append(replace(both, variant="scale", replicas=2))
+        if size != "quick":
+            cases.append(replace(both, variant="scale", world_size=2 * largest, replicas=largest))
+        cases.append(replace(both, variant=RESTART, replicas=2, restart=1))
+    return cases
+
+
+def _values(case: Case) -> tuple[Any, ...]:
+    return (
+        case.mode,
+        case.consistency,
+        case.world_size,
+        case.micro_batches,
+        case.clustering,
+        case.optimizer,
+        case.delay_seed is not None,
+    )
+
+
+def _cover(cases: list[Case], covers) -> list[Case]:
+    """A few cases that together cover whatever any case covers; greedy, the same every time."""
+    candidates = cases[:]
+    Random(0).shuffle(candidates)
+    open_ = set().union(*(covers(case) for case in candidates))
+    chosen = []
+    while open_:
+        best = max(candidates, key=lambda case: len(covers(case) & open_))
+        chosen.append(best)
+        open_ -= covers(best)
+    return chosen

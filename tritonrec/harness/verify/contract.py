@@ -1,0 +1,188 @@
+"""`tritonrec verify`: the contract table, injected faults, recorded traces, and their report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import TimeElapsedColumn
+
+from ...distributed import TIMEOUT, RankDiedError, RankPool
+from ...files import ScratchFolder
+from ...pipeline import ScheduleError, check, schedule_of
+from ..job import Job
+from ..progress import CommandProgress
+from .cases import Case, Reference
+from .faults import FAULTS, Fault
+from .report import CaseResult, FaultResult, Report, print_report
+from .run_case import RankReport, Stretch, record_reference, run_case
+from .state import earliest
+
+MAX_SHRINKS = 12
+"""Simpler cases tried after a difference; each is one short run."""
+
+
+class Verifier:
+    """Runs cases on a pool of ranks against references recorded once.
+
+    Args:
+        job: the training job. meshes: world sizes and replicas of the cases.
+        timeout: of a collective, after which a missing rank is an error.
+    """
+
+    def __init__(self, job: Job, meshes: Iterable[int | tuple[int, int]], timeout: timedelta = TIMEOUT):
+        self.job, self._timeout = job, timeout
+        self._pool = RankPool(meshes, timeout)
+        self._references = ScratchFolder()
+        self._recorded: dict[Reference, int] = {}
+
+    def record(self, cases: Iterable[Case]) -> None:
+        """Record the references that `cases` need and that are not there yet."""
+        wanted: dict[Reference, int] = {}
+        for case in cases:
+            if case.consistency == "batch":
+                which = case.reference(self.job)
+                wanted[which] = max(case.steps, wanted.get(which, 0))
+        for reference, steps in wanted.items():
+            if self._recorded.get(reference, 0) < steps:
+                record_reference(reference, steps, self._references.name)
+                self._recorded[reference] = steps
+
+    def run(self, case: Case, fault: str | None = None) -> CaseResult:
+        """Run one case on all its ranks."""
+        self.record([case])
+        try:
+            reports = self._run(case, fault)
+        except RankDiedError as error:
+            # Ranks may still wait for each other; fresh ones owe nobody anything.
+            self._pool.close()
+            self._pool = RankPool(self._pool.meshes, self._timeout)
+            return CaseResult(case, False, error=str(error))
+        first = earliest([report.first_difference for report in reports])
+        counts = sum((Counter(report.counts) for report in reports), Counter())
+        idle = [name for name in case.shows if not counts[name]]
+        return CaseResult(
+            case,
+            first is None and not idle,
+            first,
+            sum(report.tensors_compared for report in reports),
+            sum(report.bytes_compared for report in reports),
+            max(report.seconds for report in reports),
+            dict(counts),
+            f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None,
+        )
+
+    def _run(self, case: Case, fault: str | None) -> list[RankReport]:
+        args = (self.job, case, self._references.name, fault)
+        if not case.restart:
+            return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
+        half = case.steps // 2
+        with ScratchFolder() as saved:
+            stretch = Stretch(0, half, save=saved)
+            before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
+            rest = Stretch(half, case.steps, load=saved)
+            return before + self._pool.run(run_case, case.restart, *args, rest)
+
+    def shrink(self, failed: CaseResult) -> CaseResult:
+        """The simplest case found that still fails."""
+        smallest, tries = failed, 0
+        if failed.first_difference:
+            shorter = replace(failed.case, steps=failed.first_difference.step + 1)
+            smallest = replace(failed, case=shorter)
+        progress = True
+        while progress and tries < MAX_SHRINKS:
+            progress = False
+            for simpler in smallest.case.simpler():
+                if (simpler.world_size, simpler.replicas) not in self._pool.meshes:
+                    continue
+                tries += 1
+                result = self.run(simpler)
+                if not result.identical:
+                    smallest, progress = result, True
+                    if result.first_difference:
+                        steps = result.first_difference.step + 1
+                        smallest = replace(result, case=replace(simpler, steps=steps))
+                    break
+                if tries >= MAX_SHRINKS:
+                    break
+        return smallest
+
+    def run_fault(self, fault: Fault) -> FaultResult:
+        """Inject a fault and see who notices; the same case without it must be identical."""
+        by, evidence, where = [], [], ""
+        if fault.injection.schedule is not None:
+            try:
+                schedule = schedule_of(fault.case.mode, fault.case.window(0), fault.case.replicas)
+                check(fault.injection.schedule(schedule), fault.case.micro_batches)
+            except ScheduleError as error:
+                by.append("check")
+                evidence.append(str(error))
+        clean = self.run(fault.case)
+        if not clean.identical:
+            evidence.append(f"the clean case is not identical: {clean.error or clean.first_difference}")
+            return FaultResult(fault, False, by, "; ".join(evidence))
+        result = self.run(fault.case, fault.name)
+        if result.first_difference:
+            by.append("bits")
+            evidence.append(str(result.first_difference))
+            where = f"step {result.first_difference.step}, {result.first_difference.tensor}"
+        elif result.error:
+            by.append("error")
+            evidence.append(result.error.splitlines()[0])
+        return FaultResult(fault, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
+
+    def close(self) -> None:
+        """Stop the ranks and drop the references."""
+        self._pool.close()
+        self._references.cleanup()
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def verify_contract(
+    job: Job,
+    cases: list[Case],
+    faults: bool = False,
+    console: Console | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Report:
+    """Run the contract table and, if asked, the injected faults; prints progress and tables on `console`."""
+    console = console or Console()
+    injected = FAULTS if faults else []
+    every = [*cases, *(fault.case for fault in injected)]
+    meshes = {(case.world_size, case.replicas) for case in every}
+    meshes |= {(case.restart, 1) for case in every if case.restart}
+    report = Report(job)
+    with Verifier(job, meshes, timeout) as verifier, _progress(console) as progress:
+        task = progress.add_task("recording references", total=len(cases) + len(injected))
+        verifier.record(every)
+        for case in cases:
+            progress.update(task, description=str(case))
+            report.cases.append(verifier.run(case))
+            progress.advance(task)
+        for fault in injected:
+            progress.update(task, description=f"injected fault: {fault.name}")
+            report.faults.append(verifier.run_fault(fault))
+            progress.advance(task)
+        failed = [result for result in report.cases if not result.identical]
+        if failed:
+            progress.update(task, description="looking for the smallest case that fails")
+            report.smallest = verifier.shrink(min(failed, key=_size))
+    print_report(report, console)
+    return report
+
+
+def _size(result: CaseResult) -> tuple[int, ...]:
+    case = result.case
+    return (result.error is not None, case.world_size, case.micro_batches, case.clustering, case.steps)
+
+
+def _progress(console: Console) -> CommandProgress:
+    return CommandProgress(console, TimeElapsedColumn())

@@ -1,0 +1,252 @@
+"""Injected faults: each breaks the promise in one place, and `tritonrec verify --inject-faults` must notice.
+
+A fault in the schedule is run with the check switched off, so that its effect must show in the bits; whether
+the check alone would have refused it is reported beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...pipeline import Edge
+from . import injections
+from .cases import Case
+from .injections import Injection
+from .variants import RESTART
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An injected fault and the case in which it must show."""
+
+    name: str
+    description: str
+    case: Case
+    injection: Injection
+
+
+def injection_of(name: str) -> Injection:
+    """The injection of the fault called `name`."""
+    return next(fault.injection for fault in FAULTS if fault.name == name)
+
+
+def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
+    return Case(mode, consistency, world_size, micro_batches, False, optimizer, steps=5)
+
+
+FAULTS = [
+    Fault(
+        "no-copy-of-kept-rows",
+        "rows of K(t-1) & K(t) are not copied into the prefetch buffer",
+        _case(),
+        Injection(injections.no_copy_of_kept_rows),
+    ),
+    Fault(
+        "copy-of-wrong-rows",
+        "the copied rows land at other keys",
+        _case(),
+        Injection(injections.wrong_rows),
+    ),
+    Fault(
+        "read-before-write-back",
+        "retrieval of batch t does not wait for the write-back of batch t-2",
+        _case(),
+        Injection(
+            schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=2)),
+            delay=injections.slow("write_back"),
+        ),
+    ),
+    Fault(
+        "copy-before-update",
+        "kept rows are copied without waiting for the update of batch t-1",
+        _case(),
+        Injection(
+            schedule=lambda schedule: schedule.without_edge("copy_kept_rows", Edge("sparse_update", batch=1)),
+            delay=injections.slow("sparse_update"),
+        ),
+    ),
+    Fault(
+        "reduce-before-last-micro-batch",
+        "dense gradients are reduced before the window's computation has ended",
+        _case(),
+        Injection(
+            schedule=lambda schedule: schedule.without_edge("dense_reduce", Edge("compute", "all")),
+            delay=injections.slow("compute", 2),
+        ),
+    ),
+    Fault(
+        "lost-micro-batch-gradient",
+        "embedding gradients of the last micro-batch are dropped",
+        _case(mode="fwp", optimizer="sgd"),
+        Injection(injections.lost_gradient),
+    ),
+    Fault(
+        "gradient-added-twice",
+        "embedding gradients of micro-batch 1 count twice",
+        _case(mode="dbp", optimizer="rowwise_adagrad"),
+        Injection(injections.gradient_twice),
+    ),
+    Fault(
+        "update-inside-window",
+        "rows are updated after the first micro-batch instead of once per window",
+        _case(mode="dbp", optimizer="sgd"),
+        Injection(injections.update_inside_window),
+    ),
+    Fault(
+        "float-sums",
+        "contributions are added in float32 and rounded to fixed point afterwards",
+        _case(micro_batches=2),
+        Injection(injections.float_sums),
+    ),
+    Fault(
+        "sums-of-four-bytes",
+        "gradient sums travel as int32 instead of in the bytes they need",
+        _case(),
+        Injection(injections.sums_of_four_bytes),
+    ),
+    Fault(
+        "initial-value-by-arrival",
+        "initial rows depend on the order of arrival instead of the key",
+        _case(),
+        Injection(injections.initial_by_arrival),
+    ),
+    Fault(
+        "stale-dense-parameter",
+        "rank 1 misses one update of one parameter",
+        _case(),
+        Injection(injections.stale_dense_parameter),
+    ),
+    Fault(
+        "local-token-count",
+        "gradients are divided by this rank's tokens instead of the global batch's",
+        _case(),
+        Injection(injections.local_token_count),
+    ),
+    Fault(
+        "bias-correction-per-micro-batch",
+        "Adam counts micro-batches instead of steps",
+        _case(),
+        Injection(injections.correction_per_micro_batch),
+    ),
+    Fault(
+        "one-buffer",
+        "rows of batch t are loaded over those batch t-1 is training on",
+        _case(),
+        Injection(injections.one_buffer, delay=injections.slow("compute")),
+    ),
+    Fault(
+        "dropout-by-place",
+        "the dropout mask goes by a sample's place in its micro-batch instead of by the sample",
+        _case(),
+        Injection(injections.dropout_by_position),
+    ),
+    Fault(
+        "ids-of-merged-tables-meet",
+        "equal ids of two merged tables share a row",
+        replace(_case(), variant="merged"),
+        Injection(injections.ids_of_merged_tables_meet),
+    ),
+    Fault(
+        "rows-handed-out-in-reverse",
+        "after dedup the rows go back to the occurrences in the wrong order",
+        replace(_case(), variant="dedup-exchange"),
+        Injection(injections.rows_in_reverse),
+    ),
+    Fault(
+        "evicts-rows-in-a-buffer",
+        "eviction takes rows that the window before still trains on",
+        replace(_case(), variant="lfu", steps=8),
+        Injection(injections.evicts_rows_in_a_buffer),
+    ),
+    Fault(
+        "cold-rows-not-rounded",
+        "rows in low precision stay float32 in the buffers",
+        replace(_case(), variant="precision-tiers"),
+        Injection(injections.low_precision_not_rounded),
+    ),
+    Fault(
+        "accumulation-divides-by-one-batch",
+        "accumulated gradients are divided by the loss count of one batch",
+        replace(_case(), variant="accumulate", steps=6),
+        Injection(injections.mean_over_one_batch),
+    ),
+    Fault(
+        "restart-without-scores",
+        "scores and access counts start from zero after a restart",
+        replace(_case(), variant=RESTART, steps=8, restart=1),
+        Injection(injections.restart_without_scores),
+    ),
+    Fault(
+        "gradients-leave-at-first-use",
+        "gradients leave with the first micro-batch that uses a row, and miss what later ones add",
+        replace(_case(), variant="first-use"),
+        Injection(injections.gradients_leave_at_first_use),
+    ),
+    Fault(
+        "last-rows-stay-in-the-buffer",
+        "rows that stayed in a buffer do not come home when the pipeline runs empty",
+        replace(_case(), variant="skip-fetch"),
+        Injection(injections.last_rows_stay_in_the_buffer),
+    ),
+    Fault(
+        "dropped-rows-not-written-back",
+        "rows that a batch drops are taken for kept ones and never written back",
+        replace(_case(), variant="scale", steps=8),
+        Injection(injections.dropped_rows_not_written_back),
+    ),
+    Fault(
+        "fetch-before-dropped-rows-are-written",
+        "retrieval of batch t does not wait until batch t-1 has written back the rows that it drops",
+        replace(_case(), variant="scale", steps=12),
+        Injection(
+            schedule=lambda schedule: schedule.without_edge("retrieve", Edge("write_back", batch=1)),
+            delay=injections.slow("write_back"),
+        ),
+    ),
+    Fault(
+        "replicas-keep-their-gradients",
+        "gradients are not added up over the replicas of a part",
+        replace(_case(), replicas=2),
+        Injection(injections.replicas_keep_their_gradients),
+    ),
+    Fault(
+        "replicas-in-different-orders",
+        "replicas hold the same rows in different orders when their gradients are added up",
+        replace(_case(), replicas=2),
+        Injection(injections.replicas_in_different_orders),
+    ),
+    Fault(
+        "update-before-replica-reduction",
+        "rows are updated without waiting for the gradients of other replicas",
+        replace(_case(), replicas=2),
+        Injection(
+            injections.means_begin_at_zero,
+            schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce", "all")),
+            delay=injections.slow("replica_reduce"),
+        ),
+    ),
+    Fault(
+        "replica-reduction-after-the-first-use",
+        "gradients are added up over the replicas before the last micro-batch that uses their rows",
+        replace(_case(), variant="scale", replicas=2),
+        Injection(injections.replica_reduction_after_the_first_use),
+    ),
+    Fault(
+        "replica-reduction-before-the-gradients",
+        "replicas do not wait for the gradients of the micro-batch after which they are reduced",
+        replace(_case(), variant="scale", replicas=2),
+        Injection(
+            # The rows are there to be reduced; only their gradients are not.
+            schedule=lambda schedule: schedule.without_edge(
+                "replica_reduce", Edge("gradient_exchange", "same")
+            ).with_edges("replica_reduce", Edge("compute", "same")),
+            delay=injections.slow("gradient_exchange"),
+        ),
+    ),
+    Fault(
+        "lost-gradient-at-window-consistency",
+        "as above, where the reference is the same cut run sequentially",
+        _case(mode="fwp", optimizer="sgd", consistency="window"),
+        Injection(injections.lost_gradient),
+    ),
+]

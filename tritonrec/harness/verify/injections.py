@@ -1,0 +1,339 @@
+"""What injected faults do: to the program, the schedule, or the timing that brings them out.
+
+A fault in a stage is a function of its own before, after or in place of the stage; like a stage it declares
+what it is passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ... import ops
+from ...data import JaggedBatch
+from ...pipeline import Program, Schedule, Task, Window
+from ...pipeline.dist_plan import RowDist
+from ...pipeline.places import (
+    Buffer,
+    Context,
+    Dense,
+    Gradients,
+    MeanGradient,
+    OwnedRows,
+    Routes,
+    RowGradient,
+)
+from ...pipeline.stage import From, Previous, Read, Update, Write
+
+
+@dataclass(frozen=True)
+class Injection:
+    """How a fault is injected: by changing the program, the schedule, or the timing that brings it out."""
+
+    program: Callable[[Program], None] | None = None
+    schedule: Callable[[Schedule], Schedule] | None = None
+    delay: Callable[[Task], float] | None = None
+
+
+def nothing() -> None:
+    """A stage that does nothing."""
+
+
+def no_copy_of_kept_rows(program: Program) -> None:
+    program.replace("copy_kept_rows", nothing)
+
+
+def wrong_rows(program: Program) -> None:
+    def copy_kept_rows(
+        before: Read[Previous[OwnedRows]] | None,
+        owned: Read[OwnedRows],
+        active: Read[Previous[Buffer]] | None,
+        buffer: Write[Buffer],
+    ) -> None:
+        if before is None or active is None:
+            return
+        for last, now, source, rows in zip(before.tables, owned.tables, active, buffer, strict=True):
+            here, there = ops.intersect(last.keys, now.keys)
+            ops.scatter_rows(rows, there, ops.gather_rows(source, here.flip(0)))
+
+    program.replace("copy_kept_rows", copy_kept_rows)
+
+
+def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
+    """Multiply the gradients of the first table that are sent with a micro-batch."""
+
+    def scale(micro_batch: int, routes: Read[Routes], gradients: Update[From[Gradients]]) -> None:
+        if micro_batch == micro_batch_of:
+            gradients[0][routes.tables[0].gradients.rows[micro_batch]] *= factor
+
+    program.before("gradient_exchange", scale)
+
+
+def lost_gradient(program: Program) -> None:
+    _scaled(program, program.config.micro_batches - 1, 0)
+
+
+def gradient_twice(program: Program) -> None:
+    _scaled(program, 1, 2)
+
+
+def _update(
+    context: Context, routes: Routes, owned: OwnedRows, sums: torch.Tensor, buffer: Buffer, step: int
+) -> None:
+    """Update the first table's rows from what has been summed so far."""
+    gradient = context.sums.mean(sums, routes.row_normalizer)
+    optimizer = context.tables.groups[0].optimizer
+    optimizer.update(buffer[0], torch.arange(len(owned.tables[0].keys)), gradient, step)
+
+
+def update_inside_window(program: Program) -> None:
+    def too_early(
+        micro_batch: int,
+        context: Context,
+        window: Window,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Update[RowGradient],
+        buffer: Update[Buffer],
+    ) -> None:
+        if micro_batch == 0:
+            _update(context, routes, owned, row_gradient[0], buffer, window.update + 1)
+            row_gradient[0].zero_()
+
+    program.after("gradient_exchange", too_early)
+
+
+def float_sums(program: Program) -> None:
+    def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
+        if values.dtype == torch.int64:
+            ops.segment_sum(values, rows, len(out), consistency="batch", out=out)
+        else:
+            out += ops.to_fixed_point(ops.segment_sum(values, rows, len(out), consistency="window"))
+
+    program.sums.add = add_rows  # type: ignore[method-assign]
+
+
+def sums_of_four_bytes(program: Program) -> None:
+    send = program.sums.send_to_owners
+
+    def narrow(sent, over, values, *rest) -> None:
+        send(sent, over, values.to(torch.int32).to(torch.int64), *rest)
+
+    program.sums.send_to_owners = narrow  # type: ignore[method-assign, assignment]
+
+
+def initial_by_arrival(program: Program) -> None:
+    table = program.tables.groups[0].table
+    lookup = table.lookup
+
+    def by_arrival(keys: torch.Tensor, *rest):
+        new, before = keys[table.find(keys) < 0], len(table)
+        found = lookup(keys, *rest)
+        if new.numel():
+            values = table.gather(table.find(new), new)
+            places = torch.arange(before, before + len(new))
+            values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, table.scale)
+            table.update(table.find(new), values)
+        return found
+
+    table.lookup = by_arrival  # type: ignore[method-assign,assignment]
+
+
+def stale_dense_parameter(program: Program) -> None:
+    name = next(iter(program.dense.parameters))
+    kept: list[torch.Tensor] = []
+
+    def missed(window: Window) -> bool:
+        return window.step == 2 and program.context.rank == 1
+
+    def remember(window: Window, dense: Read[Dense]) -> None:
+        if missed(window):
+            optimizer = dense.optimizer
+            kept[:] = [optimizer.rows[name].clone(), optimizer.parameters[name].detach().clone()]
+
+    def restore(window: Window, dense: Update[Dense]) -> None:
+        if missed(window):
+            rows, parameter = kept
+            dense.optimizer.rows[name].copy_(rows)
+            dense.optimizer.parameters[name].data.copy_(parameter)
+
+    program.before("dense_update", remember)
+    program.after("dense_update", restore)
+
+
+def local_token_count(program: Program) -> None:
+    def local(window: Window, routes: Read[Routes]) -> Routes:
+        return replace(routes, loss_normalizer=window.loss_terms, row_normalizer=window.loss_terms)
+
+    program.after("route", local)
+
+
+def correction_per_micro_batch(program: Program) -> None:
+    def sparse_update(
+        context: Context,
+        window: Window,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        buffer: Update[Buffer],
+    ) -> None:
+        step = (window.update + 1) * context.config.micro_batches
+        _update(context, routes, owned, row_gradient[0], buffer, step)
+
+    program.replace("sparse_update", sparse_update)
+
+
+def one_buffer(program: Program) -> None:
+    def land_in_active(active: Update[Previous[Buffer]] | None, buffer: Read[Buffer]) -> None:
+        if active is not None:
+            # The rows land where batch t-1 is still training.
+            busy, rows = active[0], buffer[0]
+            count = min(len(busy), len(rows))
+            busy[:count] = rows[:count]
+
+    program.after("retrieve", land_in_active)
+
+
+def dropout_by_position(program: Program) -> None:
+    forward = program.model.forward
+
+    def by_position(batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+        return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
+
+    program.model.forward = by_position
+
+
+def low_precision_not_rounded(program: Program) -> None:
+    table = program.tables.groups[0].table
+    table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
+
+
+def mean_over_one_batch(program: Program) -> None:
+    def of_the_last(window: Window, routes: Read[Routes]) -> Routes:
+        normalizer = max(routes.loss_normalizer // len(window.batches), 1)
+        return replace(routes, loss_normalizer=normalizer, row_normalizer=normalizer)
+
+    program.after("route", of_the_last)
+
+
+def restart_without_scores(program: Program) -> None:
+    table = program.tables.groups[0].table
+    load_state = table.load_state
+
+    def forgetful(state: dict[str, dict[str, torch.Tensor]]) -> None:
+        rows = {name: column for name, column in state["rows"].items() if name in ("keys", "rows")}
+        rows |= {name: torch.zeros_like(column) for name, column in state["rows"].items() if name not in rows}
+        load_state({**state, "rows": rows})
+
+    table.load_state = forgetful  # type: ignore[method-assign]
+
+
+def ids_of_merged_tables_meet(program: Program) -> None:
+    for group in program.tables.groups:
+        group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
+
+
+def rows_in_reverse(program: Program) -> None:
+    def inverse_of_another(routes: Read[Routes]) -> Routes:
+        tables = [
+            replace(table, inverse=[*table.inverse[:-1], table.inverse[-1].flip(0)])
+            for table in routes.tables
+        ]
+        return replace(routes, tables=tables)
+
+    program.after("route", inverse_of_another)
+
+
+def evicts_rows_in_a_buffer(program: Program) -> None:
+    table = program.tables.groups[0].table
+    lookup = table.lookup
+
+    def forgetful(keys, step, all_reduce=None):
+        pinned = table._metadata.pinned
+        pinned.last = pinned.last[:0]
+        return lookup(keys, step, all_reduce)
+
+    table.lookup = forgetful  # type: ignore[method-assign]
+
+
+def gradients_leave_at_first_use(program: Program) -> None:
+    def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
+        tables = []
+        for table in routes.tables:
+            slots = [table.slots(i) for i in range(context.config.window_micro_batches)]
+            rows = [torch.arange(each.start, each.stop) for each in slots]
+            tables.append(replace(table, gradients=RowDist(rows, table.splits)))
+        received = [replace(each, last_use=None) for each in routes.received]
+        return replace(routes, tables=tables, received=received)
+
+    program.after("route", first_is_last)
+
+
+def last_rows_stay_in_the_buffer(program: Program) -> None:
+    program.finish = lambda places: None  # type: ignore[method-assign]
+
+
+def dropped_rows_not_written_back(program: Program) -> None:
+    program.replace("write_back", nothing)
+
+
+def replicas_keep_their_gradients(program: Program) -> None:
+    def alone(
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        mean_gradient: Write[MeanGradient],
+    ) -> None:
+        mean_gradient.clear()
+        for table, sums in zip(owned.tables, row_gradient, strict=True):
+            own = context.sums.mean(sums, routes.row_normalizer)
+            mean_gradient.append(own.new_zeros(len(table.keys), own.shape[1]))
+            mean_gradient[-1][table.replicas[context.replica]] = own
+
+    program.replace("replica_reduce", alone)
+
+
+def replicas_in_different_orders(program: Program) -> None:
+    def own_order(context: Context, routes: Read[Routes]) -> Routes:
+        received = []
+        for each in routes.received:
+            first, *others = each.replica_keys
+            if context.replica:  # two rows of one rank's part, so that no message has another length
+                first = torch.cat([first[:2].flip(0), first[2:]])
+            received.append(replace(each, replica_keys=[first, *others]))
+        return replace(routes, received=received)
+
+    program.after("route", own_order)
+
+
+def means_begin_at_zero(program: Program) -> None:
+    """So that an update which comes too early has something to take."""
+
+    def zeroed(context: Context, owned: Read[OwnedRows]) -> MeanGradient:
+        sizes = zip(owned.tables, context.tables.groups, strict=True)
+        return MeanGradient([torch.zeros(len(t.keys), g.table.dim, dtype=torch.float32) for t, g in sizes])
+
+    program.after("retrieve", zeroed)
+
+
+def replica_reduction_after_the_first_use(program: Program) -> None:
+    def too_early(routes: Read[Routes]) -> Routes:
+        received = [
+            replace(each, replica_last_use=[torch.zeros_like(last) for last in each.replica_last_use])
+            for each in routes.received
+        ]
+        return replace(routes, received=received)
+
+    program.after("route", too_early)
+
+
+def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
+    """Hold `stage` back long enough for whoever fails to wait for it to overtake."""
+
+    def delay(task: Task) -> float:
+        return 0.15 if task.stage == stage and micro_batch in (None, task.micro_batch) else 0.0
+
+    return delay

@@ -1,0 +1,220 @@
+"""The results of `tritonrec verify`: as a document, and as tables for a terminal of eighty columns."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ...files import save_json
+from ...version import __version__
+from ..job import Job
+from .cases import Case
+from .faults import Fault
+from .state import Difference, as_json
+from .variants import VARIANTS
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case's outcome over all its ranks: `counts` of their lookups and tables, summed.
+
+    `error` is set when it could not be run to its end, or proves nothing.
+    """
+
+    case: Case
+    identical: bool
+    first_difference: Difference | None = None
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """Whether bits, a check or an error caught an injected fault, and the first mismatch."""
+
+    fault: Fault
+    caught: bool
+    by: list[str]
+    evidence: str
+    where: str = ""
+
+
+@dataclass
+class Report:
+    """The results of `tritonrec verify`."""
+
+    job: Job
+    cases: list[CaseResult] = field(default_factory=list)
+    faults: list[FaultResult] = field(default_factory=list)
+    smallest: CaseResult | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Every case identical and every fault caught, and at least one of them run."""
+        outcomes = [r.identical for r in self.cases] + [r.caught for r in self.faults]
+        return bool(outcomes) and all(outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` writes."""
+        return {
+            "environment": {
+                "tritonrec": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processors": os.cpu_count(),
+                "job": self.job.as_json(),
+            },
+            "cases": [
+                {
+                    **result.case.as_json(),
+                    "data": result.case.job(self.job).data,
+                    "identical": result.identical,
+                    "tensors_compared": result.tensors_compared,
+                    "bytes_compared": result.bytes_compared,
+                    "first_difference": as_json(result.first_difference),
+                    "counts": result.counts,
+                    "error": result.error,
+                    "seconds": round(result.seconds, 3),
+                }
+                for result in self.cases
+            ],
+            "faults": [
+                {"name": r.fault.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
+                for r in self.faults
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document whole or not at all."""
+        save_json(self.as_json(), path)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The contract table, the injected faults, and the first difference if there is one."""
+    plain: list[CaseResult] = []
+    varied: list[CaseResult] = []
+    replicated: list[CaseResult] = []
+    for result in report.cases:
+        place = replicated if result.case.replicas > 1 else varied if result.case.variant else plain
+        place.append(result)
+    if plain:
+        console.print(_contract("Contract table", report.job.data, plain))
+    if varied:
+        console.print(_embedding(varied))
+    if replicated:
+        console.print(_replicas(replicated))
+    if report.faults:
+        console.print(_faults_table(report))
+    if report.smallest is not None:
+        smallest = report.smallest
+        console.print(f"[red]Smallest case that fails:[/] {smallest.case}")
+        console.print(f"  {smallest.error or smallest.first_difference}", markup=False)
+    line = []
+    if report.cases:
+        identical = sum(result.identical for result in report.cases)
+        line.append(f"{identical} of {len(report.cases)} cases identical")
+    if report.faults:
+        caught = sum(result.caught for result in report.faults)
+        line.append(f"{caught} of {len(report.faults)} injected faults caught")
+    console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
+
+
+def _contract(title: str, data: str, results: list[CaseResult]) -> Table:
+    table = Table(
+        title=f"{title} on {data}: bit-identical to the reference?",
+        caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
+        "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
+        "C key-centric clustering, D random delays, MB and s of comparison. * on a made log of 35 users "
+        "with negative and extreme ids.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("mode", "consistency", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
+        number = name in ("W", "N", "steps", "MB", "s")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for result in results:
+        case = result.case
+        table.add_row(
+            case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
+            str(case.micro_batches), _mark(case.clustering), _mark(case.delay_seed is not None),
+            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
+            f"{result.seconds:.1f}", _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _embedding(results: list[CaseResult]) -> Table:
+    table = Table(
+        title="Embedding system: bit-identical to the reference?",
+        caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
+        + ". W > W': saved half way by W ranks, continued by W'. Batch consistency, * consistency `window`.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("variant", "mode", "W", "N", "counts", "result"):
+        table.add_column(name, justify="right" if name == "N" else "left", no_wrap=name != "counts")
+    for result in results:
+        case = result.case
+        ranks = f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
+        table.add_row(
+            case.variant, case.mode + "*" * (case.consistency == "window"), ranks, str(case.micro_batches),
+            _counts(result), _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _replicas(results: list[CaseResult]) -> Table:
+    table = Table(
+        title="2D sparse parallelism, exact gradients: bit-identical to the reference?",
+        caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part. "
+        "> W': saved half way, continued by W' ranks with one copy.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("mode", "parts x copies", "N", "optimizer", "variant", "counts", "s", "result"):
+        table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
+    for result in results:
+        case = result.case
+        mesh = f"{case.world_size // case.replicas} x {case.replicas}"
+        table.add_row(
+            case.mode, mesh + f" > {case.restart}" * bool(case.restart), str(case.micro_batches),
+            case.optimizer.removeprefix("rowwise_"), case.variant, _counts(result), f"{result.seconds:.1f}",
+            _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _counts(result: CaseResult) -> str:
+    return ", ".join(f"{result.counts.get(name, 0):,} {name}" for name in result.case.shows)
+
+
+def _names(results: list[CaseResult]) -> list[str]:
+    return [*dict.fromkeys(result.case.variant for result in results)]
+
+
+def _outcome(result: CaseResult) -> str:
+    if result.error:
+        return "[red]failed[/]"
+    return "[green]identical[/]" if result.identical else "[red]differs[/]"
+
+
+def _faults_table(report: Report) -> Table:
+    table = Table(title="Injected faults: does the harness notice?", padding=(0, 0, 0, 1))
+    table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
+    for name in ("fault", "caught", "by", "first mismatch"):
+        table.add_column(name, no_wrap=name == "fault", overflow="fold")
+    for result in report.faults:
+        caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
+        table.add_row(result.fault.name, caught, ", ".join(result.by), result.where)
+    return table
+
+
+def _mark(value: bool) -> str:
+    return "x" if value else ""

@@ -1,0 +1,300 @@
+"""One case of the contract table, on one rank: run the mode, compare every step with the reference."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ...data import Batch, ClickLoader, Lookup
+from ...distributed import Communicators
+from ...embedding import TablePolicy
+from ...files import atomic_write
+from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
+from ...pipeline.places import Buffer, KeptRows, OwnedRows
+from ...pipeline.stage import Previous, Read
+from ...slipstream import RemainingLoader, Slipstream
+from ...trace import SupportsRecording
+from ..job import Job, Loader
+from ..train.saver import RunSaver, restore
+from .cases import Case, Reference
+from .faults import injection_of
+from .injections import Injection
+from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
+
+MAX_DELAY = 0.004
+"""Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none."""
+
+    first: int
+    last: int
+    load: str = ""
+    save: str = ""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank found, and the counts of its lookups and tables."""
+
+    first_difference: Difference | None
+    tensors_compared: int
+    bytes_compared: int
+    seconds: float
+    counts: dict[str, int]
+
+
+def record_reference(reference: Reference, steps: int, directory: str) -> None:
+    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole."""
+    job = reference.job
+    model, tables, dense = job.build(reference.optimizer)
+    loader = job.loader(0, reference.ranks)
+    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
+    states: dict[str, torch.Tensor] = {}
+    with Trainer(model, tables, dense, Communicators.local(), "reference", config) as trainer:
+        for result in trainer.run(loader.global_batch(step) for step in range(steps)):
+            state = {
+                **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(tables)
+            }  # fmt: skip
+            if job.policy != TablePolicy():
+                update = result.step - result.step % reference.accumulate
+                batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
+                state.update(used_state(tables, [batch.lookups() for batch in batches]))
+            states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
+    with atomic_write(Path(directory, reference.file_name)) as part:
+        save_file(states, part)
+
+
+class _Recorded(Mapping[str, torch.Tensor]):
+    """One step of a reference file, read as it is asked for."""
+
+    def __init__(self, file, step: int):
+        self._file, self._step = file, step
+        prefix, names = f"{step}/", file.keys()
+        self._names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(f"{self._step}/{name}")
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def run_case(
+    communicators: Communicators,
+    job: Job,
+    case: Case,
+    references: str,
+    fault: str | None = None,
+    stretch: Stretch | None = None,
+) -> RankReport:
+    """Run `case` on this rank and compare losses, dense parameters and every row after every step.
+
+    Args:
+        references: directory of `record_reference`'s files.
+        fault: name of a fault to inject.
+        stretch: the steps to run, and where their state comes from and goes to; all of them by default.
+    """
+    started = time.perf_counter()
+    stretch = stretch or Stretch(0, case.steps)
+    if case.consistency == "window":
+        states = _in_turn(communicators, job, case)
+        return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
+    with safe_open(Path(references, case.reference(job).file_name), "pt") as file:
+        return _compared(
+            communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch
+        )
+
+
+def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
+    """States of the reference of ``"window"`` consistency, this rank's shard only."""
+    in_turn = replace(case, mode="sequential", delay_seed=None)
+    states: list[State] = []
+    used: list[dict[str, Lookup]] = []
+    with prepared(communicators, job, in_turn) as (trainer, loader):
+        program = trainer.program
+        accumulate = program.config.accumulate
+        for result in trainer.run(loader.batch(step) for step in range(case.steps)):
+            state = {**loss_state(result.sample_ids, result.losses), **dense_state(program.dense),
+                     **table_state(program.tables)}  # fmt: skip
+            states.append(state)
+            if case.job(job).policy != TablePolicy():
+                used = used[-(result.step % accumulate) :] if result.step % accumulate else []
+                used.append(loader.global_batch(result.step).lookups())
+                state.update(used_state(program.tables, used))
+    return states
+
+
+def _compared(
+    communicators: Communicators,
+    job: Job,
+    case: Case,
+    expected: Callable[[int], Mapping[str, torch.Tensor]],
+    started: float,
+    fault: str | None,
+    stretch: Stretch,
+) -> RankReport:
+    injected = injection_of(fault) if fault else Injection()
+    steps = range(stretch.first, stretch.last)
+    with prepared(communicators, job, case, injected=injected) as (trainer, loader):
+        program = trainer.program
+        tables, dense = program.tables, program.dense
+        if stretch.load:
+            restore(communicators, stretch.load, tables, dense)
+        comparison = Comparison(tables, communicators.shard, communicators.shards)
+
+        watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
+        stretches = [[loader.batch(step) for step in steps]]
+        compare_run(
+            trainer, stretches if watch is None else _classified(watch, loader, steps), comparison, expected,
+            steps[-1],
+        )  # fmt: skip
+        if stretch.save:
+            with RunSaver(communicators, stretch.save, tables, dense, {}) as saver:
+                saver.save(stretch.last)
+    accumulate = program.config.accumulate
+    updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
+    wanted = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    if comparison.first is None and wanted - comparison.steps_seen:
+        missing = sorted(wanted - comparison.steps_seen)
+        raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
+    seconds = time.perf_counter() - started
+    counts = Counter(vars(trainer.counts))
+    for group in tables.groups:
+        counts.update(vars(group.table.counters))
+    if watch is not None:
+        counts.update(watch.counts)
+    return RankReport(
+        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
+    )
+
+
+def _slipstream(communicators: Communicators, trainer: Trainer, case: Case, job: Job) -> Slipstream:
+    config, loader = case.job(job).slipstream, case.job(job).epochs()
+    assert config is not None and isinstance(loader, ClickLoader)
+    watch = Slipstream(config, loader, trainer.program.tables, communicators)
+    watch.attach(trainer)
+    return watch
+
+
+def _classified(watch: Slipstream, loader: Loader, steps: range) -> Iterator[list[Batch]]:
+    """The batches up to the classification, and those that it leaves."""
+    assert isinstance(loader, ClickLoader)
+    border = watch.config.classify_at
+    yield [loader.batch(step) for step in range(steps[0], border)]
+    found = watch.classify(watch.judge(), loader)
+    left = RemainingLoader(loader, found.kept, border, steps[-1] + 1)
+    yield [left.batch(step) for step in range(border, border + left.num_steps)]
+
+
+def compare_run(
+    trainer: Trainer,
+    stretches: Iterable[Sequence[Batch]],
+    comparison: Comparison,
+    expected: Callable[[int], Mapping[str, torch.Tensor]],
+    last: int,
+) -> None:
+    """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.
+
+    State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile; it is
+    empty between stretches. `last` is the last step of all.
+    """
+    program = trainer.program
+
+    def after(stage: str, state: Callable[[], State]) -> None:
+        def compared(window: Window) -> None:
+            comparison.compare(window.step, expected(window.step), state(), final=window.step == last)
+
+        program.after(stage, compared)
+
+    before_last: list[int] = []  # the step of the last window whose rows were written back
+
+    def settled(
+        window: Window,
+        before: Read[Previous[OwnedRows]] | None,
+        active: Read[Previous[Buffer]] | None,
+        kept: Read[KeptRows] | None,
+    ) -> None:
+        """Where rows stay in buffers, the state after the batch before: the tables and what it kept."""
+        if before is not None and active is not None and kept is not None:
+            (step,) = before_last
+            state = table_state(program.tables)
+            for group, table, rows, (here, _) in zip(
+                program.tables.groups, before.tables, active, kept, strict=True
+            ):
+                overlay(state, group, table.keys[here], rows[here])
+            comparison.compare(step, expected(step), state, final=False)
+        before_last[:] = [window.step]
+
+    def finished(places: WindowPlaces) -> None:
+        finish(places)
+        step = places.window.step
+        comparison.compare(step, expected(step), table_state(program.tables), final=True)
+
+    after("dense_update", lambda: dense_state(program.dense))
+    if program.config.skip_fetch:
+        program.after("write_back", settled)
+        finish = program.finish
+        program.finish = finished  # type: ignore[method-assign]
+    else:
+        after("write_back", lambda: table_state(program.tables))
+    for batches in stretches:
+        for result in trainer.run(batches):
+            losses = loss_state(result.sample_ids, result.losses)
+            comparison.compare(result.step, expected(result.step), losses, final=False)
+
+
+@contextmanager
+def prepared(
+    communicators: Communicators,
+    job: Job,
+    case: Case,
+    recorder: SupportsRecording | None = None,
+    injected: Injection | None = None,
+) -> Iterator[tuple[Trainer, Loader]]:
+    """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
+    injected = injected or Injection()
+    job = case.job(job)
+    model, tables, dense = job.build(case.optimizer)
+    config = case.window(job.seed)
+    if case.mode == "sequential":
+        config = replace(config, skip_fetch=False)  # the reference keeps nothing
+    schedule = None
+    if injected.schedule is not None:
+        schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
+    delay = injected.delay or _delays(case, communicators.rank)
+    with Trainer(
+        model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,
+        checked=injected.schedule is None,
+    ) as trainer:  # fmt: skip
+        if injected.program is not None:
+            injected.program(trainer.program)
+        yield trainer, job.loader(communicators.rank, communicators.world_size)
+
+
+def _delays(case: Case, rank: int) -> Callable[[Task], float] | None:
+    """Waits drawn from (seed, rank, task): the same for a case each time, different for every task."""
+    if case.delay_seed is None:
+        return None
+    seed = case.delay_seed
+
+    def delay(task: Task) -> float:
+        return Random(f"{seed}/{rank}/{task}").random() * MAX_DELAY
+
+    return delay

@@ -1,0 +1,235 @@
+"""Everything training has changed, and the first place where two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ... import ops
+from ...data import Lookup
+from ...embedding import DenseOptimizer, HashTableCollection, TableGroup
+
+State = dict[str, torch.Tensor]
+"""``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
+``dense/NAME in the model`` the parameter as the model holds it, and for each logical table ``table/NAME/ids``
+(n,) ascending, ``table/NAME/rows`` (n, width), and in a reference whose tables evict or admit
+``table/NAME/used`` (u,), the ids that the step looked up."""
+
+
+def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
+    """Losses of a step, by sample id."""
+    ids, order = torch.sort(sample_ids)
+    return {"loss/ids": ids, "loss/values": losses[order]}
+
+
+def dense_state(dense: DenseOptimizer) -> State:
+    """Dense parameters, in the optimizer beside their state and in the model, copied."""
+    states = {f"dense/{name}": rows.clone() for name, rows in dense.rows.items()}
+    for name, parameter in dense.parameters.items():
+        states[f"dense/{name} in the model"] = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return states
+
+
+def table_state(tables: HashTableCollection) -> State:
+    """Ids of every logical table in ascending order and their rows, copied."""
+    state = {}
+    for name, (ids, rows) in tables.export().items():
+        state[f"table/{name}/ids"], state[f"table/{name}/rows"] = ids, rows
+    return state
+
+
+def overlay(state: State, group: TableGroup, keys: torch.Tensor, rows: torch.Tensor) -> None:
+    """Put `rows` (n, width) of `keys` (n,) in the place of those that `state` holds; others stay away."""
+    members, ids = group.layout.unpack(keys)
+    for member, name in enumerate(group.layout.names):
+        known, held = state[f"table/{name}/ids"], state[f"table/{name}/rows"]
+        mine = (members == member) & torch.isin(ids, known)
+        held[torch.searchsorted(known, ids[mine])] = rows[mine]
+
+
+def used_state(tables: HashTableCollection, lookups: list[dict[str, Lookup]]) -> State:
+    """Distinct ids of every logical table that an update's batches look up."""
+    used: dict[str, list[torch.Tensor]] = {name: [] for name in tables.table_names}
+    for each in lookups:
+        for name, lookup in each.items():
+            used[tables.features[name].table or name].append(lookup.ids)
+    return {f"table/{name}/used": torch.cat(ids).unique() for name, ids in used.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value that differs: where, what was expected, what was found, how far apart.
+
+    `ulps` counts the float32 values between the two; None where it has no meaning (a missing key, a NaN).
+    """
+
+    step: int
+    tensor: str
+    index: list[int]
+    expected: float | int | str
+    got: float | int | str
+    ulps: int | None
+
+    def __str__(self) -> str:
+        apart = "" if self.ulps is None else f", {self.ulps} ulps apart"
+        place = ", ".join(map(str, self.index))
+        return (
+            f"step {self.step}, {self.tensor}[{place}]: expected {self.expected!r}, got {self.got!r}{apart}"
+        )
+
+
+_ORDER = ("loss", "dense", "table")
+
+
+@dataclass
+class Comparison:
+    """Compares one rank's states with the reference's, step by step, and keeps the first difference.
+
+    Args:
+        tables: the rank's shard; its settings say what an untouched row holds.
+        rank, world_size: which ids of the reference belong to this shard.
+    """
+
+    tables: HashTableCollection
+    rank: int
+    world_size: int
+    tensors_compared: int = 0
+    bytes_compared: int = 0
+    steps_seen: set[tuple[int, str]] = field(default_factory=set)
+    differences: dict[tuple[int, int], Difference] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Difference | None:
+        """The earliest difference: by step, then loss before dense before table."""
+        return self.differences[min(self.differences)] if self.differences else None
+
+    def compare(self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool) -> None:
+        """Compare what `got` holds of ``loss``, ``dense`` or ``table`` after `step`.
+
+        Before the `final` step the tables may already hold ids of later batches; their rows must be initial.
+        Where tables evict or admit, later batches may have changed them already, and the comparison takes the
+        ids that the step itself has used.
+        """
+        for part in _ORDER:
+            if not any(name.startswith(f"{part}/") for name in got):
+                continue
+            self.steps_seen.add((step, part))
+            if part == "table":
+                found = self._table(step, expected, got, final)
+            elif part == "loss":
+                found = self._loss(step, expected, got)
+            else:
+                found = self._dense(step, expected, got)
+            if found is not None:
+                self.differences.setdefault((step, _ORDER.index(part)), found)
+
+    def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
+        ids, values = got["loss/ids"], got["loss/values"]
+        here = torch.isin(expected["loss/ids"], ids)
+        if not torch.equal(expected["loss/ids"][here], ids):
+            return _keys_differ(step, "loss", expected["loss/ids"][here], ids)
+        return self._values(step, "loss", expected["loss/values"][here], values, ids)
+
+    def _dense(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
+        for name in (name for name in expected if name.startswith("dense/")):
+            found = self._values(step, name.removeprefix("dense/"), expected[name], got[name])
+            if found is not None:
+                return found
+        return None
+
+    def _table(
+        self, step: int, expected: Mapping[str, torch.Tensor], got: State, final: bool
+    ) -> Difference | None:
+        for name in self.tables.table_names:
+            ids, rows = expected[f"table/{name}/ids"], expected[f"table/{name}/rows"]
+            got_ids, got_rows = got[f"table/{name}/ids"], got[f"table/{name}/rows"]
+            used = expected.get(f"table/{name}/used")
+            if used is not None and not final:
+                here, there = torch.isin(ids, used), torch.isin(got_ids, used)
+                ids, rows, got_ids, got_rows = ids[here], rows[here], got_ids[there], got_rows[there]
+            found = self._one_table(step, name, (ids, rows), (got_ids, got_rows), final)
+            if found is not None:
+                return found
+        return None
+
+    def _one_table(
+        self,
+        step: int,
+        name: str,
+        expected: tuple[torch.Tensor, torch.Tensor],
+        got: tuple[torch.Tensor, torch.Tensor],
+        final: bool,
+    ) -> Difference | None:
+        (ids, rows), (got_ids, got_rows) = expected, got
+        mine = ops.owner_of(ids, self.world_size) == self.rank
+        ids, rows = ids[mine], rows[mine]
+        known = torch.isin(got_ids, ids)
+        if not torch.equal(ids, got_ids[known]) or (final and not bool(known.all())):
+            return _keys_differ(step, f"table {name}", ids, got_ids)
+        found = self._values(step, f"table {name}", rows, got_rows[known], ids)
+        later = got_ids[~known]
+        if found is None and later.numel():
+            initial = self.tables.initial_rows(name, later)
+            found = self._values(step, f"table {name}", initial, got_rows[~known], later)
+        return found
+
+    def _values(
+        self,
+        step: int,
+        name: str,
+        expected: torch.Tensor,
+        got: torch.Tensor,
+        labels: torch.Tensor | None = None,
+    ) -> Difference | None:
+        """First element that differs in its bits; `labels` name the rows (keys, sample ids)."""
+        self.tensors_compared += 1
+        self.bytes_compared += got.numel() * got.element_size()
+        if expected.shape != got.shape:
+            return Difference(
+                step, name, [], f"shape {tuple(expected.shape)}", f"shape {tuple(got.shape)}", None
+            )
+        same = expected.contiguous().view(torch.int32) == got.contiguous().view(torch.int32)
+        if bool(same.all()):
+            return None
+        index = (~same).nonzero()[0].tolist()
+        a, b = expected[tuple(index)], got[tuple(index)]
+        if labels is not None:
+            index = [int(labels[index[0]]), *index[1:]]
+        return Difference(step, name, index, a.item(), b.item(), _ulps(a, b))
+
+
+def _keys_differ(step: int, name: str, expected: torch.Tensor, got: torch.Tensor) -> Difference:
+    missing = expected[~torch.isin(expected, got)]
+    if missing.numel():
+        return Difference(step, name, [int(missing[0])], "present", "missing", None)
+    surplus = got[~torch.isin(got, expected)]
+    if surplus.numel():
+        return Difference(step, name, [int(surplus[0])], "absent", "present", None)
+    return Difference(step, name, [], f"{expected.numel()} distinct ids", f"{got.numel()} with repeats", None)
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    if bool(a.isnan()) or bool(b.isnan()):
+        return None
+    bits = [int(value.view(torch.int32)) for value in (a, b)]
+    ordered = [value if value >= 0 else -(2**31) - value for value in bits]
+    return abs(ordered[0] - ordered[1])
+
+
+def earliest(differences: list[Difference | None]) -> Difference | None:
+    """The earliest of several ranks' first differences."""
+    found = [difference for difference in differences if difference is not None]
+
+    def order(difference: Difference) -> tuple[int, int]:
+        part = difference.tensor.partition(" ")[0]
+        return difference.step, _ORDER.index(part if part in ("loss", "table") else "dense")
+
+    return min(found, key=order, default=None)
+
+
+def as_json(difference: Difference | None) -> dict[str, Any] | None:
+    """The JSON form of `tritonrec verify --json`."""
+    return None if difference is None else dict(vars(difference))

@@ -1,0 +1,185 @@
+"""Variants of the harness's job: parts of the embedding system switched on, one at a time and together.
+
+A variant changes the case, and its reference only where it changes what training computes: eviction does,
+merging tables or dropping repeated keys does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...embedding import Eviction, PrecisionTiers, TablePolicy
+from ...nn import RECOMPUTED, HSTUConfig
+from ...pipeline import PIPELINED, TWO_BUFFERS, Mode
+from ...slipstream import SlipstreamConfig
+from ..job import Job
+
+RESTART = "restart"
+"""The variant that is saved half way and goes on at another world size."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes to `Job` and `WindowConfig`.
+
+    Args:
+        what: in a few words, for tables and help.
+        both: changes to the job of the case and of its reference. case: changes to the case's job only.
+        reference: changes to the reference's job only. window: changes to the case's `WindowConfig`.
+        per_world: the batches depend on the world size, so each has a reference of its own.
+        shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
+            case proves nothing, and fails it.
+        modes: those that can do it.
+    """
+
+    what: str
+    both: Mapping[str, Any] = field(default_factory=dict)
+    case: Mapping[str, Any] = field(default_factory=dict)
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    window: Mapping[str, Any] = field(default_factory=dict)
+    per_world: bool = False
+    shows: tuple[str, ...] = ()
+    modes: tuple[Mode, ...] = PIPELINED
+
+    def job(self, job: Job) -> Job:
+        """The case's job."""
+        return _with_labels(replace(job, **self.both, **self.case))
+
+    def reference_job(self, job: Job) -> Job:
+        """The reference's job."""
+        return _with_labels(replace(job, **self.both, **self.reference))
+
+
+def _with_labels(job: Job) -> Job:
+    """The job, on a made log if its own has no labels for a model that needs them."""
+    return job if job.model not in ("grm", "dlrm") or job.has_labels else replace(job, data=RATED)
+
+
+MADE = "zipf:users=150,items=600,median_length=9,seed=3"
+"""A log of many keys that come and go, on which a policy acts within a few steps."""
+RATED = "zipf:users=120,items=300,ratings=1,seed=7"
+"""A log with ratings."""
+CRITEO = "criteo:samples=400,scale=0.0001,seed=3"
+"""Clicks with all 26 features."""
+SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
+"""So few keys a step that not all of a table is in use at once."""
+POLICIES = TablePolicy(
+    Eviction("lru", capacity=90, every=2), admission=2, precision=PrecisionTiers(2, every=3)
+)
+
+
+def _policy(what: str, *shows: str, **policy: Any) -> Variant:
+    return Variant(what, {**SMALL, "data": MADE, "policy": TablePolicy(**policy)}, shows=shows)
+
+
+VARIANTS: dict[str, Variant] = {
+    "tiny-table": Variant(
+        "tables grow from eight slots, in chunks of 16 rows",
+        case={"slots": 8, "chunk_rows": 16},
+        reference={"slots": 1 << 16},
+        shows=("inserted",),
+    ),
+    "dedup-none": Variant(
+        "repeated keys travel and are read", window={"dedup": "none"}, shows=("exchanged", "read")
+    ),
+    "dedup-exchange": Variant(
+        "dedup before the exchange only", window={"dedup": "exchange"}, shows=("exchanged", "read")
+    ),
+    "dedup-lookup": Variant(
+        "dedup before the lookup only", window={"dedup": "lookup"}, shows=("exchanged", "read")
+    ),
+    "dedup-both": Variant("dedup at both places", shows=("exchanged", "read")),
+    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=80)),
+    "lfu": _policy(
+        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=80, every=2)
+    ),
+    "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
+    "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
+    "precision-tiers": _policy(
+        "seldom used rows in 16 bits", "promoted", "demoted", precision=PrecisionTiers(2, every=2)
+    ),
+    "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
+    "merged": Variant(
+        "GRM with tables of one dimension merged",
+        {"model": "grm"},
+        {"merge": True},
+        {"merge": False},
+        shows=("lookups",),
+    ),
+    "unmerged": Variant(
+        "GRM with a table for each feature", {"model": "grm"}, {"merge": False}, shows=("lookups",)
+    ),
+    "grm-policies": Variant(
+        "GRM, merged, with all policies",
+        {"model": "grm", "batch_size": 12, "policy": POLICIES},
+        {"merge": True},
+        {"merge": False},
+        shows=("rejected", "promoted"),
+    ),
+    "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
+    "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),
+    "dlrm-criteo": Variant(
+        "DLRM on made clicks in Criteo's shape, with policies, merged",
+        {
+            "model": "dlrm",
+            "data": CRITEO,
+            "policy": TablePolicy(Eviction("lru", capacity=15), 2, PrecisionTiers(2, 3)),
+        },
+        {"merge": True},
+        {"merge": False},
+        shows=("evicted", "rejected", "promoted"),
+    ),
+    "slipstream-0": Variant(
+        "Slipstream with threshold 0: rows are judged, and no input is dropped",
+        {"model": "dlrm", **SMALL, "data": CRITEO},
+        {"slipstream": SlipstreamConfig(1, 2, 2, hot_share=0.0, threshold=0.0)},
+        shows=("judged", "hot_inputs"),
+    ),
+    "balanced": Variant("a batch's samples dealt to ranks by cost", case={"balance": True}, shows=("found",)),
+    "dynamic": Variant(
+        "batches cut by tokens, gradients weighted by true counts",
+        {"dynamic": True},
+        per_world=True,
+        shows=("found",),
+    ),
+    "accumulate": Variant("three batches make one update", window={"accumulate": 3}, shows=("lookups",)),
+    "relative-bias": Variant(
+        "HSTU with learned biases of position and time",
+        {"sizes": HSTUConfig(relative_bias=True)},
+        shows=("lookups",),
+    ),
+    "recompute": Variant(
+        "all of a layer computed again in backward, or nothing",
+        case={"sizes": HSTUConfig(recompute=RECOMPUTED)},
+        reference={"sizes": HSTUConfig(recompute=())},
+        shows=("lookups",),
+    ),
+    "first-use": Variant(
+        "rows travel with their first use, gradients with their last",
+        window={"first_use": True},
+        shows=("exchanged",),
+    ),
+    "taper": Variant(
+        "small micro-batches at the ends of a window", window={"taper": 0.5}, shows=("lookups",)
+    ),
+    "skip-fetch": Variant(
+        "rows that consecutive batches use stay in the buffers",
+        window={"skip_fetch": True},
+        shows=("kept", "written"),
+        modes=TWO_BUFFERS,
+    ),
+    "scale": Variant(
+        "first use, taper and skipped fetches together, over three accumulated batches, with policies",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        window={"first_use": True, "taper": 0.5, "skip_fetch": True, "accumulate": 3},
+        shows=("kept", "written", "rejected"),
+        modes=TWO_BUFFERS,
+    ),
+    RESTART: Variant(
+        "eviction, admission and precision tiers across a restart",
+        {**SMALL, "policy": POLICIES},
+        shows=("rejected",),
+    ),
+}

@@ -1,0 +1,263 @@
+"""The places of a run: what its stages share, one type each.
+
+    W ranks   M micro-batches   S rows that this rank looks up   K rows of this shard in the window
+
+Per run there are the tables, the dense parameters with their gradients, and the process groups. A batch has
+its samples, its routes, the rows it owns and a buffer. Micro-batches fill embeddings, gradients and losses.
+Everything that is listed by table has an entry for each group of `HashTableCollection.groups`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NewType, TypeVar
+
+import torch
+
+from ..data import Batch
+from ..distributed import Communicator
+from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding.table import DynamicTable
+from .dist_plan import InputDist, RowDist, Splits
+from .flight import Flight
+from .reduce_scatter import ReplicaReduction
+from .stage import filled_places, place
+from .sums import Sums
+from .window import LookupCounts, Window, WindowConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every stage may use, because no stage changes it.
+
+    Args:
+        config: see `WindowConfig`. device: of samples and buffers.
+        tables: their layout: keys of lookups, dimensions, optimizers. Their rows are the place `Tables`.
+        sums: how gradients are added up.
+        replicated: gradients are added up over replicas of the tables in every update.
+        replica: which of them this rank is.
+        rank: of this process among all. stop: set where it was asked to stop.
+    """
+
+    config: WindowConfig
+    device: torch.device
+    tables: HashTableCollection
+    sums: Sums
+    replicated: bool
+    replica: int
+    rank: int
+    stop: threading.Event
+
+
+# Per run.
+
+
+@place("run")
+@dataclass(frozen=True)
+class Dense:
+    """The dense parameters: the model that computes with them, and their optimizer."""
+
+    flight: Flight
+    optimizer: DenseOptimizer
+
+
+@place("run")
+@dataclass(frozen=True)
+class DenseGradient:
+    """The sums of the dense gradients that backward passes leave in the accumulator of the flight."""
+
+    flight: Flight
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The sums by parameter; they start from zero again."""
+        return self.flight.accumulator.take()
+
+
+Tables = NewType("Tables", list[DynamicTable])
+RoutingGroup = NewType("RoutingGroup", Communicator)
+ReplicaRoutingGroup = NewType("ReplicaRoutingGroup", Communicator)
+RetrievalGroup = NewType("RetrievalGroup", Communicator)
+CommunicationGroup = NewType("CommunicationGroup", Communicator)
+ReplicaGroup = NewType("ReplicaGroup", Communicator)
+ReduceGroup = NewType("ReduceGroup", Communicator)
+Buffer = NewType("Buffer", list[torch.Tensor])
+"""By table (K, row width) float32, the rows of a window. Windows take the two buffers in turn."""
+
+place("run", has_rows=True)(Tables)
+for group in (
+    RoutingGroup, ReplicaRoutingGroup, RetrievalGroup, CommunicationGroup, ReplicaGroup, ReduceGroup,
+):  # fmt: skip
+    place("run")(group)
+place("run", has_rows=True)(Buffer)
+
+# Per batch.
+
+Samples = NewType("Samples", list[Batch])
+"""[M] micro-batches in host memory."""
+DeviceSamples = NewType("DeviceSamples", list[Batch])
+"""[M] micro-batches on the device."""
+KeptRows = NewType("KeptRows", list[tuple[torch.Tensor, torch.Tensor]])
+"""By table the rows of K(t-1) & K(t): (n,) int64 in the last window's buffer, and in this one's."""
+for kind in (Samples, DeviceSamples, KeptRows):
+    place("batch")(kind)
+
+
+@dataclass(frozen=True)
+class ReceivedKeys:
+    """The keys of one table that the input dist brought to their owner.
+
+    Args:
+        splits: [i][r] keys of micro-batch i from rank r.
+        keys: (R,) int64 grouped by rank, distinct per rank and micro-batch after dedup.
+        last_use: (R,) uint8 beside them, if known.
+        replica_keys: [g] distinct keys that replica g of this shard received; [] without replicas.
+        replica_last_use: [g] uint8 beside them, if known.
+    """
+
+    splits: Splits
+    keys: torch.Tensor
+    last_use: torch.Tensor | None
+    replica_keys: list[torch.Tensor]
+    replica_last_use: list[torch.Tensor]
+
+
+@place("batch")
+@dataclass(frozen=True)
+class Routes:
+    """The input dist of a window: which keys every rank sent to which owner, and the ranks' agreement.
+
+    Args:
+        tables: this rank's lookups. received: the keys that it owns, of all ranks.
+        loss_normalizer: terms of the loss, every rank's samples together.
+        row_normalizer: what gradients of rows are divided by: the same, unless replicas train on their own.
+        stop: a rank was asked to stop before its keys were routed.
+    """
+
+    tables: list[InputDist]
+    received: list[ReceivedKeys]
+    loss_normalizer: int
+    row_normalizer: int
+    stop: bool
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The rows of one table in a window, on their owner.
+
+    Args:
+        keys: (K,) int64, distinct. handles: (K,) of the rows in the table; -1: not admitted.
+        low_precision: (K,) bool, rows stored in 16 bits; None: none.
+        sent: buffer rows that the output dist sends with each micro-batch.
+        gradients: rows of the gradient sums that receive gradients with each micro-batch.
+        replicas: [g] which of the keys replica g received.
+        reductions: [M] rows whose replicas' sums are complete after each micro-batch; [] without replicas.
+    """
+
+    keys: torch.Tensor
+    handles: torch.Tensor
+    low_precision: torch.Tensor | None
+    sent: RowDist
+    gradients: RowDist
+    replicas: list[torch.Tensor]
+    reductions: list[ReplicaReduction]
+
+
+@place("batch")
+@dataclass(frozen=True)
+class OwnedRows:
+    """Which rows of this shard a window uses, by table, and which of them are sent where."""
+
+    tables: list[TableRows]
+
+    def __len__(self) -> int:
+        """Keys of all tables."""
+        return sum(len(table.keys) for table in self.tables)
+
+
+@place("batch")
+@dataclass(frozen=True)
+class DenseMeans:
+    """What all ranks add up once in a window.
+
+    Args:
+        gradients: by parameter, of the mean loss. loss: (1,) the mean loss.
+        sums: this rank's; queued work may still read them.
+    """
+
+    gradients: dict[str, torch.Tensor]
+    loss: torch.Tensor
+    sums: list[torch.Tensor]
+
+
+# Per micro-batch: a window's tasks fill one value.
+
+Embeddings = NewType("Embeddings", list[torch.Tensor])
+"""By table (S, dim) float32, the rows received so far."""
+Gradients = NewType("Gradients", list[torch.Tensor])
+"""By table (S, dim), sums of the gradients of these rows, float32 or fixed-point."""
+RowGradient = NewType("RowGradient", list[torch.Tensor])
+"""By table (distinct keys received, dim), sums on the owner, float32 or fixed-point."""
+MeanGradient = NewType("MeanGradient", list[torch.Tensor])
+"""By table (K, dim) float32, means over all replicas."""
+Losses = NewType("Losses", dict[int, torch.Tensor])
+"""By micro-batch (B,) float32, the losses of its samples."""
+for filled in (Embeddings, Gradients, RowGradient, MeanGradient):
+    place("micro_batch", make=list)(filled)
+place("micro_batch", make=dict)(Losses)
+
+
+class WindowPlaces:
+    """The places of one window, from its first stage to its last.
+
+    Args:
+        window: what it is.
+        previous: the places of the window before, while the pipeline has not run empty since.
+    """
+
+    def __init__(self, window: Window, previous: WindowPlaces | None = None):
+        self.window, self.previous = window, previous
+        self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
+        self._counts: dict[tuple[str, int | None], LookupCounts] = {}
+
+    def __getitem__(self, kind: Callable[..., T]) -> T:
+        """The value of a place. Raises KeyError where no stage has written it."""
+        return self._values[kind]
+
+    def get(self, kind: Callable[..., T]) -> T | None:
+        """The value of a place, None where no stage has written it."""
+        return self._values.get(kind)
+
+    def find(self, kind: Any, batch: int, optional: bool) -> Any:
+        """The value of a place of this window, or with `batch` = 1 of the one before.
+
+        None where an optional place is not written. Raises KeyError where another is not.
+        """
+        places = self.previous if batch else self
+        if optional:
+            return None if places is None else places.get(kind)
+        assert places is not None
+        return places[kind]
+
+    def __setitem__(self, kind: Callable[..., T], value: T) -> None:
+        self._values[kind] = value
+
+    def counts(self, stage: str, micro_batch: int | None = None) -> LookupCounts:
+        """The counts of one task: each has its own, so that no two lanes write the same."""
+        return self._counts.setdefault((stage, micro_batch), LookupCounts())
+
+    def total_counts(self) -> LookupCounts:
+        """The counts of all tasks."""
+        total = LookupCounts()
+        for counts in self._counts.values():
+            total.add(counts)
+        return total
+
+    def retire(self) -> None:
+        """After the last stage: keep what the next window reads."""
+        self.previous = None
+        kept = {kind: self._values[kind] for kind in (OwnedRows, Buffer) if kind in self._values}
+        self._values = kept

@@ -1,0 +1,218 @@
+"""Rows from the tables and from the last window's buffer (NestPipe, section IV.A, stage 4, and IV.B)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...embedding.table import DynamicTable
+from ...kernels import launch
+from ..dist_plan import plan_output_dist
+from ..places import (
+    Buffer,
+    Context,
+    KeptRows,
+    OwnedRows,
+    ReceivedKeys,
+    RetrievalGroup,
+    Routes,
+    RowGradient,
+    TableRows,
+    Tables,
+)
+from ..reduce_scatter import ReplicaReduction, plan_replica_reductions
+from ..stage import Edge, Idle, Kept, New, Previous, Read, Stale, Update, Write, stage
+from ..streams import to_device, to_host
+from ..window import LookupCounts, Window
+
+
+class TableKeys(NamedTuple):
+    """Distinct keys (K,) of one table, handles (K,) of their rows, and which rows are kept (n,), if any."""
+
+    keys: torch.Tensor
+    handles: torch.Tensor
+    kept: torch.Tensor | None
+
+
+Fetch = Callable[[Context, DynamicTable, TableKeys, LookupCounts], torch.Tensor]
+"""Reads rows of a table into a buffer (K, row width)."""
+
+
+# The buffer was batch t-2's: its rows must be in the tables, and batch t-1 must have copied those it kept.
+# Rows of t-2 that t-1 did not use are then fresh in the tables; those that t-1 holds are not, and are
+# overwritten by `copy_kept_rows`. Rows of neither may be evicted or demoted here: their last update must have
+# been written back.
+@stage(
+    "retrieval",
+    after=(Edge("route"), Edge("write_back", batch=2), Edge("copy_kept_rows", batch=1)),
+    moves=True,
+)
+def retrieve(
+    context: Context,
+    window: Window,
+    routes: Read[Routes],
+    before: Read[Previous[OwnedRows]] | None,
+    retrieval: Update[RetrievalGroup],
+    index: Update[Idle[Tables]],
+    storage: Read[Stale[Tables]],
+    counts: LookupCounts,
+) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
+    """Deduplicate again, find or add the keys, copy their rows into the prefetch buffer.
+
+    Tables evict and demote first where it is due at this update: of rows that neither this window nor the
+    last one uses, whose rows are in the two buffers.
+    """
+    return _retrieve(_fetch_all, context, window, routes, before, retrieval, index, storage, counts)
+
+
+# Kept rows are not fetched, and the others were written back by the batch before if they were in a buffer.
+@stage(
+    "retrieval",
+    after=(Edge("route"), Edge("write_back", batch=1), Edge("copy_kept_rows", batch=1)),
+    moves=True,
+    name="retrieve",
+)
+def retrieve_new_rows(
+    context: Context,
+    window: Window,
+    routes: Read[Routes],
+    before: Read[Previous[OwnedRows]] | None,
+    retrieval: Update[RetrievalGroup],
+    index: Update[Idle[Tables]],
+    storage: Read[New[Tables]],
+    counts: LookupCounts,
+) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
+    """`retrieve` where rows stay in the buffers: those that the last window has too are not read."""
+    return _retrieve(_fetch_new, context, window, routes, before, retrieval, index, storage, counts)
+
+
+@stage("copy", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True)
+def copy_kept_rows(
+    context: Context,
+    kept: Read[KeptRows] | None,
+    active: Read[Kept[Previous[Buffer]]] | None,
+    buffer: Write[Kept[Buffer]],
+) -> None:
+    """Copy the rows of K(t-1) & K(t) from the active into the prefetch buffer."""
+    if kept is None or active is None:
+        return
+    for rows, source, target in zip(kept, active, buffer, strict=True):
+        here, there = (to_device(each, context.device) for each in rows)
+        launch.scatter_rows(target, there, source, here)
+
+
+def _retrieve(
+    fetch: Fetch,
+    context: Context,
+    window: Window,
+    routes: Routes,
+    before: OwnedRows | None,
+    retrieval: RetrievalGroup,
+    index: Tables,
+    storage: Tables,
+    counts: LookupCounts,
+) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
+    """Both forms of `retrieve`; `fetch` reads the rows of a table that one of them needs."""
+
+    def over_ranks(sizes: torch.Tensor) -> torch.Tensor:
+        return retrieval.all_reduce(sizes, "table sizes")
+
+    owned, buffer, gradient, kept = [], [], [], []
+    for number, received in enumerate(routes.received):
+        received = _on_host(received)
+        keys, inverse, _counts = launch.unique(received.keys)
+        own, replicas = len(keys), []
+        if context.replicated:  # replicas hold the keys that any of them received, in one order
+            keys, places, _counts = launch.unique(torch.cat(received.replica_keys))
+            replicas = list(places.split([len(each) for each in received.replica_keys]))
+        found = index[number].lookup(keys, window.update, over_ranks)
+        if before is not None:
+            kept.append(launch.intersect(before.tables[number].keys, keys))
+            counts.kept += len(kept[-1][0])
+        table = storage[number]
+        if context.config.dedup in ("lookup", "both"):
+            distinct = TableKeys(keys, found.handles, kept[-1][1] if kept else None)
+            buffer.append(fetch(context, table, distinct, counts))
+        else:
+            buffer.append(_fetch_received(context, table, received.keys, found.handles, inverse, counts))
+        gradient.append(context.sums.zeros(own, table.dim))
+        counts.lookups += 1
+        counts.received += len(received.keys)
+        sent, gradients = plan_output_dist(inverse, received.splits, received.last_use)
+        reductions: list[ReplicaReduction] = []
+        if context.replicated:  # rows are among those of all replicas, sums among those received here
+            rows = replicas[context.replica][inverse]
+            sent = plan_output_dist(rows, received.splits, None)[0]
+            reductions = _reductions(context, replicas, len(keys), received.replica_last_use)
+        sent, gradients = sent.to(context.device), gradients.to(context.device)
+        owned.append(
+            TableRows(keys, found.handles, found.low_precision, sent, gradients, replicas, reductions)
+        )
+    kept_rows = None if before is None else KeptRows(kept)
+    return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
+
+
+def _fetch_all(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
+    """The rows of all keys."""
+    counts.read += len(found.keys)
+    return to_device(table.gather(found.handles, found.keys), context.device)
+
+
+def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
+    """The rows of all keys but the kept ones, which `copy_kept_rows` fills in."""
+    if found.kept is None:
+        return _fetch_all(context, table, found, counts)
+    is_new = torch.ones(len(found.keys), dtype=torch.bool)
+    is_new[found.kept] = False
+    new = is_new.nonzero().squeeze(1)
+    values = _fetch_all(context, table, TableKeys(found.keys[new], found.handles[new], None), counts)
+    rows = values.new_empty(len(found.keys), values.shape[1])
+    launch.scatter_rows(rows, to_device(new, context.device), values)
+    return rows
+
+
+def _on_host(received: ReceivedKeys) -> ReceivedKeys:
+    """The keys in host memory, where the tables are."""
+    last_use = received.last_use
+    return ReceivedKeys(
+        received.splits,
+        to_host(received.keys),
+        None if last_use is None else to_host(last_use),
+        [to_host(keys) for keys in received.replica_keys],
+        [to_host(last) for last in received.replica_last_use],
+    )
+
+
+def _fetch_received(
+    context: Context,
+    table: DynamicTable,
+    keys: torch.Tensor,
+    handles: torch.Tensor,
+    inverse: torch.Tensor,
+    counts: LookupCounts,
+) -> torch.Tensor:
+    """Without dedup before the lookup a row is read for every key received; those of one key are the same."""
+    counts.read += len(inverse)
+    values = table.gather(handles[inverse], keys)
+    return to_device(launch.gather_rows(values, _first_occurrences(inverse, len(handles))), context.device)
+
+
+def _reductions(
+    context: Context, replicas: list[torch.Tensor], rows: int, last_use: list[torch.Tensor]
+) -> list[ReplicaReduction]:
+    """After which micro-batch the replicas add up which rows: the last use of a row, or the last of all."""
+    count = context.config.window_micro_batches
+    complete = torch.full((rows,), count - 1, dtype=torch.int64)
+    if last_use:
+        complete.zero_()
+        for places, last in zip(replicas, last_use, strict=True):
+            complete[places] = torch.maximum(complete[places], last.long())
+    return plan_replica_reductions(replicas, complete, count, context.replica)
+
+
+def _first_occurrences(inverse: torch.Tensor, count: int) -> torch.Tensor:
+    """(count,) the first place of each number in `inverse`."""
+    first = torch.full((count,), len(inverse), dtype=torch.int64, device=inverse.device)
+    return first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")

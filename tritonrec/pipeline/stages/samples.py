@@ -1,0 +1,30 @@
+"""Samples: cut into micro-batches, and moved to the device (NestPipe, section IV.A, stages 1 and 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...data import split
+from ..places import Context, DeviceSamples, Samples
+from ..stage import Edge, Read, stage
+from ..window import Window
+
+
+@stage("prefetch")
+def prefetch(context: Context, window: Window) -> Samples:
+    """Cut this rank's samples into micro-batches, in page-locked memory for an accelerator."""
+    config, parts = context.config, []
+    for batch in window.batches:
+        batch.validate()
+        cut = split(batch, config.micro_batches, config.clustering, config.taper)
+        parts += [batch.select(samples) for samples in cut]
+    missing = config.window_micro_batches - len(parts)  # a run's last window
+    nothing = window.batches[-1].select(torch.arange(0))
+    parts += [nothing] * missing
+    return Samples(parts if context.device.type == "cpu" else [part.pin_memory() for part in parts])
+
+
+@stage("h2d", after=(Edge("prefetch"),))
+def h2d(context: Context, samples: Read[Samples]) -> DeviceSamples:
+    """Move the micro-batches to the device."""
+    return DeviceSamples([part.to(context.device, non_blocking=True) for part in samples])

@@ -1,0 +1,154 @@
+"""The end of a window: one update from complete sums, and rows back to the tables (NestPipe, section IV)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ...embedding.table import DynamicTable
+from ...kernels import launch
+from ..places import (
+    Buffer,
+    Context,
+    Dense,
+    DenseGradient,
+    DenseMeans,
+    KeptRows,
+    Losses,
+    MeanGradient,
+    OwnedRows,
+    ReduceGroup,
+    Routes,
+    RowGradient,
+    TableRows,
+    Tables,
+)
+from ..reduce_scatter import even_reduce_scatter
+from ..stage import Dropped, Edge, Previous, Read, Update, Write, stage
+from ..streams import to_device, to_host
+from ..sums import NAME
+from ..window import LookupCounts, Window
+
+DENSE_ROW = 64
+"""Values of a row of dense gradients, whose width in bytes its largest one decides."""
+
+
+@stage("reduce", after=(Edge("compute", "all"),))
+def dense_reduce(
+    context: Context,
+    routes: Read[Routes],
+    losses: Read[Losses],
+    reduce: Update[ReduceGroup],
+    dense_gradient: Update[DenseGradient],
+) -> DenseMeans:
+    """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them the
+    mean loss.
+    """
+    sums, normalizer = context.sums, routes.loss_normalizer
+    parts = dense_gradient.take()
+    total = sums.total(torch.cat([losses[i] for i in range(context.config.window_micro_batches)]))
+    own = [*parts.values(), total]
+    flat = torch.cat([part.reshape(-1) for part in own])
+    if reduce.world_size == 1:
+        means = sums.divide(flat, normalizer)
+    else:
+        rows = torch.nn.functional.pad(flat, (0, -len(flat) % DENSE_ROW)).view(-1, DENSE_ROW)
+        plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
+        means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
+    pieces = torch.split(means[: len(flat)], [part.numel() for part in own])
+    gradients = {
+        name: sums.finite(piece, name).view_as(part)
+        for piece, (name, part) in zip(pieces, parts.items(), strict=False)
+    }
+    return DenseMeans(gradients, pieces[-1], own)
+
+
+@stage("compute", after=(Edge("gradient_exchange", "all"),))
+def sparse_update(
+    context: Context,
+    window: Window,
+    routes: Read[Routes],
+    owned: Read[OwnedRows],
+    row_gradient: Read[RowGradient],
+    buffer: Update[Buffer],
+) -> None:
+    """Apply the rows' gradients to the active buffer, once per window."""
+    means = (context.sums.mean(sums, routes.row_normalizer) for sums in row_gradient)
+    update_rows(context, window.update + 1, owned, means, buffer)
+
+
+@stage("compute", after=(Edge("replica_reduce", "all"),), name="sparse_update")
+def sparse_update_of_replicas(
+    context: Context,
+    window: Window,
+    owned: Read[OwnedRows],
+    mean_gradient: Read[MeanGradient],
+    buffer: Update[Buffer],
+) -> None:
+    """`sparse_update` from the mean gradients of all replicas."""
+    means = (context.sums.finite(mean, NAME) for mean in mean_gradient)
+    update_rows(context, window.update + 1, owned, means, buffer)
+
+
+@stage("compute", after=(Edge("dense_reduce"),))
+def dense_update(window: Window, means: Read[DenseMeans], dense: Update[Dense]) -> None:
+    """Apply the dense gradients."""
+    dense.optimizer.step(means.gradients, window.update + 1)
+
+
+@stage("write_back", after=(Edge("sparse_update"),), moves=True)
+def write_back(
+    owned: Read[OwnedRows], buffer: Read[Buffer], tables: Write[Tables], counts: LookupCounts
+) -> None:
+    """Copy the updated rows to the tables."""
+    for each, rows, table in zip(owned.tables, buffer, tables, strict=True):
+        _write(table, each, rows, each.handles >= 0, counts)
+
+
+@stage("write_back", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, name="write_back")
+def write_back_dropped_rows(
+    before: Read[Previous[OwnedRows]] | None,
+    active: Read[Dropped[Previous[Buffer]]] | None,
+    kept: Read[KeptRows] | None,
+    tables: Write[Dropped[Tables]],
+    counts: LookupCounts,
+) -> None:
+    """`write_back` where rows stay in the buffers: those of the last window that this one does not have."""
+    if before is None or active is None or kept is None:
+        return
+    for each, rows, (here, _there), table in zip(before.tables, active, kept, tables, strict=True):
+        dropped = each.handles >= 0
+        dropped[here] = False
+        _write(table, each, rows, dropped, counts)
+
+
+def update_rows(
+    context: Context, step: int, owned: OwnedRows, means: Iterable[torch.Tensor], buffer: Buffer
+) -> None:
+    """Apply mean gradients, by table (K, dim), to the rows of a buffer.
+
+    The row of a key that is not admitted stays as it began. Rows in low precision are rounded to 16 bits
+    here, so that storing and reading them changes nothing.
+    """
+    for group, table, rows, mean in zip(context.tables.groups, owned.tables, buffer, means, strict=True):
+        indices = torch.arange(len(table.keys), device=context.device)
+        admitted = table.handles >= 0
+        if not bool(admitted.all()):
+            indices = to_device(admitted.nonzero().squeeze(1), context.device)
+            mean = launch.gather_rows(mean, indices)
+        group.optimizer.update(rows, indices, mean, step)
+        if table.low_precision is not None:
+            group.table.round_low_precision(rows, table.low_precision)
+
+
+def _write(
+    table: DynamicTable, owned: TableRows, rows: torch.Tensor, chosen: torch.Tensor, counts: LookupCounts
+) -> None:
+    """Write the `chosen` (K,) bool of a buffer's rows (K, row width) to their table."""
+    handles = owned.handles
+    if not bool(chosen.all()):
+        places = chosen.nonzero().squeeze(1)
+        handles, rows = handles[places], launch.gather_rows(rows, to_device(places, rows.device))
+    table.update(handles, to_host(rows))
+    counts.written += len(handles)

@@ -1,0 +1,3 @@
+"""The version of this package, which every layer may import."""
+
+__version__ = "0.1.0"
