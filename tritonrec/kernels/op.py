@@ -197,8 +197,9 @@ class Op:
             if not isinstance(tensor, torch.Tensor):
                 raise not_a_tensor(name, tensor)
             # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
-            lazy = parameter.is_written and (tensor.is_neg() or tensor.is_conj())
-            if lazy and not torch.compiler.is_compiling():
+            # (It knows no is_neg, so it is asked first.)
+            eager = parameter.is_written and not torch.compiler.is_compiling()
+            if eager and (tensor.is_neg() or tensor.is_conj()):
                 raise ValueError(
                     f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
                 )
