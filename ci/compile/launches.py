@@ -25,7 +25,7 @@ import triton.runtime.jit
 
 import tritonrec.kernels
 from tritonrec import ops
-from tritonrec.kernels import tuned
+from tritonrec.kernels import dispatch
 
 JIT = triton.runtime.jit.JITFunction
 # constants by which a kernel knows the interpreter, which is not what is compiled here
@@ -145,43 +145,32 @@ def recording(notes: list[tuple[Any, ...]]) -> Iterator[None]:
 
 
 @contextmanager
-def tables_of(architecture: str, rank: int = 0) -> Iterator[list[int]]:
-    """The tables answer as on `architecture`, with the row of this rank where a class has one.
-
-    Gives a list whose only number is the most rows that a class asked for has.
-    """
-    before = tuned.architecture, tuned.config
-    tuned.architecture = lambda device: architecture
-    longest = [1]
-
-    def config(kernel, klass, device):
-        rows = tuned.rows(kernel, klass, architecture)
-        longest[0] = max(longest[0], len(rows))
-        return dict(rows[min(rank, len(rows) - 1)]["config"])
-
-    tuned.config = config
+def on(architecture: str) -> Iterator[None]:
+    """Launchers choose their block sizes as on `architecture`, ``"sm_90"`` for example."""
+    before, digits = dispatch.capability, architecture.removeprefix("sm_")
+    found = divmod(int(digits), 10) if digits.isdigit() else (0, 0)
+    dispatch.capability = lambda tensor: found
     try:
-        yield longest
+        yield
     finally:
-        tuned.architecture, tuned.config = before
+        dispatch.capability = before
 
 
-def launches(architecture: str, only: str = "", ranks: int = tuned.MOST_ROWS) -> list[Launch]:
-    """Every distinct launch of every case on an architecture, for all committed configurations."""
+def launches(architecture: str, only: str = "") -> list[Launch]:
+    """Every distinct launch of every case on an architecture."""
     modules()  # before the ops are told that they are interpreted
     found: dict[str, Launch] = {}
     for label, case in CASES.items():
-        rank, rows = 0, 1
-        while only in label and rank < min(rows, ranks):
-            notes: list[Any] = []
-            with recording(notes), tables_of(architecture, rank) as longest:
-                case()
-            if not notes:
-                raise AssertionError(f"the case {label!r} launches nothing")
-            rank, rows = rank + 1, longest[0]
-            for kernel, args, kwargs in notes:
-                launch = note(kernel, label if rank == 1 else f"{label} #{rank}", args, kwargs)
-                found.setdefault(launch.identity, launch)
+        if only not in label:
+            continue
+        notes: list[Any] = []
+        with recording(notes), on(architecture):
+            case()
+        if not notes:
+            raise AssertionError(f"the case {label!r} launches nothing")
+        for kernel, args, kwargs in notes:
+            launch = note(kernel, label, args, kwargs)
+            found.setdefault(launch.identity, launch)
     return list(found.values())
 
 

@@ -73,10 +73,8 @@ bench() {
 
 tune() {
     $rehearse && { within "$PYTHON" ci/compile/tune.py --help > /dev/null; return; }
-    within "$PYTHON" ci/compile/tune.py --all
-    local code=$?
-    tar -cf "$OUT/tuned.tar" tritonrec/kernels/*/tuned/*.json
-    return $code
+    within "$PYTHON" ci/compile/tune.py | tee "$OUT/tune.txt"
+    return "${PIPESTATUS[0]}"
 }
 
 pipeline() {

@@ -39,3 +39,10 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     if impl not in ("triton", "cpu", "reference"):
         raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
     return impl
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """NVIDIA's compute capability of the tensor's GPU, (0, 0) elsewhere, as in Triton's interpreter."""
+    if not tensor.is_cuda or torch.version.hip:
+        return (0, 0)
+    return torch.cuda.get_device_capability(tensor.device)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
 
@@ -125,8 +126,7 @@ def configuration(x: torch.Tensor) -> dict[str, int]:
 
     Hopper and later have matrix instructions for tiles of 64 rows, which bfloat16 can use.
     """
-    on_cuda = x.is_cuda and not torch.version.hip
-    if x.dtype == torch.bfloat16 and on_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0):
+    if x.dtype == torch.bfloat16 and dispatch.capability(x) >= (9, 0):
         return {"BLOCK": 64, "num_warps": 8}
     return {"BLOCK": 32, "num_warps": 4}
 

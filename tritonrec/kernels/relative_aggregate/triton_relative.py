@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535
@@ -174,9 +175,7 @@ BLOCKS_FROM = {  # where NVIDIA's architectures from this one on have others
 def configuration(v: torch.Tensor) -> dict[str, int]:
     """Block sizes and warps: a function of D and the device, so that no batch changes a result."""
     block_d = max(16, triton.next_power_of_2(v.shape[2]))
-    on_cuda = v.is_cuda and not torch.version.hip
-    capability = torch.cuda.get_device_capability(v.device) if on_cuda else (0, 0)
-    others = BLOCKS_FROM[max((each for each in BLOCKS_FROM if each <= capability), default=(0, 0))]
+    others = BLOCKS_FROM[max(each for each in BLOCKS_FROM if each <= dispatch.capability(v))]
     block_m, block_n, num_warps = {**BLOCKS, **others}[min(block_d, 256)]
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 2,
