@@ -1,6 +1,6 @@
 """Imports flow one way: harness -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
 
-Anyone may import `files`, `settings` and `version`, which import nothing.
+Anyone may import `files`, `host_memory`, `settings` and `version`, which import nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
 # The packages that each package may import from, besides itself.
 BELOW_PIPELINE = {"embedding", "distributed", "data", "trace", "nn", "checkpoint"}
+FOR_ALL = ("files", "host_memory", "settings", "version")
 MAY_IMPORT = {
     "files": set(),
     "settings": set(),
+    "host_memory": set(),
     "version": set(),
     "kernels": set(),
     "ops": {"kernels"},
@@ -71,7 +73,14 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
     wrong = []
     for line, name in imported_modules(source, package):
         target = package_of(name)
-        if target is None or target in ("files", "settings", "version", layer, *MAY_IMPORT[layer]):
+        if target is None or target in (
+            "files",
+            "host_memory",
+            "settings",
+            "version",
+            layer,
+            *MAY_IMPORT[layer],
+        ):
             continue
         wrong.append(f"{module}, line {line}: {layer} imports {name}")
     return wrong

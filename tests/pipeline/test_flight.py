@@ -5,7 +5,18 @@ import io
 
 import pytest
 import torch
-from trainer_parts import EVERY, READS_AHEAD, Ranker, batches, parts, same, state, trained, trainer
+from trainer_parts import (
+    EVERY,
+    ONE_IN_FLIGHT,
+    READS_AHEAD,
+    Ranker,
+    batches,
+    parts,
+    same,
+    state,
+    trained,
+    trainer,
+)
 
 from tritonrec.data import Lookup
 
@@ -168,7 +179,7 @@ def test_after_the_last_window_everything_may_be_read_and_written(mode, consiste
                 use(*made)
 
 
-@pytest.mark.parametrize(("mode", "consistency"), [each for each in EVERY if each not in READS_AHEAD])
+@pytest.mark.parametrize(("mode", "consistency"), ONE_IN_FLIGHT)
 def test_modes_with_one_window_in_flight_show_the_state_of_each_step(mode, consistency):
     made, seen = parts(), []
     with trainer(made, mode, consistency) as training:
@@ -229,7 +240,7 @@ def load_other(model):
         model.mix.weight.copy_(torch.arange(36.0).view(6, 6) / 36)
 
 
-@pytest.mark.parametrize(("mode", "consistency"), [each for each in EVERY if each not in READS_AHEAD])
+@pytest.mark.parametrize(("mode", "consistency"), ONE_IN_FLIGHT)
 def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, consistency, change=zero):
     def run(kind):
         made = parts()

@@ -21,6 +21,10 @@ EVERY = slow_except(
     [("reference", "batch"), *product(list(MODES)[1:], ("batch", "window"))],
 )  # fmt: skip
 """Every mode at every consistency."""
+ONE_IN_FLIGHT = slow_except(
+    [("reference", "batch"), ("sequential", "window"), ("fwp", "window")],
+    [("reference", "batch"), *product(("sequential", "fwp"), ("batch", "window"))],
+)
 READS_AHEAD = [(mode, consistency) for mode in ("dbp", "nestpipe") for consistency in ("batch", "window")]
 
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from ..host_memory import keep_freed_memory
 from .groups import Communicators
 from .watch import Watch
 
@@ -63,6 +64,7 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
     _end_with_launcher(task, lifeline, stop)
     stop.install_signal_handlers()
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         world = max(task.meshes)[0]
         # Connect before `enter`, which may leave the launcher's network.

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from ...host_memory import keep_freed_memory
 from ...version import __version__
 from ..progress import announce_compilation
 
@@ -84,4 +85,5 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _leave)
+    keep_freed_memory()
     app()
