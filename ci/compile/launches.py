@@ -419,20 +419,21 @@ def _attention(dtype, dim_qk, dim_v, **options):
 
 
 def _targets(dtype):
-    _attention(dtype, 50, 64, num_targets=offsets().diff() // 4)
+    _attention(dtype, 50, 64, mask=ops.HSTUMask(num_targets=offsets().diff() // 4))
 
 
 def _options(dtype):
     """Every mask and bias at once; then dq by atomics; then queries for the last tokens only."""
     cuts = offsets()
     lengths = cuts.diff()
-    options = {
-        "num_targets": lengths // 4, "num_contexts": lengths // 8, "target_group_size": 2, "max_attn_len": 20,
-        "min_full_attn_seq_len": 3, "attn_prefix_len": 2,
-        "pos_weights": ones(2 * longest - 1, grad=True), "ts_weights": ones(32, grad=True),
-        "timestamps": keys(),
-    }  # fmt: skip
-    _attention(dtype, 64, 64, **options)
+    mask = ops.HSTUMask(
+        num_targets=lengths // 4, num_contexts=lengths // 8, target_group_size=2, max_attn_len=20,
+        min_full_attn_seq_len=3, attn_prefix_len=2,
+    )  # fmt: skip
+    bias = ops.HSTUBias(
+        pos_weights=ones(2 * longest - 1, grad=True), ts_weights=ones(32, grad=True), timestamps=keys()
+    )
+    _attention(dtype, 64, 64, mask=mask, bias=bias)
     _attention(dtype, 64, 64, deterministic=False)
 
 
