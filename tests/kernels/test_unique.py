@@ -34,7 +34,7 @@ def check(keys, impl):
 
 
 def colliding(count, high):
-    """Keys that share their highest 20 hash bits and their lowest 20, all of them `high`."""
+    """Keys whose highest 20 and lowest 20 hash bits are all 1 if `high`, else all 0."""
     edge = 2**20 - 1 if high else 0
     return torch.tensor([key_with_hash(edge << 44 | i * 977 << 20 | edge) for i in range(count)])
 
@@ -48,14 +48,14 @@ def case(name):
         "all_equal": [-7] * 300,
         "all_distinct": rng.permutation(400) - 200,
         "skewed": rng.zipf(1.2, 500) % 40 - 20,
-        "hot_key_last": [*range(260), 259],
+        "repeat_at_end": [*range(260), 259],
     }[name]
     return torch.tensor(np.asarray(keys, dtype=np.int64))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "name", ["empty", "one", "extremes", "all_equal", "all_distinct", "skewed", "hot_key_last"]
+    "name", ["empty", "one", "extremes", "all_equal", "all_distinct", "skewed", "repeat_at_end"]
 )
 @pytest.mark.parametrize("impl", IMPLS)
 def test_equals_a_dict(impl, name):
@@ -91,7 +91,7 @@ def test_colliding_keys_survive_growth():
 
 
 def test_a_burst_of_new_keys_after_few():
-    """The rate of new keys, from which the next table is sized, says nothing of the keys to come."""
+    """Growth sizes the table by the rate of new keys; results hold when that rate jumps."""
     keys = torch.cat([torch.zeros(50_000, dtype=torch.int64), torch.arange(40_000)])
     for got, expected in zip(unique(keys), unique(keys, impl="reference"), strict=True):
         assert torch.equal(got, expected)

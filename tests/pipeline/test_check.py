@@ -30,7 +30,7 @@ def test_every_edge_of_nestpipe_is_needed(stage, edge):
         check(NESTPIPE.without_edge(stage, edge), 4)
 
 
-def test_a_read_between_update_and_write_back_is_named():
+def test_a_race_of_retrieve_and_write_back_is_named():
     missing = NESTPIPE.without_edge("retrieve", Edge("write_back", batch=2))
     with pytest.raises(
         ScheduleError, match=r"retrieve\(4\) writes tables while write_back\(2\).*a row used by batches 2\)"
@@ -45,10 +45,10 @@ def test_without_the_copy_the_kept_rows_race():
 
 
 def test_stale_rows_that_nobody_overwrites_are_found():
-    # Keeps every wait and every lane, but the synchronisation copies nothing.
-    idle = NESTPIPE._with("copy_kept_rows", touches=())
+    # All waits and lanes stay, but `copy_kept_rows` copies nothing.
+    no_copy = NESTPIPE._with("copy_kept_rows", touches=())
     with pytest.raises(ScheduleError, match="stale row"):
-        check(idle, 2)
+        check(no_copy, 2)
 
 
 def test_waiting_for_a_task_queued_behind_is_a_deadlock():
@@ -58,8 +58,8 @@ def test_waiting_for_a_task_queued_behind_is_a_deadlock():
 
 
 def test_an_edge_to_no_stage_is_named():
-    with pytest.raises(ScheduleError, match=r"compute waits for nothing, which never runs"):
-        check(NESTPIPE.with_edges("compute", Edge("nothing", batch=7)), 2)
+    with pytest.raises(ScheduleError, match=r"compute waits for no_such_stage, which never runs"):
+        check(NESTPIPE.with_edges("compute", Edge("no_such_stage")), 2)
 
 
 @pytest.mark.parametrize(

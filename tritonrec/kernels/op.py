@@ -16,8 +16,8 @@ in None for optional tensors that are left out at the end:
 - ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
   callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 
-While a `kernels.gradients.Accumulator` is active, so in the forward and backward of a trainer, a call of the
-first kind checks, runs the implementation and differentiates without the dispatcher.
+While a `kernels.gradients.Accumulator` is active, as in a trainer's forward and backward, ``INTERSECT(...)``
+checks, runs and differentiates without the dispatcher.
 """
 
 from __future__ import annotations

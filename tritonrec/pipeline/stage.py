@@ -1,17 +1,17 @@
 """A stage is a function; its signature declares what it reads and writes.
 
-    @stage("copy", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True)
+    @stage(lane="copy", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True)
     def copy_kept_rows(
         kept: Read[KeptRows], active: Read[Kept[Previous[Buffer]]], buffer: Write[Kept[Buffer]]
     ) -> None:
 
 A *place* holds what stages share: a type registered with `place`. A parameter annotated `Read`, `Write` or
-`Update` receives the place's value; a place in the return annotation is written by the value returned. What
-never changes during a run or a window is passed under its plain type and is no place. A stage with a
+`Update` receives the place's value; a place in the return annotation is written by the value returned.
+Settings and the counts of one task are passed under their plain types and are no places. A stage with a
 parameter ``micro_batch`` runs once per micro-batch, any other once per batch.
 
-The table that `tritonrec.pipeline.check` proves is derived from the signatures, and the program passes a
-stage nothing else (`tritonrec.pipeline.program`).
+`tritonrec.pipeline.check` proves a schedule from these signatures. The program passes a stage nothing else
+(`tritonrec.pipeline.program`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Update = Annotated[T, ("mode", "update")]
 Previous = Annotated[T, ("batch", 1)]
 """The place of the batch before; None for the first batch of a pipeline."""
 
-# Which rows of a place that has rows; those of the batch's keys K(t) by default.
+# Rows of a place that has rows; by default those of the batch's keys K(t). Kept: K(t-1) & K(t).
+# New: K(t) - K(t-1). Dropped: K(t-1) - K(t). Idle: rows of neither batch.
+# Stale marks a read of values that a later stage overwrites.
 Kept = Annotated[T, ("rows", "kept")]
 New = Annotated[T, ("rows", "new")]
 Dropped = Annotated[T, ("rows", "dropped")]

@@ -1,4 +1,4 @@
-"""Dedup of embedding keys: `unique`, first-occurrence order, no sort, independent of the schedule."""
+"""Dedup of embedding keys: `unique`, in order of first occurrence, without a sort, the same in every run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def unique(
         keys: (K,) int64, any of the 2**64 values; K < 2**31.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
         padded: results as long as the keys, and their number U as a tensor: no host waits for U.
-        count: () int64, the keys that hold; the others are passed over (`kernels.padding`).
+        count: () int64, number of valid leading keys; the others are ignored (`kernels.padding`).
 
     Returns:
-        ``unique`` (U,), ``inverse`` (K,) and ``counts`` (U,), all int64, with ``unique[inverse] == keys``,
-        ``counts.sum() == K``, and the first occurrences of ``unique`` in `keys` ascending. Behind `count`
-        the inverse is -1. With `padded` ``unique`` and ``counts`` are (K,) with zeros from U on, and
-        ``num_unique`` () int64 comes fourth.
+        ``unique`` (U,), ``inverse`` (K,) and ``counts`` (U,), all int64. Over the valid keys
+        ``unique[inverse] == keys`` and ``counts.sum()`` is their number; ``unique`` is in order of first
+        occurrence. Behind `count` the inverse is -1. With `padded` ``unique`` and ``counts`` are (K,) with
+        zeros from U on, and ``num_unique`` () int64 comes fourth.
 
     Example: keys ``[7, 3, 7, 7, 3]`` give unique ``[7, 3]``, inverse ``[0, 1, 0, 0, 1]``, counts ``[3, 2]``;
     padded ``[7, 3, 0, 0, 0]``, ``[0, 1, 0, 0, 1]``, ``[3, 2, 0, 0, 0]`` and ``2``.

@@ -21,7 +21,7 @@ def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
     inside = offsets < num_valid(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
     position = offsets.to(tl.int32)
-    # the value only falls, so a hot key's later occurrences can skip the atomic on what they read
+    # the minimum only falls: skip the atomic where the value read, even a stale one, is lower
     current = tl.load(first_ptr + slot, mask=inside, other=0)
     tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")
 
@@ -45,7 +45,7 @@ def _emit_kernel(
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
-    # _mark_kernel wrote -1 behind the count, so rank is -1 there and so is the inverse
+    # behind the count representative is -1: the load gives 0, so rank and inverse are -1
     inside = representative >= 0
     rank = tl.load(rank_ptr + representative, mask=inside, other=0) - 1
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)

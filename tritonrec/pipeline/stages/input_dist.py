@@ -20,7 +20,7 @@ from ..stage import Edge, Read, Update, stage
 from ..window import LookupCounts, Window
 
 
-@stage("routing", after=(Edge("h2d"),))
+@stage(lane="routing", after=(Edge("h2d"),))
 def route(
     context: Context,
     window: Window,

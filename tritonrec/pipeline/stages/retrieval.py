@@ -1,4 +1,4 @@
-"""Rows from the tables and from the last window's buffer (NestPipe, section IV.A, stage 4, and IV.B)."""
+"""Rows from the tables and from the buffer of the last batch (NestPipe, section IV.A, stage 4, and IV.B)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Fetch = Callable[[Context, DynamicTable, TableKeys, LookupCounts], torch.Tensor]
 """Reads rows of a table into a buffer (K, row width)."""
 
 
-# The buffer was batch t-2's: its rows must be in the tables, and batch t-1 must have copied those it kept.
-# Rows of t-2 that t-1 did not use are then fresh in the tables; those that t-1 holds are not, and are
-# overwritten by `copy_kept_rows`. Rows of neither may be evicted or demoted here: their last update must have
-# been written back.
+# The prefetch buffer was batch t-2's: wait until its rows are written back and batch t-1 has copied from it.
+# Rows of t-2 that t-1 does not use are then fresh in the tables. Rows of t-1 are stale there, and
+# `copy_kept_rows` overwrites them. Rows of neither t-1 nor t can be evicted here, so their last update must
+# have been written back.
 @stage(
-    "retrieval",
+    lane="retrieval",
     after=(Edge("route"), Edge("write_back", batch=2), Edge("copy_kept_rows", batch=1)),
     moves=True,
 )
@@ -55,21 +55,21 @@ def retrieve(
     routes: Read[Routes],
     before: Read[Previous[OwnedRows]] | None,
     retrieval: Update[RetrievalGroup],
-    index: Update[Idle[Tables]],
-    storage: Read[Stale[Tables]],
+    index: Update[Idle[Tables]],  # one place, two accesses: lookup evicts idle rows,
+    storage: Read[Stale[Tables]],  # and gather may read stale ones
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
     """Deduplicate again, find or add the keys, copy their rows into the prefetch buffer.
 
-    Tables evict and demote first where it is due at this update: of rows that neither this window nor the
-    last one uses, whose rows are in the two buffers.
+    Tables first evict and demote rows where that is due. They spare the rows of this batch and of the last
+    one, which are in the two buffers.
     """
     return _retrieve(_fetch_all, context, window, routes, before, retrieval, index, storage, counts)
 
 
-# Kept rows are not fetched, and the others were written back by the batch before if they were in a buffer.
+# Kept rows are not fetched. Other rows in a buffer were written back with the batch before.
 @stage(
-    "retrieval",
+    lane="retrieval",
     after=(Edge("route"), Edge("write_back", batch=1), Edge("copy_kept_rows", batch=1)),
     moves=True,
     name="retrieve",
@@ -84,11 +84,11 @@ def retrieve_new_rows(
     storage: Read[New[Tables]],
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
-    """`retrieve` where rows stay in the buffers: those that the last window has too are not read."""
+    """`retrieve` for rows that stay in the buffers: rows shared with the last batch are not read."""
     return _retrieve(_fetch_new, context, window, routes, before, retrieval, index, storage, counts)
 
 
-@stage("copy", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True)
+@stage(lane="copy", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True)
 def copy_kept_rows(
     context: Context,
     kept: Read[KeptRows] | None,
@@ -99,8 +99,8 @@ def copy_kept_rows(
     if kept is None or active is None:
         return
     for rows, source, target in zip(kept, active, buffer, strict=True):
-        here, there = (to_device(each, context.device) for each in rows)
-        launch.scatter_rows(target, there, source, here)
+        source_rows, target_rows = (to_device(each, context.device) for each in rows)
+        launch.scatter_rows(target, target_rows, source, source_rows)
 
 
 def _retrieve(
@@ -114,7 +114,7 @@ def _retrieve(
     storage: Tables,
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
-    """Both forms of `retrieve`; `fetch` reads the rows of a table that one of them needs."""
+    """Both forms of `retrieve`; `fetch` reads the table rows that the form needs."""
 
     def over_ranks(sizes: torch.Tensor) -> torch.Tensor:
         return retrieval.all_reduce(sizes, "table sizes")
@@ -123,10 +123,10 @@ def _retrieve(
     for number, received in enumerate(routes.received):
         received = _on_host(received)
         keys, inverse, _counts = launch.unique(received.keys)
-        own, replicas = len(keys), []
-        if context.replicated:  # replicas hold the keys that any of them received, in one order
+        num_own, replica_rows = len(keys), []
+        if context.replicated:  # every replica has the union of the received keys, in the same order
             keys, places, _counts = launch.unique(torch.cat(received.replica_keys))
-            replicas = list(places.split([len(each) for each in received.replica_keys]))
+            replica_rows = list(places.split([len(each) for each in received.replica_keys]))
         found = index[number].lookup(keys, window.update, over_ranks)
         if before is not None:
             kept.append(launch.intersect(before.tables[number].keys, keys))
@@ -137,18 +137,18 @@ def _retrieve(
             buffer.append(fetch(context, table, distinct, counts))
         else:
             buffer.append(_fetch_received(context, table, received.keys, found.handles, inverse, counts))
-        gradient.append(context.sums.zeros(own, table.dim))
+        gradient.append(context.sums.zeros(num_own, table.dim))
         counts.lookups += 1
         counts.received += len(received.keys)
         sent, gradients = plan_output_dist(inverse, received.splits, received.last_use)
         reductions: list[ReplicaReduction] = []
-        if context.replicated:  # rows are among those of all replicas, sums among those received here
-            rows = replicas[context.replica][inverse]
+        if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
+            rows = replica_rows[context.replica][inverse]
             sent = plan_output_dist(rows, received.splits, None)[0]
-            reductions = _reductions(context, replicas, len(keys), received.replica_last_use)
+            reductions = _reductions(context, replica_rows, len(keys), received.replica_last_use)
         sent, gradients = sent.to(context.device), gradients.to(context.device)
         owned.append(
-            TableRows(keys, found.handles, found.low_precision, sent, gradients, replicas, reductions)
+            TableRows(keys, found.handles, found.low_precision, sent, gradients, replica_rows, reductions)
         )
     kept_rows = None if before is None else KeptRows(kept)
     return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
@@ -202,14 +202,14 @@ def _fetch_received(
 def _reductions(
     context: Context, replicas: list[torch.Tensor], rows: int, last_use: list[torch.Tensor]
 ) -> list[ReplicaReduction]:
-    """After which micro-batch the replicas add up which rows: the last use of a row, or the last of all."""
+    """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch."""
     count = context.config.window_micro_batches
-    complete = torch.full((rows,), count - 1, dtype=torch.int64)
+    last_micro_batch = torch.full((rows,), count - 1, dtype=torch.int64)
     if last_use:
-        complete.zero_()
+        last_micro_batch.zero_()
         for places, last in zip(replicas, last_use, strict=True):
-            complete[places] = torch.maximum(complete[places], last.long())
-    return plan_replica_reductions(replicas, complete, count, context.replica)
+            last_micro_batch[places] = torch.maximum(last_micro_batch[places], last.long())
+    return plan_replica_reductions(replicas, last_micro_batch, count, context.replica)
 
 
 def _first_occurrences(inverse: torch.Tensor, count: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..stage import Edge, Read, stage
 from ..window import Window
 
 
-@stage("prefetch")
+@stage(lane="prefetch")
 def prefetch(context: Context, window: Window) -> Samples:
     """Cut this rank's samples into micro-batches, in page-locked memory for an accelerator."""
     config, parts = context.config, []
@@ -24,7 +24,7 @@ def prefetch(context: Context, window: Window) -> Samples:
     return Samples(parts if context.device.type == "cpu" else [part.pin_memory() for part in parts])
 
 
-@stage("h2d", after=(Edge("prefetch"),))
+@stage(lane="h2d", after=(Edge("prefetch"),))
 def h2d(context: Context, samples: Read[Samples]) -> DeviceSamples:
     """Move the micro-batches to the device."""
     return DeviceSamples([part.to(context.device, non_blocking=True) for part in samples])

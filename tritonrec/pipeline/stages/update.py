@@ -34,7 +34,7 @@ DENSE_ROW = 64
 """Values of a row of dense gradients, whose width in bytes its largest one decides."""
 
 
-@stage("reduce", after=(Edge("compute", "all"),))
+@stage(lane="reduce", after=(Edge("compute", "all"),))
 def dense_reduce(
     context: Context,
     routes: Read[Routes],
@@ -64,7 +64,7 @@ def dense_reduce(
     return DenseMeans(gradients, pieces[-1], own)
 
 
-@stage("compute", after=(Edge("gradient_exchange", "all"),))
+@stage(lane="compute", after=(Edge("gradient_exchange", "all"),))
 def sparse_update(
     context: Context,
     window: Window,
@@ -78,7 +78,7 @@ def sparse_update(
     update_rows(context, window.update + 1, owned, means, buffer)
 
 
-@stage("compute", after=(Edge("replica_reduce", "all"),), name="sparse_update")
+@stage(lane="compute", after=(Edge("replica_reduce", "all"),), name="sparse_update")
 def sparse_update_of_replicas(
     context: Context,
     window: Window,
@@ -91,13 +91,13 @@ def sparse_update_of_replicas(
     update_rows(context, window.update + 1, owned, means, buffer)
 
 
-@stage("compute", after=(Edge("dense_reduce"),))
+@stage(lane="compute", after=(Edge("dense_reduce"),))
 def dense_update(window: Window, means: Read[DenseMeans], dense: Update[Dense]) -> None:
     """Apply the dense gradients."""
     dense.optimizer.step(means.gradients, window.update + 1)
 
 
-@stage("write_back", after=(Edge("sparse_update"),), moves=True)
+@stage(lane="write_back", after=(Edge("sparse_update"),), moves=True)
 def write_back(
     owned: Read[OwnedRows], buffer: Read[Buffer], tables: Write[Tables], counts: LookupCounts
 ) -> None:
@@ -106,7 +106,9 @@ def write_back(
         _write(table, each, rows, each.handles >= 0, counts)
 
 
-@stage("write_back", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, name="write_back")
+@stage(
+    lane="write_back", after=(Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, name="write_back"
+)
 def write_back_dropped_rows(
     before: Read[Previous[OwnedRows]] | None,
     active: Read[Dropped[Previous[Buffer]]] | None,

@@ -30,7 +30,7 @@ from ..window import LookupCounts, Window
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
 
 
-@stage("communication", after=(Edge("copy_kept_rows"),))
+@stage(lane="communication", after=(Edge("copy_kept_rows"),))
 def exchange(
     micro_batch: int,
     context: Context,
@@ -54,7 +54,7 @@ def exchange(
         counts.rows += sum(splits) - splits[communication.rank]
 
 
-@stage("compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
+@stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
 def compute(
     micro_batch: int,
     context: Context,
@@ -82,7 +82,7 @@ def compute(
             context.sums.add(leaf.grad, table.inverse[micro_batch], sums, NAME)
 
 
-@stage("communication", after=(Edge("compute", "same"),))
+@stage(lane="communication", after=(Edge("compute", "same"),))
 def gradient_exchange(
     micro_batch: int,
     context: Context,
@@ -105,7 +105,7 @@ def gradient_exchange(
         counts.rows += sum(splits) - splits[communication.rank]
 
 
-@stage("replica", after=(Edge("gradient_exchange", "same"),))
+@stage(lane="replica", after=(Edge("gradient_exchange", "same"),))
 def replica_reduce(
     micro_batch: int,
     context: Context,
