@@ -23,6 +23,7 @@ BLOCK, NUM_WARPS = 256, 4
 def _build_kernel(
     keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, secret, BLOCK: tl.constexpr
 ):
+    """``slots[k]`` = the slot of key k, whose holder is the position of an equal key."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -39,6 +40,7 @@ def _build_kernel(
         if tl.max(open_slot.to(tl.int32), axis=0) > 0:
             # compare-and-swap takes no mask: no slot holds -2, so an idle lane swaps nothing
             previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position)
+            # a lost swap returns the winner, whose key may be the same
             holder = tl.where(open_slot, tl.where(previous == -1, position, previous), holder)
         holder_key = tl.load(keys_ptr + holder, mask=pending, other=0)
         pending = pending & (holder_key != key)
@@ -59,6 +61,7 @@ def _lookup_kernel(
     secret,
     BLOCK: tl.constexpr,
 ):
+    """``found[k]`` = the position in the table's keys of one that equals key k, or -1."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -72,6 +75,7 @@ def _lookup_kernel(
         holder_key = tl.load(table_keys_ptr + holder, mask=occupied, other=0)
         hit = occupied & (holder_key == key)
         found = tl.where(hit, holder.to(tl.int64), found)
+        # no key ever leaves the table, so an empty slot ends a search
         pending = occupied & (holder_key != key)
         slot = (slot + 1) & (num_slots - 1)
         visit += 1
@@ -83,6 +87,7 @@ def build(keys: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.
 
     Keys behind `count` are not in the table, and their slots are not written.
     """
+    # at most half of the slots are taken, which keeps searches short
     num_slots = triton.next_power_of_2(2 * keys.numel())
     holders = torch.full((num_slots,), -1, dtype=torch.int32, device=keys.device)
     slots = torch.empty_like(keys)

@@ -22,6 +22,7 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 def tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
     feature = tl.arange(0, BLOCK_D)
+    # begin is int64, and so is the product with the stride
     address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
     return address, (row < length)[:, None] & (feature < dim)[None, :]
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.triton_padding import num_valid
 
+# A block adds world_size counts to the scan between the passes; a large block keeps the scan short.
 BLOCK, NUM_WARPS = 1024, 4
 
 
@@ -20,6 +21,7 @@ def _owner(key, world_size):
 
 @triton.jit
 def _owner_kernel(keys_ptr, owners_ptr, num_keys, world_size, BLOCK: tl.constexpr):
+    # int64 before the product: the positions of 2**31 keys and more do not fit into int32
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_keys
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -59,6 +61,7 @@ def _place_kernel(
         # the running count of this rank's keys, so equal owners keep their order
         place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1
         tl.store(permutation_ptr + place, offsets, mask=mine)
+    # owner is -1 behind the count and behind the buffer; the comparison leaves out the latter
     tl.store(permutation_ptr + offsets, offsets, mask=(offsets < num_keys) & (owner == -1))
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from tritonrec.kernels.fixed_point.errors import report_value
 
 BLOCK, NUM_WARPS = 1024, 4
+# Greater than any position, so the identity of a minimum.
 NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -25,12 +26,14 @@ def round_to_fixed_point(values, scale, limit):
     fits = tl.abs(values) < limit
     # exact in float64: 24 significant bits times a power of two
     scaled = tl.where(fits, values, 0.0).to(tl.float64) * scale
+    # 1.5 * 2**52: the half keeps sums with negative values above 2**52, where the spacing is 1
     magic = tl.full(scaled.shape, 6755399441055744.0, tl.float64)
     return ((scaled + magic) - magic).to(tl.int64), fits
 
 
 @triton.jit
 def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
+    """terms = round(values * scale), and the block's first position that does not fit, or NONE."""
     # int64 before the product, or the positions of tensors of 2**31 values wrap
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # 0.0 in the tail has a fixed-point number, so the tail never counts as bad
@@ -42,6 +45,7 @@ def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, 
 
 @triton.jit
 def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLOCK: tl.constexpr):
+    """values = sums * unit / divisor in float64, rounded to float32 at the end."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + position, mask=position < length, other=0)
     # Loaded, not passed: a Python float reaches a kernel as float32, which holds a power of two but no more.

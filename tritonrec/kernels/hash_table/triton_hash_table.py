@@ -15,6 +15,7 @@ from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
 from tritonrec.kernels.triton_padding import num_valid
 
+# A lane loads a group of 8 slots, so 128 keys make tiles of 1,024 elements.
 BLOCK, NUM_WARPS = 128, 4
 
 
@@ -42,11 +43,14 @@ def _find_kernel(
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     hashed = mix64(key)
     group = hashed & (num_groups - 1)
+    # An odd step has no factor in common with a power of two, so a path meets every group.
+    # The home has the low half of the hash and the step the high half: keys of one home part ways.
     step = ((hashed >> 32) | 1) & (num_groups - 1)
     lanes = tl.arange(0, 8)
     found = tl.full((BLOCK,), -1, tl.int32)
     pending = inside
     visit = tl.full((), 0, tl.int64)
+    # the bound ends a search in a table without an empty slot
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_groups):
         slots = group[:, None] * 8 + lanes[None, :]
         slot_row = tl.load(slot_rows_ptr + slots, mask=pending[:, None], other=-1)
@@ -89,18 +93,22 @@ def _claim_kernel(
     # a visit passes a slot or leaves a group, and no group is left twice before all have been seen
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_groups * 9):
         slots = group[:, None] * 8 + lanes[None, :]
+        # idle lanes read 0, the row of a taken slot, so none of their slots is free
         slot_row = tl.load(slot_rows_ptr + slots, mask=pending[:, None], other=0)
         # slots only fill: one that reads as taken is taken, one that reads as free is asked again below
         free = (slot_row < 0) & (lanes[None, :] >= lane[:, None])
         lane = tl.min(tl.where(free, lanes[None, :], 8), axis=1)
         trying = pending & (lane < 8)
+        # lane is 8 where nothing is free, and the minimum keeps the address inside the group
         slot = group * 8 + tl.minimum(lane, 7)
         seen = tl.max(tl.where(lanes[None, :] == lane[:, None], slot_row, -3), axis=1)
         # compare-and-swap takes no mask: no slot holds -3, so an idle lane swaps nothing
+        # relaxed: no program reads another's key in this kernel, so the swap orders no other access
         previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")
         won = trying & (previous == seen)
         tl.store(slot_keys_ptr + slot, key, mask=won)
         pending = pending & (won == 0)
+        # a lost slot stays taken, so the next attempt begins behind it
         leave = lane >= 7
         group = tl.where(leave, (group + step) & (num_groups - 1), group)
         lane = tl.where(leave, 0, lane + 1)
@@ -112,6 +120,7 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
     rows = torch.empty_like(keys)
     if keys.numel():
         assign = new_rows is not None
+        # without ASSIGN no lane follows this pointer, but a launch needs a tensor
         new_rows = new_rows.contiguous() if assign else keys
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
@@ -193,8 +202,10 @@ def hash_insert(
     number = torch.cumsum(wanted, 0)
     new, free = number[-1], free_rows.numel()
     used = (new - free).clamp(min=0)
+    # a slot holds its row as int32, so rows end at 2**31
     fits = ((slot_rows >= 0).sum() + new <= slot_rows.numel()) & (used + start <= 1 << 31)
     wanted &= fits
+    # numbers count from 1, and the first of them take the free rows
     rows = number + start - (free + 1)
     if free:
         reused = free_rows[(number - 1).clamp(0, free - 1)]

@@ -32,6 +32,7 @@ def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = Fal
     Chosen by hand, by what compiles for sm_90 with its matrix instructions and few spills; nothing was timed.
     `heavy`: two accumulators, or a bias beside the scores.
     """
+    # tl.dot takes no dimension below 16; padded features are zero and add nothing
     block_qk = max(16, triton.next_power_of_2(dim_qk))
     block_v = max(16, triton.next_power_of_2(dim_v))
     widest = max(block_qk, block_v)
@@ -135,6 +136,8 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         config = configuration(*dims, call.has_bias)
         tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
+    # Atomics add in float32 for any dtype, and dq is rounded once at the end.
+    # Without atomics the kernel follows no pointer to dq.
     summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     config = configuration(*dims, True)
     tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
@@ -143,12 +146,14 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     if not call.deterministic:
         dq.copy_(summed)
     if call.pos_weights is not None:
+        # 1: this kernel holds no entries of a table beside the diagonals that it owns
         config = table_configuration(*dims, 1)
         tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
         launch(positions_kernel, {**inputs, "dpos": dpos}, described, tiles, 1, config)
     if call.ts_weights is not None:
         config = table_configuration(*dims, dts.shape[1])
         tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
+        # each sequence may end in a partial block, hence one part more for each
         parts = len(k) // config["BLOCK_M"] + call.num_sequences + 1
         parts = torch.empty(parts, config["ENTRIES"], dtype=torch.float32, device=q.device)
         launch(times_kernel, {**inputs, "parts": parts}, described, tiles, 1, config)

@@ -69,6 +69,7 @@ def rows_kernel(
             if not whole(least, row_stop - 1, start, start + BLOCK_N, history, rules):
                 ds = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), ds, 0.0)
             dq += product(ds.to(k.dtype), k, WIDEN)
+        # a query's scale is the same in every term of its sum, so one product at the end is enough
         dq = dq * (load_scales(scales_ptr, origin, row, length, hidden) * (alpha * scale))[:, None]
         store_rows(dq, dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
 
@@ -111,6 +112,7 @@ def columns_kernel(
                 of_row = load_scales(scales_ptr, origin, row, length, hidden)[None, :]
                 p *= of_row
                 ds *= of_row
+            # rows without a query have q and dO of 0, so their terms of dK and dV are 0 without a mask
             if not whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, column_stop, history, rules):
                 seen = visible(row[None, :], column[:, None], history, contexts, rules)
                 p = tl.where(seen, p, 0.0)
@@ -121,6 +123,7 @@ def columns_kernel(
                 dq = product(tl.trans(ds.to(k.dtype)), k, WIDEN) * (alpha * scale)
                 address, exists = tile_of(dq_ptr, dq_strides, origin, head, row, dim_qk, BLOCK_QK)
                 mask = ((row >= hidden) & (row < length))[:, None] & exists
+                # relaxed: only later kernels read dq; the schedule orders the additions
                 tl.atomic_add(address, dq, mask=mask, sem="relaxed")
         store_rows(dk * (alpha * scale), dk_ptr, dk_strides, begin, head, column, length, dim_qk, BLOCK_QK)
         store_rows(dv * scale, dv_ptr, dv_strides, begin, head, column, length, dim_v, BLOCK_V)

@@ -41,6 +41,7 @@ def log2_of_difference(late, early):
 def load_times(times_ptr, begin, row, length):
     """Timestamps of rows of a sequence; the rows themselves where there are no times."""
     if times_ptr is not None:
+        # 0 serves behind the end: the mask hides those pairs whatever their bucket
         return tl.load(times_ptr + begin + row, mask=row < length, other=0)
     else:
         return row

@@ -11,6 +11,7 @@ from tritonrec.kernels.hstu_attention.triton_tiles import find_tile, load_rows, 
 
 @triton.jit
 def sigmoid(x):
+    # exp is inf for x far below 0, and 1 / inf is the 0 that belongs there
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -31,13 +32,16 @@ def forward_kernel(
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """O = silu(alpha Q K^T + factor bias) * mask @ V * scale."""
+    # heads change fastest, so programs side by side have walks of one length
     for tile in range(tl.program_id(0), tl.load(count_ptr) * num_heads, tl.num_programs(0)):
         level, sequence = find_tile(tile // num_heads, tiles_ptr)
         head = tile % num_heads
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
+        # blocks count from the sequence's start, so a query's place in its tile is always the same
         first = (level + hidden // BLOCK_M) * BLOCK_M
         row = first + tl.arange(0, BLOCK_M)
         row_stop = tl.minimum(first + BLOCK_M, length)
+        # tokens without queries must not widen the walk
         least = tl.maximum(first, hidden)
         row_time = load_times(bias.row_times_ptr, begin, row, length)
         q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
@@ -52,6 +56,7 @@ def forward_kernel(
             x = alpha * product(q, tl.trans(k), WIDEN)
             x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
             p = x * sigmoid(x)
+            # in long sequences most blocks lie wholly below the diagonal and need no mask
             if not whole(least, row_stop - 1, start, start + BLOCK_N, history, rules):
                 p = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), p, 0.0)
             acc += product(p.to(v.dtype), v, WIDEN)

@@ -57,6 +57,7 @@ def visible(row, column, history, contexts, rules):
             hides = hides & (row >= contexts)
         low = tl.where(hides, at - rules.window, 0)
         seen = seen & ((column >= low) | (column < rules.prefix))
+    # a target sees its group up to itself, and a token of the history itself
     own = row
     if rules.group is not None:
         own = tl.where(row < history, row, history + (row - history) // rules.group * rules.group)
@@ -71,6 +72,7 @@ def whole(row, last_row, column, column_stop, history, rules):
     """
     all_see = (column_stop <= row + 1) & (column_stop <= history)
     if rules.window is not None:
+        # the last row's window begins last, and the first row is the one that may not be full
         near = tl.minimum(last_row, history) - rules.window <= column
         near = near | ((rules.full > 0) & (row >= history - rules.full))
         all_see = all_see & (near | (column_stop <= rules.prefix))
@@ -80,6 +82,7 @@ def whole(row, last_row, column, column_stop, history, rules):
 @triton.jit
 def join(start, stop, start_2, stop_2, start_3, stop_3):
     """The walk of three runs of blocks, later ones cut to begin behind earlier ones."""
+    # an empty run has length 0 and not a negative one, so the lengths add up
     stop = tl.maximum(stop, start)
     start_2 = tl.maximum(start_2, stop)
     stop_2 = tl.maximum(stop_2, start_2)
@@ -106,11 +109,13 @@ def walk_of_rows(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr)
     head = 0
     if rules.window is not None:
         at = tl.minimum(row, history)
+        # the first row's window begins first; one full row among the rows makes the walk begin at 0
         hides = at > rules.window + shift_of(contexts)
         hides = hides & ((rules.full == 0) | (tl.minimum(row_stop - 1, history) < history - rules.full))
         if rules.contextual is not None:
             hides = hides & (row >= contexts)
         low = tl.where(hides, at - rules.window, 0)
+        # only the part of the prefix that the window hides is a run of its own
         head = tl.minimum(rules.prefix, low)
     own = tl.maximum(row, history)
     if rules.group is not None:
@@ -130,6 +135,7 @@ def walk_of_rows(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr)
 def walk_of_columns(column, column_stop, length, history, contexts, hidden, rules, BLOCK_N: tl.constexpr):
     """Blocks of BLOCK_N queries, none before place `hidden`, that may see keys [column, column_stop)."""
     least = hidden // BLOCK_N
+    # contextual queries see the whole history, later keys too
     early = 0
     if rules.contextual is not None:
         early = tl.where(column < history, contexts, 0)
@@ -139,8 +145,10 @@ def walk_of_columns(column, column_stop, length, history, contexts, hidden, rule
     if rules.window is not None:
         free = column < rules.prefix
         shift = shift_of(contexts)
+        # windows hide nothing from the rows up to window + shift, whatever the key
         by_window = tl.maximum(column_stop, shift + 1) + rules.window
         reach = tl.where(free, history, tl.minimum(history, by_window))
+        # full rows and targets come last and are a run of their own, unless no key here is near them
         late = history - rules.full
         near = free | (rules.full > 0) | (column_stop > history - rules.window)
         near = near | (history - shift <= rules.window)

@@ -48,11 +48,13 @@ def positions_kernel(
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
         level, sequence = find_tile(tile, tiles_ptr)
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
+        # the diagonals near distance 0 are the longest, so they come first
         block = (length + BLOCK_M - 1) // BLOCK_M - 1 - level
         sides = 1
         if rules.contextual is not None:
             sides = 2
         for side in range(0, sides):
+            # side 1 has the negative distances, from a query to later keys
             distance = tl.where(side == 0, block, -1 - block) * BLOCK_M
             stop = length
             if rules.contextual is not None:  # only they see later tokens
@@ -66,6 +68,7 @@ def positions_kernel(
                     q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
                     do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
                     for half in range(0, 2):
+                        # key i - d of row i lies in one of two blocks, since both i and d vary by BLOCK_M
                         left = first - distance - half * BLOCK_M
                         if (left > -BLOCK_M) & (left < length):
                             ds, _times = score_gradients(
@@ -78,6 +81,7 @@ def positions_kernel(
                                 - tl.arange(0, BLOCK_M)[None, :]
                                 + half * BLOCK_M
                             )
+                            # tl.gather takes no mask: a place outside reads place 0 and is dropped
                             inside = (at >= 0) & (at < BLOCK_M)
                             along = tl.gather(ds, tl.where(inside, at, 0), 1)
                             acc += tl.sum(tl.where(inside, along, 0.0), axis=0)
@@ -123,6 +127,7 @@ def times_kernel(
                 for e in range(lowest, highest + 1):
                     part = tl.sum(tl.sum(tl.where(bucket == e, ds, 0.0), axis=1), axis=0)
                     acc += tl.where(entry == e, part, 0.0)
+        # a partial block at a sequence's end has a part of its own, for which `sequence` makes room
         part = begin // BLOCK_M + sequence + first // BLOCK_M
         tl.store(parts_ptr + part * ENTRIES + entry, acc * bias.factor)
 
@@ -134,6 +139,7 @@ def parts_kernel(parts_ptr, dts_ptr, layout, entries, BLOCK_M: tl.constexpr, ENT
     begin, length, _, _, hidden, _ = open_sequence(sequence, layout)
     entry = tl.arange(0, ENTRIES)
     acc = tl.zeros((ENTRIES,), tl.float32)
+    # a sequence without queries has no tiles, so nobody wrote its parts
     stop = tl.where(hidden < length, (length + BLOCK_M - 1) // BLOCK_M, 0)
     for block in range(hidden // BLOCK_M, stop):
         part = begin // BLOCK_M + sequence + block

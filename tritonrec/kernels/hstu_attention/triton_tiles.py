@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 
 
 class Layout(NamedTuple):
@@ -30,18 +30,21 @@ class Layout(NamedTuple):
 def tile_of(ptr, strides, begin, head, row, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head of a (L, H, D) tensor, and which of the columns exist."""
     feature = tl.arange(0, BLOCK_D)
+    # begin is int64, and so is the product with the stride
     address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
     return address, (feature < dim)[None, :]
 
 
 @triton.jit
 def load_rows(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=0):
+    """Places [least, length) of a head; 0 elsewhere, which adds nothing to a product."""
     address, exists = tile_of(ptr, strides, begin, head, row, dim, BLOCK_D)
     return tl.load(address, mask=((row >= least) & (row < length))[:, None] & exists, other=0.0)
 
 
 @triton.jit
 def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=0):
+    """Write places [least, length) of a head, rounded to the tensor's dtype."""
     address, exists = tile_of(ptr, strides, begin, head, row, dim, BLOCK_D)
     mask = ((row >= least) & (row < length))[:, None] & exists
     tl.store(address, value.to(ptr.dtype.element_ty), mask=mask)
@@ -78,6 +81,7 @@ def count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M: tl.con
     if rows_ptr is not None:
         rows = tl.load(rows_ptr + sequence + 1, mask=real, other=0).to(tl.int64)
         rows -= tl.load(rows_ptr + sequence, mask=real, other=0).to(tl.int64)
+        # blocks in which no token has a query drop out
         blocks = tl.where(rows > 0, blocks - (length - rows) // BLOCK_M, 0)
     return blocks
 
@@ -104,6 +108,7 @@ def order_kernel(
         sequence = first + tl.arange(0, BLOCK)
         here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M) > level).to(tl.int64)
         at = higher + tl.cumsum(here, axis=0) - 1
+        # offsets that contradict the host's bound must not write behind the list
         tl.store(tiles_ptr + at, (level << 32) + sequence, mask=(here > 0) & (at < room))
         higher += tl.sum(here, axis=0)
     if level == 0:
@@ -124,6 +129,7 @@ class Tiles:
         """`rows`: of all sequences; `by_query`: blocks that hold queries, or blocks that hold tokens."""
         delta = call.delta_offsets if by_query else None
         sequences = call.num_sequences
+        # queries that begin and end inside a block take one block more than tokens do
         self.bound = triton.cdiv(rows, own) + sequences * (1 if delta is None else 2)
         device = call.seq_offsets.device
         self.listed = torch.empty(self.bound, dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ BLOCK, NUM_WARPS = 256, 4
 def _list_kernel(matched_ptr, rank_ptr, left_ptr, right_ptr, num_keys, length, BLOCK: tl.constexpr):
     """The n-th match goes to place n; ranks count from 1."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # -1 is no position, so lanes behind the end list nothing
     matched = tl.load(matched_ptr + offsets, mask=offsets < num_keys, other=-1)
     place = tl.load(rank_ptr + offsets, mask=offsets < num_keys, other=0) - 1
     # only keys that are not distinct, against the contract, can make more matches than there is room for

@@ -23,7 +23,7 @@ from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -44,14 +44,17 @@ def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """out (L, O) = x (L, I) @ weight (I, O) + bias (O,)."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    # a grid is bounded, so programs stride over tiles; a tile's bits do not depend on its program
     for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + lane
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for start in range(0, inner, BLOCK):
             term = start + lane
+            # 0 is the identity of the sum, so terms behind the end add nothing
             x = tl.load(
                 x_ptr + row[:, None] * x_row + term[None, :] * x_column,
                 mask=(row < tokens)[:, None] & (term < inner)[None, :],
@@ -79,6 +82,7 @@ def add_weight_gradients_kernel(
     dy_row, dy_column, x_row, x_column, samples, outputs, inputs, scale, limit,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    """accumulator (O, I) += sum over samples of round(dy^T x * scale), in int64."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + lane
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
@@ -88,6 +92,7 @@ def add_weight_gradients_kernel(
     total = tl.load(to, mask=inside, other=0)
     bad = tl.full((BLOCK, BLOCK), NONE, tl.int64)
     culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
+    # an int64 start, since sample * outputs * inputs may pass 2**31
     for sample in range(tl.full((), 0, tl.int64), samples):
         start = tl.load(offsets_ptr + sample).to(tl.int64)
         stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
@@ -107,6 +112,7 @@ def add_weight_gradients_kernel(
             product = multiply_add(dy, x, product, INTERPRETED)
         term, fits = round_to_fixed_point(product, scale, limit)
         after = total + term
+        # a wrapped sum has the sign that neither of its operands has
         fits = fits & (((total ^ after) & (term ^ after)) >= 0)
         # only an element's first failure counts: after a wrap its sum means nothing
         failed = inside & (fits == 0) & (bad == NONE)
@@ -115,6 +121,7 @@ def add_weight_gradients_kernel(
         total = after
     tl.store(to, total, mask=inside)
     worst = tl.min(tl.min(bad, axis=1), axis=0)
+    # positions differ, so the sum has one culprit; without a failure all culprits are 0
     value = tl.sum(tl.sum(tl.where(bad == worst, culprit, 0.0), axis=1), axis=0)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(bad_ptr + program, worst)

@@ -8,6 +8,7 @@ import triton.language as tl
 @triton.jit
 def mix64(key):
     """Mix an int64 tensor; the result is the hash's bits as int64, so a right shift extends its sign."""
+    # unsigned: right shifts bring in zeros, and the constants exceed int64
     h = key.to(tl.uint64, bitcast=True)
     h ^= h >> 33
     h *= 0xFF51AFD7ED558CCD

@@ -41,6 +41,7 @@ def forward_kernel(
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + lane
+        # each tile of columns normalises its rows again, which saves (L, I) of memory
         mean = tl.load(means_ptr + row, mask=row < tokens, other=0.0)[:, None]
         rstd = tl.load(rstds_ptr + row, mask=row < tokens, other=0.0)[:, None]
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -57,6 +58,7 @@ def forward_kernel(
                 mask=(term < inner)[:, None] & (column < columns)[None, :],
                 other=0.0,
             )
+            # rounded to the product's dtype, as the norm's output is between the single ops
             total = multiply_add(normed.to(weight.dtype), weight, total, INTERPRETED)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -100,6 +102,7 @@ def norm_linear_silu_backward_into(
     if len(z) != len(x):
         z = x.new_empty(dy.shape)
         _product(x, norm_weight, norm_bias, weight, bias, means, rstds, None, z)
+    # dy becomes dz, which saves a second (L, O)
     silu_backward_in_place(dy, z.contiguous())
     # The norm's backward computes in float32; .float() is there for bf16 and fp16.
     dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(

@@ -16,7 +16,7 @@ import triton.language as tl
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D: tl.conste
     )
     # join puts its arguments innermost: (w0, w2) with (w1, w3) flattens to w0, w1, w2, w3
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK_D,))
+    # compared as int64, since thresholds reach 2**32 - 1
     return tl.where(words.to(tl.int64) >= threshold, factor, 0.0)
 
 
@@ -43,11 +44,14 @@ def forward_kernel(
     x_row, x_column, u_row, u_column, eps, seed, tag, threshold, factor, rows, dim,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """y = u * ((x - mean) * rstd * weight + bias) * kept, with rstd = 1 / sqrt(variance + eps)."""
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
+    # loaded once, before the rows that a program walks
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    # div_rn takes two float32
     count = tl.full((), 0.0, tl.float32) + dim
     for row in range(start, rows, tl.num_programs(0)):
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
@@ -75,6 +79,7 @@ def backward_kernel(
     du_row, du_column, seed, tag, threshold, factor, rows, dim,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """dx, du, and per row the terms of dweight and dbias; `slope` is the gradient of the normed row."""
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
@@ -94,6 +99,7 @@ def backward_kernel(
             du = g * (normed * weight + bias)
             tl.store(du_ptr + row * du_row + column * du_column, du, mask=inside)
             g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
+        # terms, not sums: a sum over a program's rows would depend on the grid
         tl.store(dbias_ptr + to, g, mask=inside)
         tl.store(dweight_ptr + to, g * normed, mask=inside)
         slope = g * weight

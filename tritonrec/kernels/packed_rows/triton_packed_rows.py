@@ -15,6 +15,7 @@ from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.triton_segment_sum import MOST_PROGRAMS, by_segment
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
+# Four planes, and the byte's top bit as the mark of a float.
 FLOAT = tl.constexpr(0x84)
 
 
@@ -29,6 +30,7 @@ def _widths_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    """The fewest bytes that hold each element of a row, or FLOAT where float32 is shorter and exact."""
     sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row = tl.load(rows_ptr + sent, mask=sent < num_rows, other=0)
     some = tl.full((BLOCK_ROWS, BLOCK_DIM), 0, tl.int64)
@@ -37,6 +39,7 @@ def _widths_kernel(
     for first in range(0, dim, BLOCK_DIM):
         column = first + tl.arange(0, BLOCK_DIM)
         inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
+        # 0 has no bits, so lanes outside widen no row
         x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
         # x ^ sign is x or -x - 1: as many bits as two's complement needs without its sign
         sign = x >> 63
@@ -44,12 +47,15 @@ def _widths_kernel(
         some |= x
         span |= x ^ sign
         # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
+        # the mask takes off the sign of 2**63, the one magnitude that wraps
         wide |= ((size >> 24) & 0xFFFFFFFFFF) & (size | -size)
     width = (some != 0).to(tl.int32)
     for plane in tl.static_range(1, 8):
+        # `plane` bytes hold a sign and 8 * plane - 1 bits, and a longer number takes one more
         width += ((span >> (8 * plane - 1)) != 0).to(tl.int32)
     width = tl.max(width, axis=1)
     exact = tl.max((wide != 0).to(tl.int32), axis=1) == 0
+    # a float32 has 4 bytes, so it replaces only what is longer
     width = tl.where((width > 4) & exact, FLOAT, width)
     tl.store(widths_ptr + sent, width.to(tl.int8), mask=sent < num_rows)
 
@@ -67,6 +73,7 @@ def _pack_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    """Byte p of all columns of a row, then byte p + 1, from the row's start in `packed`."""
     sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     row = tl.load(rows_ptr + sent, mask=sent < num_rows, other=0)
@@ -99,6 +106,7 @@ def _add_kernel(
     dim,
     BLOCK_DIM: tl.constexpr,
 ):
+    """out[segment] += the unpacked rows of the segment, and the first position whose sum left int64."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
     bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
@@ -114,13 +122,16 @@ def _add_kernel(
             bits = tl.full((BLOCK_DIM,), 0, tl.int64)
             for plane in tl.static_range(8):
                 byte = tl.load(place, mask=planes > plane, other=0)
+                # int8 extends its sign, which the mask takes off
                 bits |= (byte.to(tl.int64) & 0xFF) << (8 * plane)
                 place += dim
             # shifted up and down again, the sign of the last plane fills the bytes that were not sent
+            # a row of zeros has no planes: the maximum keeps its shift below 64
             unused = 64 - 8 * tl.maximum(planes, 1)
             floats = tl.where(width < 0, bits, 0).to(tl.int32).to(tl.float32, bitcast=True)
             term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
             after = total + term
+            # a wrapped sum has the sign that neither of its operands has
             fits = ((total ^ after) & (term ^ after)) >= 0
             bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
             total = after

@@ -13,6 +13,7 @@ import triton.language as tl
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import derive_seed
 
+# A counter block is four words, so a program draws 1,024 words.
 COUNTERS, NUM_WARPS = 256, 4
 
 
@@ -26,6 +27,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
         c1 = product_1.to(tl.uint32)
         c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
         c3 = product_0.to(tl.uint32)
+        # widened and cut again: a sum modulo 2**32 on every backend
         k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
         k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
     return c0, c1, c2, c3
@@ -44,6 +46,7 @@ def high_word(number):
 @triton.jit
 def signed_unit(word):
     """The 24 high bits of a word as a float32 in [-1, 1), exactly."""
+    # a float32 holds 24 bits exactly, and the factor is 2**-23
     return ((word >> 8).to(tl.int32) - 8388608).to(tl.float32) * 1.1920928955078125e-07
 
 
@@ -57,6 +60,7 @@ def bounded(word, upper):
 def initial_rows_kernel(
     keys_ptr, rows_ptr, seed, table, tag, scale, num_rows, dim, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
+    """rows[k, d] = scale * word d of the stream of (seed, table, keys[k]), as a number in [-1, 1)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     key = tl.load(keys_ptr + row, mask=row < num_rows, other=0)
@@ -72,6 +76,7 @@ def initial_rows_kernel(
     )
     column = block * 4
     out = rows_ptr + row * dim + column
+    # four words for four neighbouring columns, of which a row's last block may lack some
     tl.store(out, signed_unit(w0) * scale, mask=(row < num_rows) & (column < dim))
     tl.store(out + 1, signed_unit(w1) * scale, mask=(row < num_rows) & (column + 1 < dim))
     tl.store(out + 2, signed_unit(w2) * scale, mask=(row < num_rows) & (column + 2 < dim))
@@ -91,6 +96,7 @@ def random_indices_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """indices[k, n] in [0, upper) from word n of the stream of (seed, sample_ids[k], positions[k])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     sample = tl.load(sample_ids_ptr + row, mask=row < num_rows, other=0)
@@ -104,6 +110,7 @@ def random_indices_kernel(
         low_word(seed + zero),
         high_word(seed + zero),
     )
+    # the type of a scalar argument depends on its value; the sum is always int64
     limit = zero + upper
     column = block * 4
     out = indices_ptr + row * count + column

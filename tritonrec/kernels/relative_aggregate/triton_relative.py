@@ -26,7 +26,7 @@ import triton.language as tl
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
-MOST_PROGRAMS = 65535
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 ENTRIES = 16  # of the table, owned by one program
 
 
@@ -86,6 +86,7 @@ def forward_kernel(
                     row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
                 )
                 seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
+                # a hidden pair's bucket may be negative: the mask keeps it from memory and makes its weight 0
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
                 v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
                 acc += tl.dot(weight, v, input_precision="ieee")
@@ -100,6 +101,7 @@ def values_kernel(
 ):  # fmt: skip
     """dv for BLOCK_M key rows at a time; keys are the rows of every matrix here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
+        # the first keys have the most queries to walk, so tiles ascend
         block, head, _, begin, length = locate(tile, num_sequences, num_heads, offsets_ptr)
         first = block * BLOCK_M
         if first < length:
@@ -174,6 +176,7 @@ BLOCKS_FROM = {  # where NVIDIA's architectures from this one on have others
 
 def configuration(v: torch.Tensor) -> dict[str, int]:
     """Block sizes and warps: a function of D and the device, so that no batch changes a result."""
+    # tl.dot takes no dimension below 16
     block_d = max(16, triton.next_power_of_2(v.shape[2]))
     others = BLOCKS_FROM[max(each for each in BLOCKS_FROM if each <= dispatch.capability(v))]
     block_m, block_n, num_warps = {**BLOCKS, **others}[min(block_d, 256)]

@@ -38,6 +38,7 @@ def segment_sum_kernel(
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """out[segment] += values[order[i]] for i in [starts[segment], starts[segment + 1]), in order."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
     bad = tl.full((BLOCK_D,), NONE, tl.int64)
@@ -54,6 +55,7 @@ def segment_sum_kernel(
                 total += value
             else:
                 term = value
+                # True in the shape of the block: an int64 term always fits
                 fits = inside | True
                 if ADD == "rounded":
                     term, fits = round_to_fixed_point(value, scale, limit)
@@ -106,6 +108,7 @@ def segment_sum_into(
     block = min(BLOCK_D, triton.next_power_of_2(dim))
     grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     exact = consistency == "batch"
+    # float sums write no position, but a launch needs a tensor
     bad = torch.empty(grid[0] * grid[1] if exact else 1, dtype=torch.int64, device=out.device)
     if not exact:
         add = "floats"

@@ -27,6 +27,7 @@ def item_scores(
     """Rows (ITEMS, D) of negatives from `first` on and their scores, -inf where one is not valid."""
     item = first + tl.arange(0, ITEMS)
     column = tl.arange(0, BLOCK_D)
+    # token is int64, and so is the product: negatives of all tokens may pass 2**31 elements
     at = (token * count + item)[:, None] * dim + column[None, :]
     inside = (item < count)[:, None] & (column < dim)[None, :]
     rows = tl.load(negatives_ptr + at, mask=inside, other=0.0)
@@ -42,6 +43,7 @@ def normaliser(
 ):  # fmt: skip
     """Score of the label, the greatest score, and the sum of exponentials below it."""
     score_0 = tl.sum(hidden * positive, axis=0) * scale
+    # begins with the label, whose term is exp(0) = 1, so no maximum is -inf
     most = score_0
     total = tl.full((), 1.0, tl.float32)
     for first in range(0, count, ITEMS):
@@ -50,6 +52,7 @@ def normaliser(
         )
         # what was summed below the old maximum is brought below the new one, so no exponential overflows
         higher = tl.maximum(most, tl.max(score, axis=0))
+        # `exp` ends at e**-87, so the term of -inf has to be set to 0
         terms = tl.where(score == float("-inf"), 0.0, exp(score - higher))
         total = total * exp(most - higher) + tl.sum(terms, axis=0)
         most = higher
@@ -61,6 +64,7 @@ def forward_kernel(
     hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, losses_ptr, scale, tokens, count, dim,
     ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """loss = log(sum of exp(scores - most)) - (score of the label - most)."""
     column = tl.arange(0, BLOCK_D)
     start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for token in range(start, tokens, tl.num_programs(0)):
@@ -78,6 +82,7 @@ def backward_kernel(
     dloss_ptr, hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, dhidden_ptr, dpositive_ptr, dnegatives_ptr,
     scale, tokens, count, dim, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """slope = dloss * scale * (softmax - [label]); a row's gradient is slope * hidden."""
     column = tl.arange(0, BLOCK_D)
     start = tl.program_id(0).to(tl.int64)
     for token in range(start, tokens, tl.num_programs(0)):
@@ -91,6 +96,7 @@ def backward_kernel(
         slope_0 = (tl.div_rn(exp(score_0 - most), total) - 1.0) * factor
         dhidden = slope_0 * positive
         tl.store(dpositive_ptr + at, slope_0 * hidden, mask=column < dim)
+        # scores are computed again, since L * K of them would have to be stored
         for first in range(0, count, ITEMS):
             rows, score, place, inside = item_scores(
                 hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D

@@ -21,6 +21,7 @@ def sigmoid(x):
 
 @triton.jit
 def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
+    """y = x / (1 + exp(-x))."""
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
@@ -31,13 +32,16 @@ def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
+    """dx = dy * s * (1 + x * (1 - s)), with s = sigmoid(x)."""
     first = tl.program_id(0).to(tl.int64)
     for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
+        # float32 inside whatever the tensors' dtype, with one rounding at the end
         x = tl.load(x_ptr + place, mask=place < length, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + place, mask=place < length, other=0.0).to(tl.float32)
         s = sigmoid(x)
         dx = dy * (s * (1.0 + x * (1.0 - s)))
+        # dx may be dy: a program reads an element before it writes there, and no other one reads it
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=place < length)
 
 

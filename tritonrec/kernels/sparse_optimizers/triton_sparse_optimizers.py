@@ -24,6 +24,7 @@ def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: 
     occurrence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     inside = occurrence < num_valid(num_rows, count_ptr)
+    # row 0 behind the count is a legal row, which the mask leaves alone
     row = tl.load(indices_ptr + occurrence, mask=inside, other=0)
     return occurrence, row, column, inside & (column < dim)
 
@@ -42,6 +43,7 @@ def sgd_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """w -= lr * g."""
     occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     place = weight_ptr + row * weight_stride + column
@@ -71,8 +73,11 @@ def rowwise_adagrad_kernel(
     eps,
     ROWS: tl.constexpr,
 ):
+    """state += mean(g * g) of a row; w -= lr / (sqrt(state) + eps) * g."""
+    # the grid has no second axis, so the tile's columns are the 16 lanes
     occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
     inside = occurrence < num_valid(num_rows, count_ptr)
+    # 16 lanes for every dimension and device: another number would change the order of the sum
     lanes = tl.zeros((ROWS, 16), tl.float32)
     for start in range(0, dim, 16):
         mask = inside & (start + lane < dim)
@@ -87,6 +92,7 @@ def rowwise_adagrad_kernel(
     total = tl.load(state_ptr + row * state_stride, mask=inside, other=0.0) + mean
     tl.store(state_ptr + row * state_stride, total, mask=inside)
     step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + lr, tl.sqrt_rn(total) + eps)
+    # the gradient is read again, since a row may be wider than the registers hold
     for start in range(0, dim, 16):
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
@@ -117,6 +123,7 @@ def adam_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """m = beta1 m + rest1 g; v = beta2 v + rest2 g g; w -= step_size m / (sqrt(v) + eps); rest = 1 - beta."""
     occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     mean_place = exp_avg_ptr + row * exp_avg_stride + column

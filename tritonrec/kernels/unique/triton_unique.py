@@ -23,6 +23,7 @@ def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
     position = offsets.to(tl.int32)
     # the minimum only falls: skip the atomic where the value read, even a stale one, is lower
     current = tl.load(first_ptr + slot, mask=inside, other=0)
+    # relaxed: a minimum is the same in any order, and only the next kernel relies on it
     tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")
 
 
@@ -43,6 +44,7 @@ def _mark_kernel(
 def _emit_kernel(
     keys_ptr, representative_ptr, rank_ptr, unique_ptr, inverse_ptr, counts_ptr, num_keys, BLOCK: tl.constexpr
 ):
+    """Ranks of first positions number the distinct keys; every key adds 1 to its count."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
     # behind the count representative is -1: the load gives 0, so rank and inverse are -1
@@ -51,6 +53,7 @@ def _emit_kernel(
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
     tl.store(inverse_ptr + offsets, rank, mask=offsets < num_keys)
     tl.store(unique_ptr + rank, key, mask=inside & (representative == offsets))
+    # relaxed: integer counts have one sum in any order, and nobody reads them before the end
     tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")
 
 
@@ -62,6 +65,7 @@ def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tupl
         return (*nothing, keys.new_zeros(())) if padded else nothing
     keys = keys.contiguous()
     holders, slots = triton_scratch.build(keys, count)
+    # size is above every position: the identity of the minimum
     first = torch.full_like(holders, size)
     # int32 halves their traffic: fewer than 2**31 keys
     representative, is_first = (torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(2))
