@@ -26,7 +26,7 @@ class Machine:
     def __call__(self, command):
         self.commands.append(command)
         if self.fails(command):
-            raise LabError(f"{' '.join(command)} failed: planted")
+            raise LabError(f"{' '.join(command)} failed: injected")
         if command[:3] == ("ip", "netns", "add"):
             self.namespaces.append(command[3])
         elif command[:3] == ("ip", "netns", "delete"):
@@ -68,7 +68,7 @@ def test_a_failure_half_way_leaves_nothing(step):
     lab = Network(2, 100.0, owner=77)
     broken = lab.setup()[step]
     machine = Machine(["someone-else"], fails=lambda command: command == broken)
-    with pytest.raises(LabError, match="planted"), built(lab, machine, watched=False):
+    with pytest.raises(LabError, match="injected"), built(lab, machine, watched=False):
         raise AssertionError("built in spite of the failure")
     assert machine.namespaces == ["someone-else"]
 

@@ -14,8 +14,8 @@ from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.hstu_attention.triton_mask import (
     Rules,
     block_of,
-    walk_of_columns,
-    walk_of_rows,
+    key_blocks,
+    query_blocks,
     whole,
 )
 from tritonrec.kernels.hstu_attention.triton_mask import visible as visible_block
@@ -137,7 +137,7 @@ def mark_kernel(
         least = tl.maximum(first, hidden)
         stop = tl.minimum(first + OWN, length)
         row = first + tl.arange(0, OWN)[:, None]
-        walk = walk_of_rows(least, stop, history, contexts, rules, STEP)
+        walk = key_blocks(least, stop, history, contexts, rules, STEP)
         for n in range(0, walk.count):
             start = block_of(n, walk) * STEP
             column = start + tl.arange(0, STEP)[None, :]
@@ -149,7 +149,7 @@ def mark_kernel(
     for first in range(0, length, OWN):
         stop = tl.minimum(first + OWN, length)
         column = first + tl.arange(0, OWN)[None, :]
-        walk = walk_of_columns(first, stop, length, history, contexts, hidden, rules, STEP)
+        walk = query_blocks(first, stop, length, history, contexts, hidden, rules, STEP)
         for n in range(0, walk.count):
             start = block_of(n, walk) * STEP
             row = start + tl.arange(0, STEP)[:, None]

@@ -62,7 +62,7 @@ def make_tokens(name, lengths=LENGTHS, samples=None):
         x, times, targets, ids = x[rows], times[rows], targets[samples], ids[samples]
         offsets = torch.tensor([0, *(lengths[b] for b in samples)]).cumsum(0)
     placed = Tokens.place(offsets, ids, SIZES["max_seq_len"], times, None if name == "fuxi" else targets)
-    return x, placed.asking_at_next() if name == "biased" else placed
+    return x, placed.with_next_query_timestamps() if name == "biased" else placed
 
 
 def run(layer, x, tokens, exactly=False, call=None):
@@ -215,10 +215,10 @@ def test_exact_gradients_of_the_tables_are_those_of_autograd():
 
 def test_a_token_asks_at_the_time_of_its_next():
     offsets, times = torch.tensor([0, 3, 3, 4, 6]), torch.tensor([5, 7, 9, -3, 2, 2**62])
-    tokens = Tokens.place(offsets, torch.arange(4), 9, times).asking_at_next()
+    tokens = Tokens.place(offsets, torch.arange(4), 9, times).with_next_query_timestamps()
     assert tokens.query_timestamps.tolist() == [7, 9, 9, -3, 2**62, 2**62]
     assert tokens.timestamps is times
-    empty = Tokens.place(torch.tensor([0]), torch.arange(0), 9, times[:0]).asking_at_next()
+    empty = Tokens.place(torch.tensor([0]), torch.arange(0), 9, times[:0]).with_next_query_timestamps()
     assert empty.query_timestamps.shape == (0,)
 
 

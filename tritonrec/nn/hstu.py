@@ -69,4 +69,4 @@ class HSTU(NextItemModel):
     def place(self, batch: NextItemInput) -> Tokens:
         """Where the batch's tokens stand, and when they ask."""
         tokens = super().place(batch)
-        return tokens.asking_at_next() if self.config.relative_bias else tokens
+        return tokens.with_next_query_timestamps() if self.config.relative_bias else tokens

@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
         positions = torch.arange(len(owners), device=starts.device) - starts
         return cls(seq_offsets, owners, positions, timestamps, num_targets)
 
-    def asking_at_next(self) -> Tokens:
+    def with_next_query_timestamps(self) -> Tokens:
         """The same tokens, each asking at the time of its sample's next one, the last at its own."""
         assert self.timestamps is not None
         last = self.positions.roll(-1) == 0

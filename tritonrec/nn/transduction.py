@@ -1,4 +1,4 @@
-"""The layer that HSTU, GRM and FuXi share, as one step of autograd that keeps what it is told to keep.
+"""The layer that HSTU, GRM and FuXi share, as one step of autograd that recomputes what its caller chooses.
 
     n = norm(x),   z = linear(n),   u, v, q, k = silu(z)
     a = [channels of v by relative position and time,] attention(q, k, v)
@@ -62,7 +62,7 @@ class Parameters(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call of a layer is told beside x and its parameters."""
+    """The arguments of one call of a layer beside x and its parameters."""
 
     tokens: Tokens
     heads: int

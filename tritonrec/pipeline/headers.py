@@ -57,12 +57,12 @@ def exchange(
     if replicas > 1:
         rows = headers.reshape(1, -1).expand(replicas, -1)
         headers = replica_routing.all_to_all_equal(rows).view(-1, len(header))
-    _demand_together(headers)
+    _validate_same_step(headers)
     _rank, _step, stop, _ended, loss_terms = headers.unbind(1)
     return counts, Headers(bool(stop.any()), shard_loss_terms, int(loss_terms.sum()))
 
 
-def _demand_together(headers: torch.Tensor) -> None:
+def _validate_same_step(headers: torch.Tensor) -> None:
     """Raise RanksDisagreeError unless all ranks are at one step, or have all ended."""
     _rank, step, _stop, ended, _loss_terms = headers.unbind(1)
     goes_on = ended == GOES_ON

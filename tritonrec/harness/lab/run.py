@@ -27,7 +27,7 @@ Losses = dict[int, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank brings home: its losses by step, `LookupCounts` as a dict, emulated tasks."""
+    """The results of one rank: its losses by step, `LookupCounts` as a dict, emulated tasks."""
 
     losses: Losses
     counts: dict[str, int]

@@ -15,9 +15,9 @@ from tritonrec.kernels.hstu_attention.triton_bias import add_bias, load_scales, 
 from tritonrec.kernels.hstu_attention.triton_forward import product, sigmoid
 from tritonrec.kernels.hstu_attention.triton_mask import (
     block_of,
+    key_blocks,
+    query_blocks,
     visible,
-    walk_of_columns,
-    walk_of_rows,
     whole,
 )
 from tritonrec.kernels.hstu_attention.triton_tiles import (
@@ -56,7 +56,7 @@ def rows_kernel(
         q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
         do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
         dq = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
-        walk = walk_of_rows(least, row_stop, history, contexts, rules, BLOCK_N)
+        walk = key_blocks(least, row_stop, history, contexts, rules, BLOCK_N)
         for n in range(0, walk.count):
             start = block_of(n, walk) * BLOCK_N
             column = start + tl.arange(0, BLOCK_N)
@@ -96,7 +96,7 @@ def columns_kernel(
         v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
         dk = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
         dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        walk = walk_of_columns(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
+        walk = query_blocks(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
         for n in range(0, walk.count):
             start = block_of(n, walk) * BLOCK_N
             row = start + tl.arange(0, BLOCK_N)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.hstu_attention.triton_bias import add_bias, load_scales, load_times
-from tritonrec.kernels.hstu_attention.triton_mask import block_of, visible, walk_of_rows, whole
+from tritonrec.kernels.hstu_attention.triton_mask import block_of, key_blocks, visible, whole
 from tritonrec.kernels.hstu_attention.triton_tiles import find_tile, load_rows, open_sequence, store_rows
 
 
@@ -46,7 +46,7 @@ def forward_kernel(
         row_time = load_times(bias.row_times_ptr, begin, row, length)
         q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        walk = walk_of_rows(least, row_stop, history, contexts, rules, BLOCK_N)
+        walk = key_blocks(least, row_stop, history, contexts, rules, BLOCK_N)
         for n in range(0, walk.count):
             start = block_of(n, walk) * BLOCK_N
             column = start + tl.arange(0, BLOCK_N)

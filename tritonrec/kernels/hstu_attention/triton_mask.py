@@ -100,7 +100,7 @@ def block_of(n, walk):
 
 
 @triton.jit
-def walk_of_rows(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr):
+def key_blocks(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr):
     """Blocks of BLOCK_N keys that queries [row, row_stop) may see."""
     high = tl.minimum(row_stop, history)
     if rules.contextual is not None:
@@ -132,7 +132,7 @@ def walk_of_rows(row, row_stop, history, contexts, rules, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def walk_of_columns(column, column_stop, length, history, contexts, hidden, rules, BLOCK_N: tl.constexpr):
+def query_blocks(column, column_stop, length, history, contexts, hidden, rules, BLOCK_N: tl.constexpr):
     """Blocks of BLOCK_N queries, none before place `hidden`, that may see keys [column, column_stop)."""
     least = hidden // BLOCK_N
     # contextual queries see the whole history, later keys too

@@ -16,7 +16,7 @@ import triton.language as tl
 from tritonrec.kernels.hstu_attention.triton_backward import slope
 from tritonrec.kernels.hstu_attention.triton_bias import add_bias, bucket_of, load_scales, load_times
 from tritonrec.kernels.hstu_attention.triton_forward import product
-from tritonrec.kernels.hstu_attention.triton_mask import block_of, visible, walk_of_rows
+from tritonrec.kernels.hstu_attention.triton_mask import block_of, key_blocks, visible
 from tritonrec.kernels.hstu_attention.triton_tiles import find_tile, load_rows, open_sequence
 
 
@@ -106,7 +106,7 @@ def times_kernel(
         row = first + tl.arange(0, BLOCK_M)
         row_time = load_times(bias.row_times_ptr, begin, row, length)
         of_row = load_scales(scales_ptr, origin, row, length, hidden) * scale
-        walk = walk_of_rows(
+        walk = key_blocks(
             tl.maximum(first, hidden), tl.minimum(first + BLOCK_M, length), history, contexts, rules, BLOCK_N
         )
         acc = tl.zeros((ENTRIES,), tl.float32)
