@@ -72,7 +72,7 @@ HASH = [
     lambda: test_padding.test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(IMPL),
 ]
 UNIQUE = [
-    *each(test_unique.test_equals_a_dict, "extremes", "all_equal", "skewed", "hot_key_last"),
+    *each(test_unique.test_equals_a_dict, "extremes", "all_equal", "skewed", "repeat_at_end"),
     *each(test_unique.test_counts_around_a_block, 257),
     lambda: test_unique.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, True),
     *each(test_padding.test_unique, "extremes"),
