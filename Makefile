@@ -1,6 +1,6 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite in five minutes: of slow tests their quick counterparts
+# make test     the test suite, 800 CPU seconds: of slow tests their quick counterparts
 # make test-all    every test: all mutants and injected faults, long interpretations, compilations
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
