@@ -13,7 +13,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_ter
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.padding import first_valid
 from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
-from tritonrec.kernels.rows.reference import zero_sums
+from tritonrec.kernels.rows.reference import into_zeros
 
 from ..caches import njit
 
@@ -22,21 +22,6 @@ from ..caches import njit
 # 6.0 ms 16 ahead ("batch", one Zen 5 thread); where `out` fits the cache it costs up to 5 %. The request is
 # written out in each loop: as a function it halved the gain.
 AHEAD = 16
-
-
-def segment_sum(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.segment_sum`."""
-    out = zero_sums(values, num_segments, consistency)
-    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
-    return out
 
 
 def segment_sum_into(
@@ -63,6 +48,9 @@ def segment_sum_into(
     else:
         bad = add_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
     report_sum(bad + 1, status, name, values, segments, fraction_bits)
+
+
+segment_sum = into_zeros(segment_sum_into)
 
 
 @njit(cache=True, nogil=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tritonrec.kernels.fixed_point.errors import report_sum
@@ -40,19 +42,15 @@ def zero_sums(values: torch.Tensor, num_segments: int, consistency: str) -> torc
     return torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
 
 
-def segment_sum(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.segment_sum`."""
-    out = zero_sums(values, num_segments, consistency)
-    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
-    return out
+def into_zeros(add: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """The `segment_sum` of an implementation, from its `segment_sum_into`."""
+
+    def segment_sum(values, segments, num_segments, consistency, *rest) -> torch.Tensor:
+        out = zero_sums(values, num_segments, consistency)
+        add(out, values, segments, num_segments, consistency, *rest)
+        return out
+
+    return segment_sum
 
 
 def segment_sum_into(
@@ -70,6 +68,9 @@ def segment_sum_into(
     add = _add_window if consistency == "window" else add_batch
     code = add(out, values, first_valid(segments, count), fraction_bits)
     report_sum(code, status, name, values, segments, fraction_bits)
+
+
+segment_sum = into_zeros(segment_sum_into)
 
 
 def _add_window(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, fraction_bits: int) -> int:

@@ -16,7 +16,7 @@ from tritonrec.kernels.fixed_point.errors import report_sum
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
 from tritonrec.kernels.padding import padding
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.rows.reference import zero_sums
+from tritonrec.kernels.rows.reference import into_zeros
 
 MOST_PROGRAMS = 65535
 BLOCK_D, NUM_WARPS = 128, 4
@@ -70,21 +70,6 @@ def segment_sum_kernel(
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 
 
-def segment_sum(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.segment_sum`."""
-    out = zero_sums(values, num_segments, consistency)
-    segment_sum_into(out, values, segments, num_segments, consistency, fraction_bits, name, count)
-    return out
-
-
 def segment_sum_into(
     out: torch.Tensor,
     values: torch.Tensor,
@@ -135,6 +120,9 @@ def segment_sum_into(
     )
     if exact:
         report_sum(first_bad(bad), status, name, values, segments, fraction_bits)
+
+
+segment_sum = into_zeros(segment_sum_into)
 
 
 def by_segment(segments: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
