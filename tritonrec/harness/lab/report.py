@@ -33,7 +33,7 @@ def print_report(result: Result, console: Console) -> None:
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if copied := [row for row in result.rows if row.setting.replicas > 1]:
-        title = "Copies of the tables meet: part of comm., of physical and of MB"
+        title = "Replica reduction: part of comm., of physical and of MB"
         console.print(_table(title, copied, COPIES, baseline))
     for line in notes(result):
         console.print(line, highlight=False, soft_wrap=True)

@@ -184,7 +184,7 @@ FAULTS = [
     ),
     Fault(
         "last-rows-stay-in-the-buffer",
-        "rows that stayed in a buffer do not come home when the pipeline runs empty",
+        "rows that stayed in a buffer are not written back when the pipeline drains",
         replace(_case(), variant="skip-fetch"),
         Injection(injections.last_rows_stay_in_the_buffer),
     ),
