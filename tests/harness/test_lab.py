@@ -238,7 +238,7 @@ def test_the_report_has_lines_of_the_copies(copies, tmp_path):
     console = Console(record=True, width=80, file=io.StringIO())
     report.print_report(copies[1], console)
     text = console.export_text()
-    assert "Copies of the tables meet" in text and "APPROXIMATE: nestpipe N=2 replicas=2" in text
+    assert "Replica reduction" in text and "APPROXIMATE: nestpipe N=2 replicas=2" in text
     assert "…" not in text
     document = report.as_json(copies[1])["rows"]
     assert [row["approximate"] for row in document] == [False, False, False, True]
