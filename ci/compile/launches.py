@@ -93,7 +93,8 @@ def note(kernel: Any, label: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def kind(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
-            return tuple(kind(item, (*path, i)) for i, item in enumerate(value))
+            parts = tuple(kind(item, (*path, i)) for i, item in enumerate(value))
+            return type(value)(*parts) if hasattr(value, "_fields") else parts  # kernels read fields by name
         if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
                 aligned.append(path)
