@@ -129,7 +129,7 @@ def launches_of(target: str, only: str) -> list[Any]:
 
 
 def work(job: tuple[str, str, int]) -> tuple[str, str, Row]:
-    """One row, in a process of a pool: JIT functions do not travel, their place in the list does."""
+    """One row, in a process of a pool: JIT functions cannot be pickled, indices of the list can."""
     target, only, index = job
     key, launch = launches_of(target, only)[index]
     try:

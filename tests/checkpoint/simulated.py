@@ -18,7 +18,7 @@ Table = dict[str, torch.Tensor]
 EXTREMES = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**31, 2**32, 2**63 - 1]
 
 
-class Meeting:
+class ThreadGather:
     """The `Gather` of threads that stand for ranks; a rank that leaves breaks it for the others."""
 
     def __init__(self, world_size: int):
@@ -38,11 +38,11 @@ class Meeting:
 
 def on_ranks(world_size: int, work: Callable[[int, Callable[[str], list[str]]], Any]) -> list[Any]:
     """``work(rank, gather)`` on all ranks at once: for each its result, or the exception it raised."""
-    meeting = Meeting(world_size)
+    group = ThreadGather(world_size)
 
     def run(rank: int) -> Any:
         try:
-            return work(rank, meeting.gather(rank))
+            return work(rank, group.gather(rank))
         except Exception as error:
             return error
 

@@ -176,7 +176,7 @@ def test_the_document_and_the_picture(result, tmp_path):
     assert (tmp_path / "new" / "lab.png").stat().st_size > 10_000
 
 
-# Copies of the tables: one part on two ranks, so that everything but the copies' meeting stays at home.
+# Copies of the tables: one part on two ranks, so that only the replica reduction leaves a rank.
 
 
 @pytest.fixture(scope="module")
@@ -195,17 +195,17 @@ def test_exact_copies_are_exact_and_averaged_ones_are_called_approximate(copies)
 
 
 @pytest.mark.multi_rank
-def test_the_copies_meeting_is_counted(copies):
+def test_the_replica_reduction_is_counted(copies):
     for run, row in zip(copies[0], copies[1].rows, strict=True):
         spans, seen = read(run.trace).spans, row.figures
         met = [span for span in spans if span.lane == "replica"]
-        assert seen.meeting_bytes == sum(span.args["bytes"] for span in met) / 2 / 6
-        assert bool(seen.meeting_bytes) == bool(met) == (row.setting.replicas == 2)
+        assert seen.replica_bytes == sum(span.args["bytes"] for span in met) / 2 / 6
+        assert bool(seen.replica_bytes) == bool(met) == (row.setting.replicas == 2)
         if met:
-            assert seen.row_bytes == seen.meeting_bytes and seen.rows == 0  # lookups stay at home
-            assert 0 < seen.meeting <= seen.communication and seen.exposed_meeting <= seen.exposed
+            assert seen.row_bytes == seen.replica_bytes and seen.rows == 0  # lookups stay at home
+            assert 0 < seen.replica <= seen.communication and seen.exposed_replica <= seen.exposed
     exact, averaged = copies[1].rows[2:]
-    assert 0 < report.meeting_share(exact) < 1  # copies tell each other keys, too
+    assert 0 < report.replica_share(exact) < 1  # copies tell each other keys, too
     met = [span for span in read(copies[0][2].trace).spans if span.name == "replica_reduce"]
     assert len(met) == 2 * 6 * 2  # ranks, steps, micro-batches
     batches = [s.batch for s in read(copies[0][3].trace).spans if s.name == "average" and s.rank == 1]
@@ -242,7 +242,7 @@ def test_the_report_has_lines_of_the_copies(copies, tmp_path):
     assert "…" not in text
     document = report.as_json(copies[1])["rows"]
     assert [row["approximate"] for row in document] == [False, False, False, True]
-    assert [row["replicas"] for row in document] == [1, 1, 2, 2] and document[3]["meeting_bytes"] > 0
+    assert [row["replicas"] for row in document] == [1, 1, 2, 2] and document[3]["replica_bytes"] > 0
     report.draw_report(copies[1], tmp_path / "copies.png")
     assert (tmp_path / "copies.png").stat().st_size > 10_000
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.lab import network
-from tritonrec.harness.lab.network import LabError, Network, built, clean, demand_tools, existing, remove
+from tritonrec.harness.lab.network import LabError, Network, built, clean, existing, remove, require_tools
 
 GONE = 2**22 + 1
 """No process has this number: Linux counts to 2**22."""
@@ -144,7 +144,7 @@ def test_what_is_missing_is_named_and_nothing_created(monkeypatch, user, tools, 
     monkeypatch.setattr(network.os, "geteuid", lambda: user)
     monkeypatch.setattr(network.shutil, "which", lambda name: name if name in tools else None)
     with pytest.raises(LabError, match=f"needs {message}.*nothing was created"):
-        demand_tools()
+        require_tools()
     monkeypatch.setattr(network.subprocess, "run", lambda *a, **k: pytest.fail("a command was run"))
     for arguments in (["lab"], ["lab", "--clean"]):
         result = CliRunner().invoke(app, arguments)

@@ -109,12 +109,12 @@ def test_each_switch_does_what_it_says():
     assert predict(CLUSTER, SMALL, replace(base, skip_fetch=True)).lookup < plain.lookup
     assert predict(CLUSTER, SMALL, replace(base, replicas=8)).communication < plain.communication
     copies = replace(base, replicas=8)
-    meetings = [
+    reductions = [
         [costs(CLUSTER, SMALL, each)(Task("replica_reduce", 0, i)).sent for i in range(4)]
         for each in (copies, replace(copies, first_use=True))
     ]
-    assert meetings[0][:3] == [0, 0, 0] and 0 < meetings[1][0] < meetings[1][3]
-    assert sum(meetings[1]) == pytest.approx(meetings[0][3])
+    assert reductions[0][:3] == [0, 0, 0] and 0 < reductions[1][0] < reductions[1][3]
+    assert sum(reductions[1]) == pytest.approx(reductions[0][3])
     roomy = replace(CLUSTER, bandwidth=CLUSTER.bandwidth * 20)
     narrow = replace(base, taper=0.25)
     assert predict(roomy, SMALL, narrow).exposed < predict(roomy, SMALL, base).exposed

@@ -78,10 +78,10 @@ def test_links_at_another_size_and_in_groups():
     sent = 4e5
     assert grouped(Task("exchange", 0, 0)).transfer == pytest.approx(3 * 0.001 + sent / 1e7)
     rows = 8e5 / 0.75
-    meeting = grouped(Task("replica_reduce", 0, 0))
-    assert meeting.transfer == pytest.approx(1.5 * rows / 1e9) and meeting.sent == pytest.approx(1.5 * rows)
+    copies = grouped(Task("replica_reduce", 0, 0))
+    assert copies.transfer == pytest.approx(1.5 * rows / 1e9) and copies.sent == pytest.approx(1.5 * rows)
     # What its bytes do not explain of a gradient exchange: packing, three messages, adding up.
-    assert meeting.seconds == pytest.approx(SECONDS["gradient_exchange"] + 0.02 - 0.08 - 3 * 0.001)
+    assert copies.seconds == pytest.approx(SECONDS["gradient_exchange"] + 0.02 - 0.08 - 3 * 0.001)
 
 
 def test_replicas_meet_at_the_end_or_with_first_use_as_rows_leave():

@@ -35,7 +35,7 @@ def no_work(monkeypatch):
         "verify.contract.Verifier", "profile.run.profile", "simulator.run.simulate", "simulator.run.plan",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
-    monkeypatch.setattr("tritonrec.harness.lab.network.demand_tools", lambda: None)
+    monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", lambda: None)
 
 
 def refused(command, option, value, *more):

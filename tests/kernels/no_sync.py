@@ -77,15 +77,15 @@ def no_sync():
 
 
 @contextlib.contextmanager
-def launches_noted():
+def recorded_launches():
     """As `no_sync`, but kernels do not run, so that tensors may lie on the meta device, which is no host."""
-    noted = []
+    launched = []
 
     def note(self, *args, grid, warmup, **kwargs):
-        noted.append(getattr(self, "fn", self).__name__)
+        launched.append(getattr(self, "fn", self).__name__)
 
     with _patched([*_refusals(), (InterpretedFunction, "run", note), (JITFunction, "run", note)]), Watch():
-        yield noted
+        yield launched
 
 
 _run, _readers = InterpretedFunction.run, {name: getattr(torch.Tensor, name) for name in READERS}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from noted import Noted
+from dispatched import DispatchedOps
 from torch.autograd import forward_ad
 
 from tritonrec import ops
@@ -74,7 +74,7 @@ def in_forward_mode(function, value, tangent):
 
 def watched(function):
     def call(value):
-        with Noted():
+        with DispatchedOps():
             return function(value)
 
     return call

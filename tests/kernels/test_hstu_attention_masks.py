@@ -123,7 +123,7 @@ def test_spans_are_the_mask_and_runs_cover_them(sequence):
 @triton.jit
 def mark_kernel(
     seen_ptr, by_rows_ptr, by_columns_ptr, whole_ptr, length, history, contexts, hidden, rules,
-    OWN: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mark pairs seen, pairs walked by rows and by columns (once each), and pairs in whole blocks."""
     row = tl.arange(0, BLOCK)[:, None]
@@ -133,30 +133,30 @@ def mark_kernel(
         seen_ptr + row * length + column, visible_block(row, column, history, contexts, rules).to(tl.int32),
         mask=inside,
     )  # fmt: skip
-    for first in range(hidden // OWN * OWN, length, OWN):
+    for first in range(hidden // BLOCK_M * BLOCK_M, length, BLOCK_M):
         least = tl.maximum(first, hidden)
-        stop = tl.minimum(first + OWN, length)
-        row = first + tl.arange(0, OWN)[:, None]
-        walk = key_blocks(least, stop, history, contexts, rules, STEP)
+        stop = tl.minimum(first + BLOCK_M, length)
+        row = first + tl.arange(0, BLOCK_M)[:, None]
+        walk = key_blocks(least, stop, history, contexts, rules, BLOCK_N)
         for n in range(0, walk.count):
-            start = block_of(n, walk) * STEP
-            column = start + tl.arange(0, STEP)[None, :]
+            start = block_of(n, walk) * BLOCK_N
+            column = start + tl.arange(0, BLOCK_N)[None, :]
             inside = (row >= least) & (row < stop) & (column < length)
             at = row * length + column
             tl.store(by_rows_ptr + at, tl.load(by_rows_ptr + at, mask=inside) + 1, mask=inside)
-            if whole(least, stop - 1, start, start + STEP, history, rules):
+            if whole(least, stop - 1, start, start + BLOCK_N, history, rules):
                 tl.store(whole_ptr + at, 1, mask=inside)
-    for first in range(0, length, OWN):
-        stop = tl.minimum(first + OWN, length)
-        column = first + tl.arange(0, OWN)[None, :]
-        walk = query_blocks(first, stop, length, history, contexts, hidden, rules, STEP)
+    for first in range(0, length, BLOCK_M):
+        stop = tl.minimum(first + BLOCK_M, length)
+        column = first + tl.arange(0, BLOCK_M)[None, :]
+        walk = query_blocks(first, stop, length, history, contexts, hidden, rules, BLOCK_N)
         for n in range(0, walk.count):
-            start = block_of(n, walk) * STEP
-            row = start + tl.arange(0, STEP)[:, None]
+            start = block_of(n, walk) * BLOCK_N
+            row = start + tl.arange(0, BLOCK_N)[:, None]
             inside = (row < length) & (column < stop)
             at = row * length + column
             tl.store(by_columns_ptr + at, tl.load(by_columns_ptr + at, mask=inside) + 1, mask=inside)
-            if whole(start, tl.minimum(start + STEP, length) - 1, first, stop, history, rules):
+            if whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, stop, history, rules):
                 tl.store(whole_ptr + at, 1, mask=inside)
 
 
@@ -166,7 +166,7 @@ def marked(length, targets, contexts, mask, queries, own, step):
     group, window, full, prefix = numbers_of(mask)
     rules = Rules(None if group == 1 else group, window or None, full, prefix, 1 if contexts else None)
     mark_kernel[(1,)](
-        *marks, length, length - targets, contexts, length - queries, rules, OWN=own, STEP=step,
+        *marks, length, length - targets, contexts, length - queries, rules, BLOCK_M=own, BLOCK_N=step,
         BLOCK=triton.next_power_of_2(max(length, 1)),
     )  # fmt: skip
     return marks.cpu()

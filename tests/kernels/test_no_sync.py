@@ -3,7 +3,7 @@
 import no_sync
 import pytest
 import torch
-from no_sync import HostWaitsError, launches_noted
+from no_sync import HostWaitsError, recorded_launches
 
 from tritonrec import ops
 
@@ -236,7 +236,7 @@ def test_the_host_never_waits_in_one_call(name):
 def test_nothing_is_copied_to_or_from_another_device(name):
     """Tensors without values take the path that is taken on a GPU; kernels are launched and do nothing."""
     device = torch.device("meta")
-    with launches_noted() as launched:
+    with recorded_launches() as launched:
         if name == "step":
             keys = torch.empty(40, dtype=torch.int64, device=device)
             step(parameters(device), keys, torch.empty(40, DIM, device=device))

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
+from dispatched import DispatchedOps
 from functorch.compile import make_boxed_func
-from noted import Noted
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -57,9 +57,9 @@ def test_autograd_learns_of_what_is_written(name):
     make, call = WRITING[name]
     written = make()
     before = [tensor._version for tensor in written]
-    with Noted() as noted:
+    with DispatchedOps() as dispatched:
         call(*written)
-    assert name in noted.names
+    assert name in dispatched.names
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
 
 
@@ -81,9 +81,9 @@ def test_a_value_that_backward_kept_is_not_overwritten_unseen(name, alone):
 def test_the_implementation_alone_gives_the_ops_results():
     assert torch.equal(launch.gather_rows(some(7, 3), ROWS), ops.gather_rows(some(7, 3), ROWS))
     assert all(map(torch.equal, launch.unique(KEYS), ops.unique(KEYS)))
-    with Noted() as noted:
+    with DispatchedOps() as dispatched:
         launch.gather_rows(some(7, 3), ROWS)
-    assert noted.names == []
+    assert dispatched.names == []
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_mode_that_begins_after_forward_sees_backward():
     do, leaves, attend = attention()
     out = attend(*leaves)
     expected = torch.autograd.grad(out, leaves, do, retain_graph=True)
-    with Noted() as noted:
+    with DispatchedOps() as dispatched:
         got = torch.autograd.grad(out, leaves, do)
-    assert noted.names == [BACKWARD] and all(map(torch.equal, got, expected))
+    assert dispatched.names == [BACKWARD] and all(map(torch.equal, got, expected))
 
 
 def test_a_second_derivative_is_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from noted import Noted
+from dispatched import DispatchedOps
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_attention.call import Call
@@ -155,9 +155,9 @@ WAYS = {
 
 
 def watched(function, arguments):
-    with Noted() as noted:
+    with DispatchedOps() as dispatched:
         found = torch.autograd.grad(function(*arguments), arguments)
-    assert "scatter_rows" in noted.names or function is moved_by_torch
+    assert "scatter_rows" in dispatched.names or function is moved_by_torch
     return found
 
 

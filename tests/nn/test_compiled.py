@@ -3,8 +3,8 @@
 import pytest
 import torch
 from speeds import slow_except
+from test_hstu_layer import LENGTHS, assert_equal, make_layer, make_tokens, run
 from test_nn import make_batch, make_model
-from test_transduction import LENGTHS, assert_equal, make_layer, make_tokens, run
 
 from tritonrec.nn.modules import GatedMLP, LayerNorm
 

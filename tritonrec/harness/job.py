@@ -43,7 +43,7 @@ Loader = Epochs | DynamicBatchLoader
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, as plain values that travel between processes.
+    """A training job, as plain values that processes can exchange.
 
     Args:
         data: a word for `tritonrec.data.load`.

@@ -5,6 +5,7 @@ from .dlrm import DLRM, DLRMConfig, partition_tables
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
+from .hstu_layer import RECOMPUTED
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import (
@@ -19,7 +20,6 @@ from .modules import (
 )
 from .next_item import LayerConfig, NextItemModel
 from .tokens import Tokens, sum_by_sample
-from .transduction import RECOMPUTED
 
 __all__ = [
     "DLRM",

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .hstu_layer import hstu_layer
 from .modules import GatedMLP, GatedNorm, LayerNorm, Linear, RelativeAggregate
 from .next_item import LayerConfig, NextItemModel
 from .tokens import Tokens
-from .transduction import hstu_layer
 
 
 @dataclass(frozen=True)

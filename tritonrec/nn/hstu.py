@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from ..settings import setting
+from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
 from .tokens import Tokens
-from .transduction import hstu_layer
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 
 from .. import ops
 from ..settings import setting
+from .hstu_layer import check_recompute
 from .modules import LayerNorm, PositionalEmbedding
 from .tokens import Tokens, sum_by_sample
-from .transduction import check_recompute
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
-def demand_same_training(
+def validate_same_training(
     communicators: Communicators,
     model: torch.nn.Module,
     tables: HashTableCollection,

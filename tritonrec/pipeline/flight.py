@@ -66,7 +66,7 @@ class Flight:
         """Take over model, tables and optimizer, unless they are taken over already."""
         if self.under_way:
             return
-        demand_parameters(self.model, self.dense)
+        validate_parameters(self.model, self.dense)
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
@@ -114,7 +114,7 @@ class Flight:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
         if self.under_way:
             self.check_modes()
-            demand_parameters(self.model, self.dense)
+            validate_parameters(self.model, self.dense)
             if self._requires_grad() != self._trained:
                 raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
 
@@ -158,7 +158,7 @@ class Flight:
         raise RuntimeError(in_flight_message(f"a copy of {type(self.model).__name__}", self._steps()))
 
 
-def demand_parameters(model: torch.nn.Module, dense: DenseOptimizer) -> None:
+def validate_parameters(model: torch.nn.Module, dense: DenseOptimizer) -> None:
     """Raise ValueError for a parameter of the model that the optimizer does not hold, and the reverse."""
     own = dict(model.named_parameters())
     for name, parameter in dense.parameters.items():
@@ -176,14 +176,14 @@ def demand_parameters(model: torch.nn.Module, dense: DenseOptimizer) -> None:
             )
 
 
-def demand_trainable(model: torch.nn.Module, dense: object, device: torch.device) -> None:
+def validate_trainable(model: torch.nn.Module, dense: object, device: torch.device) -> None:
     """Raise TypeError for another optimizer, ValueError naming a parameter that is elsewhere or not its."""
     if not isinstance(dense, DenseOptimizer):
         raise TypeError(
             f"dense must be a tritonrec DenseOptimizer(model.named_parameters(), rule), got "
             f"{type(dense).__name__}"
         )
-    demand_parameters(model, dense)
+    validate_parameters(model, dense)
     for name, parameter in model.named_parameters():
         if parameter.device.type != device.type:
             raise ValueError(

@@ -49,7 +49,7 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
     return with_replicas(schedule) if config.adds_up_replicas(replicas) else schedule
 
 
-def demand_plain(config: WindowConfig, communicators: Communicators) -> None:
+def validate_reference(config: WindowConfig, communicators: Communicators) -> None:
     """Raise ValueError for what one process with a plain loop does not do."""
     if communicators.world_size != 1 or config.micro_batches != 1:
         raise ValueError(
@@ -65,7 +65,7 @@ def demand_plain(config: WindowConfig, communicators: Communicators) -> None:
         raise ValueError("mode 'reference' has one batch in flight and one copy: no depth, no average_every")
 
 
-def demand_fitting(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
+def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
     fits = schedule.keeps_rows == config.skip_fetch
     if not fits or schedule.replicated != config.adds_up_replicas(replicas):

@@ -17,7 +17,7 @@ from . import places as at
 from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
-from .replicas import demand_replicable
+from .replicas import validate_replicable
 from .schedule import Schedule
 from .stage import Access, Parameter, signature_of
 from .stages import write_back
@@ -53,7 +53,7 @@ class Program:
         flight: Flight,
         device: str | torch.device = "cpu",
     ):
-        demand_replicable(communicators, config)
+        validate_replicable(communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = model, tables, dense
         device = torch.device(device)

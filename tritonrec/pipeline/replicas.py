@@ -18,7 +18,7 @@ from .places import OwnedRows
 from .window import WindowConfig
 
 
-def demand_replicable(communicators: Communicators, config: WindowConfig) -> None:
+def validate_replicable(communicators: Communicators, config: WindowConfig) -> None:
     """Raise ValueError where replicas of the tables do not go with the rest."""
     if config.average_every and communicators.replicas == 1:
         raise ValueError("average_every averages replicas of the tables, and there is one copy only")

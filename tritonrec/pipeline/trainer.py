@@ -14,11 +14,11 @@ from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..trace import NullRecorder, SupportsRecording
-from .agreement import demand_same_training
+from .agreement import validate_same_training
 from .executor import Delay, Executor, StageFailedError
-from .flight import Flight, as_lane, demand_trainable, on_the_callers_thread
+from .flight import Flight, as_lane, on_the_callers_thread, validate_trainable
 from .model_call import CallerSettings
-from .modes import MODES, Mode, demand_fitting, demand_plain, schedule_of
+from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
@@ -98,7 +98,7 @@ class Trainer:
                 f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
-        demand_trainable(model, dense, self._device)
+        validate_trainable(model, dense, self._device)
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
@@ -127,13 +127,13 @@ class Trainer:
             edges=[] if self._schedule is None else self._schedule.edges(),
         )
         if self._schedule is None:
-            demand_plain(self.config, communicators)
+            validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(
                 model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate
             )
             return
-        demand_fitting(self._schedule, self.config, communicators.replicas)
-        demand_same_training(
+        validate_schedule(self._schedule, self.config, communicators.replicas)
+        validate_same_training(
             communicators, model, tables, dense, mode, self.config, self._schedule, self._device
         )
         self._program = Program(

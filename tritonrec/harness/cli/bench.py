@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import bench as suites
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 
 class Timer(StrEnum):
@@ -33,7 +33,7 @@ def bench(
     ] = Timer.wall,
 ) -> None:
     """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
-    demand_writable({"--json": json_file, "--chart": chart})
+    require_writable({"--json": json_file, "--chart": chart})
     raise typer.Exit(
         checked(lambda: suites.bench(only, repeat, json_file, compare, record, chart, timer.value))
     )

@@ -18,7 +18,7 @@ from ..lab import network, report, rounds, settings
 from ..lab.rounds import LabConfig
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 from .words import names
 
 DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
@@ -72,14 +72,14 @@ def lab(
     removed at the end. Losses are compared before any figure is printed.
     """
     console = Console()
-    demand_writable({"--json": json_file, "--png": png}, {"--trace": trace})
+    require_writable({"--json": json_file, "--png": png}, {"--trace": trace})
     if clean:
         checked(lambda: rounds.clean_up(console))
         return
     sizes = with_head_width(plan.job.sizes)
 
     def run() -> rounds.Result:
-        network.demand_tools()
+        network.require_tools()
         whole = replace(
             plan,
             job=replace(plan.job, sizes=sizes),

@@ -37,7 +37,7 @@ def _say(message: str) -> None:
     console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def demand_writable(
+def require_writable(
     files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
 ) -> None:
     """Exit with one line and status 2 where an output could not be written at the end, by option.

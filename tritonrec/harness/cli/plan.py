@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..simulator import run
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 
 def plan(
@@ -26,5 +26,5 @@ def plan(
 
     Every choice is simulated on measured stage costs. Prints the gain of each switch, and the assumptions.
     """
-    demand_writable({"--json": json_file, "--save-costs": save_costs})
+    require_writable({"--json": json_file, "--save-costs": save_costs})
     checked(lambda: run.plan(costs, trace, world_size, json_file, save_costs))

@@ -15,7 +15,7 @@ from ..profile import run
 from ..profile.run import Profile
 from .job import ready
 from .options import MOST_RANKS, TimeoutOption, with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 PLAN = Profile(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4))
 OFFERED = (
@@ -39,5 +39,5 @@ def profile(
     trace. Prints the stages and operators that take most of each lane, and the Python functions
     that run most.
     """
-    demand_writable(folders={"--out": out})
+    require_writable(folders={"--out": out})
     checked(lambda: run.profile(ready(plan), str(out), world_size, Console(), timedelta(seconds=timeout)))

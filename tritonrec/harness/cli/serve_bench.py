@@ -14,7 +14,7 @@ from ...files import save_json
 from ..serve import report, rounds
 from ..serve.rounds import ServeConfig
 from .options import TimeoutOption, with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 from .words import names
 
 PLAN = ServeConfig()
@@ -48,7 +48,7 @@ def serve_bench(
     Random delays, balanced ranks, one straggler, messages of drawn sizes; plain all-to-alls of growing size.
     Predictions of all settings are compared bit by bit before any figure is printed.
     """
-    demand_writable({"--json": json_file, "--png": png}, {"--trace": trace})
+    require_writable({"--json": json_file, "--png": png}, {"--trace": trace})
     chosen = () if scenarios == "none" else tuple(names(scenarios, rounds.SCENARIOS, "--scenarios"))
     sizes = tuple(4**power for power in range(32) if 4**power <= largest)
     console = Console()

@@ -9,7 +9,7 @@ import typer
 
 from ..simulator import Workload, run
 from .options import with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 WORKLOAD = Workload()
 
@@ -36,7 +36,7 @@ def simulate(
     Four constants are fitted on TorchRec's rows of Tables II and III; every other figure is predicted by
     executing the schedule tables.
     """
-    demand_writable({"--json": json_file, "--png": png})
+    require_writable({"--json": json_file, "--png": png})
     if measured:
         if table or workers or jitter or png:
             raise typer.BadParameter("--measured goes with --json only")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import trace_report
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 
 def trace(
@@ -18,7 +18,7 @@ def trace(
     kineto: Annotated[Path | None, typer.Option(help="Export Kineto-style JSON.")] = None,
 ) -> None:
     """Time per lane, exposed communication, hidden lookup; check that every dependency was honoured."""
-    demand_writable({"--png": png, "--json": json_file}, {"--kineto": kineto})
+    require_writable({"--png": png, "--json": json_file}, {"--kineto": kineto})
     raise typer.Exit(
         checked(lambda: trace_report.trace_report(file, png=png, json_out=json_file, kineto=kineto))
     )

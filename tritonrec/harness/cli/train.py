@@ -27,7 +27,7 @@ from ..train.run import Run
 from ..train.stopping import Stop, graceful_stop
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 
 RUN = Run(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4))
 COMPARISON = SlipstreamRun()
@@ -69,7 +69,7 @@ def train(
     Next-item models are ranked by HR@K and NDCG@K, grm by group AUC, dlrm by AUC, accuracy and cross entropy.
     Counts of the tables and lookups are printed below.
     """
-    demand_writable(
+    require_writable(
         {"--json": json_file, "--trace": run.trace, "--png": png}, {"--checkpoint": run.checkpoint}
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):

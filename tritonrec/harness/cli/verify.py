@@ -17,7 +17,7 @@ from ..verify.contract import verify_contract
 from ..verify.record_traces import record_traces
 from .job import load_job
 from .options import MOST_RANKS, TimeoutOption, with_options
-from .outputs import checked, demand_writable
+from .outputs import checked, require_writable
 from .words import names, numbers
 
 JOB = Job(chunk_rows=512)
@@ -51,7 +51,7 @@ def verify(
     dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
     identical and every injected fault was caught.
     """
-    demand_writable({"--json": json_file}, {"--trace": trace})
+    require_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
     job = checked(lambda: load_job(job))

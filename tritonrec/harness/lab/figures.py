@@ -28,8 +28,9 @@ class Figures:
         compute: time of the compute lane. row_copy: of the dual buffer.
         transfers, overlapped: exchanges of micro-batches per step, and those beside computation.
         row_bytes, key_bytes: embeddings and gradients; keys.
-        rows: rows of embeddings and of gradients that left a rank, mean of the two; none of the meeting.
-        meeting, exposed_meeting, meeting_bytes: communication, its exposed part and bytes between copies of
+        rows: rows of embeddings and of gradients that left a rank, mean of the two, without the replica
+            reduction.
+        replica, exposed_replica, replica_bytes: communication, its exposed part and bytes between copies of
             the tables (2D sparse parallelism); they are part of the figures above.
         kept: share of a batch's rows that the buffer of the batch before has, with two buffers; otherwise 0.
     """
@@ -47,9 +48,9 @@ class Figures:
     key_bytes: float
     rows: float
     mean_step: float
-    meeting: float
-    exposed_meeting: float
-    meeting_bytes: float
+    replica: float
+    exposed_replica: float
+    replica_bytes: float
     kept: float
 
     @property
@@ -80,7 +81,7 @@ def figures(run: LabRun) -> Figures:
             unseen = f"edges never exercised: {report.never_exercised}; run more steps"
             raise LabError(f"{run.setting}: {report.violations[0] if report.violations else unseen}")
     ranks = summarise(trace.spans, WARMUP)
-    meetings = summarise([span for span in trace.spans if span.lane in ("compute", "replica")], WARMUP)
+    reductions = summarise([span for span in trace.spans if span.lane in ("compute", "replica")], WARMUP)
 
     def per_step(values: Sequence[int]) -> float:
         return mean(value / rank.steps for value, rank in zip(values, ranks, strict=True)) / 1e9
@@ -104,9 +105,9 @@ def figures(run: LabRun) -> Figures:
         key_bytes=run.counts["key_bytes"] / done,
         rows=run.counts["rows"] / done / 2,
         mean_step=mean_step,
-        meeting=per_step([rank.communication_ns for rank in meetings]),
-        exposed_meeting=per_step([rank.exposed_ns for rank in meetings]),
-        meeting_bytes=sum(s.args.get("bytes", 0) for s in trace.spans if s.lane == "replica") / done,
+        replica=per_step([rank.communication_ns for rank in reductions]),
+        exposed_replica=per_step([rank.exposed_ns for rank in reductions]),
+        replica_bytes=sum(s.args.get("bytes", 0) for s in trace.spans if s.lane == "replica") / done,
         kept=run.counts["kept"] / later if later else 0.0,
     )
 

@@ -117,7 +117,7 @@ def execute(command: Command) -> str:
     return done.stdout
 
 
-def demand_tools() -> None:
+def require_tools() -> None:
     """Raise `LabError` naming what a lab needs and this process lacks; nothing has been created then."""
     missing = [f"the command {name!r} (package iproute2)" for name in ("ip", "tc") if not shutil.which(name)]
     if not hasattr(os, "geteuid") or os.geteuid() != 0:

@@ -59,10 +59,10 @@ HIDING: Columns = {
 }
 COPIES: Columns = {
     "copies": lambda row, _: str(row.setting.replicas),
-    "physical": lambda row, _: f"{row.figures.meeting * 1e3:.1f}",
-    "exposed": lambda row, _: f"{row.figures.exposed_meeting * 1e3:.1f}",
-    "MB": lambda row, _: f"{row.figures.meeting_bytes / 1e6:.2f}",
-    "of MB": lambda row, _: f"{meeting_share(row):.1%}",
+    "physical": lambda row, _: f"{row.figures.replica * 1e3:.1f}",
+    "exposed": lambda row, _: f"{row.figures.exposed_replica * 1e3:.1f}",
+    "MB": lambda row, _: f"{row.figures.replica_bytes / 1e6:.2f}",
+    "of MB": lambda row, _: f"{replica_share(row):.1%}",
 }
 
 
@@ -77,14 +77,14 @@ def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> 
 
 
 def payload(row: Row, baseline: Row) -> float:
-    """Rows that travel, over those of the whole batch deduplicated, which is what the baseline sends."""
+    """Rows sent, over those of the whole batch deduplicated, which is what the baseline sends."""
     return row.figures.rows / baseline.figures.rows if baseline.figures.rows else 1.0
 
 
-def meeting_share(row: Row) -> float:
+def replica_share(row: Row) -> float:
     """Share of the bytes sent by a rank that goes to copies of its part of the tables."""
     sent = row.figures.row_bytes + row.figures.key_bytes
-    return row.figures.meeting_bytes / sent if sent else 0.0
+    return row.figures.replica_bytes / sent if sent else 0.0
 
 
 def notes(result: Result) -> list[str]:
@@ -181,7 +181,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "hidden_lookup": row.figures.hidden_lookup,
                 "overlap": row.figures.overlap,
                 "payload": payload(row, result.rows[0]),
-                "meeting_share": meeting_share(row),
+                "replica_share": replica_share(row),
                 "losses": row.losses,
                 "emulated_tasks": row.tasks,
                 "overruns": row.overruns,
@@ -255,7 +255,7 @@ def draw_report(result: Result, path: Path) -> None:
                     axes.barh(at, width, left=left, height=height, color=colour, label=label)
                     left += width
             if row.setting.replicas > 1:
-                width = row.figures.exposed_meeting * 1e3
+                width = row.figures.exposed_replica * 1e3
                 end = (seconds["compute"] + seconds["exposed communication"]) * 1e3
                 bar = axes.barh(place, width, left=end - width, height=0.42, label=note, hatch="////")
                 for patch in bar:

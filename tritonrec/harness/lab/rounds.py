@@ -22,7 +22,7 @@ from ...trace.timeline import draw
 from ..job import Job
 from ..progress import CommandProgress
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
-from .network import PREFIX, Enter, LabError, Network, built, clean, demand_tools
+from .network import PREFIX, Enter, LabError, Network, built, clean, require_tools
 from .run import TOLERANCE, LabRun, compare_losses, run_once
 from .settings import BASELINE, Planned, Setting, lookup_stages, settings
 
@@ -128,7 +128,7 @@ def ranks_in(network: Network, timeout: timedelta = TIMEOUT, replicas: Iterable[
     Args:
         replicas: what runs on the pool will ask for.
     """
-    demand_tools()
+    require_tools()
     meshes = [(network.ranks, each) for each in replicas]
     with built(network), RankPool(meshes, timeout, Enter(network)) as pool:
         yield pool
@@ -148,7 +148,7 @@ def run_lab(
     """
     network = Network(plan.ranks, plan.rate, os.getpid())
     replicas = {setting.replicas for setting in plan.settings}
-    demand_tools()
+    require_tools()
     if traces:
         traces.mkdir(parents=True, exist_ok=True)
     kept = nullcontext(str(traces)) if traces else ScratchFolder("tritonrec-lab-")
@@ -189,7 +189,7 @@ def trace_of(setting: Setting, folder: str) -> Path:
 
 def clean_up(console: Console) -> None:
     """``--clean``: remove what labs left behind, and say what."""
-    demand_tools()
+    require_tools()
     gone, kept = clean()
     owners = sorted({name.removeprefix(f"{PREFIX}-").partition("-")[0] for name in kept})
     console.print(f"removed {len(gone)} network namespaces of labs that are gone", highlight=False)

@@ -83,7 +83,7 @@ class KeyModel:
         return [self.interval(begin, end, clustered) for begin, end in _intervals(fractions)]
 
     def first_use(self, fractions: tuple[float, ...], clustered: bool) -> list[float]:
-        """Keys exchanged for each micro-batch if each key travels for the first that uses it, only.
+        """Keys exchanged for each micro-batch if each key is sent once, for the first that uses it.
 
         The sum is that of the whole batch. Gradients at the last use are the mirror image: reverse the
         fractions, and the result.

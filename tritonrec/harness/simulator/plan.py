@@ -41,7 +41,7 @@ class Plan:
         replicas: R of 2D sparse parallelism: copies of the tables, each sharded over world size / R workers.
         clustered: micro-batches of samples that share keys (NestPipe, section V.C).
         taper: ratio of a micro-batch's size to its neighbour's nearer to the middle; 1: all alike.
-        first_use: each row travels for the first micro-batch that uses it, each gradient after the last.
+        first_use: each row is sent for the first micro-batch that uses it, each gradient after the last.
         skip_fetch: rows that the next batch uses too are neither written back nor fetched.
     """
 

@@ -196,15 +196,15 @@ def _ranked(known: Mapping[Plan, Outcome]) -> list[Plan]:
     Of plans that are equally fast only the simplest is left.
     """
     simplest: dict[float, Plan] = {}
-    for plan in sorted(known, key=_demands):
+    for plan in sorted(known, key=_resources):
         simplest.setdefault(float(f"{known[plan].step:.6g}"), plan)
     ranked = [simplest[step] for step in sorted(simplest)]
     limit = known[ranked[0]].step * (1 + TIE)
-    first = min((plan for plan in ranked if known[plan].step <= limit), key=_demands)
+    first = min((plan for plan in ranked if known[plan].step <= limit), key=_resources)
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
-def _demands(plan: Plan) -> tuple[int, int, int, int, float]:
+def _resources(plan: Plan) -> tuple[int, int, int, int, float]:
     """Memory, traffic and switches of a plan; smaller is simpler."""
     switches = plan.first_use + plan.skip_fetch
     return plan.replicas, plan.depth or 0, plan.micro_batches, switches, -plan.taper

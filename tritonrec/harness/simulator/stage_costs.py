@@ -15,7 +15,7 @@ by which the logarithms of a task's seconds scatter over the ranks.
 A stage's seconds per step are a straight line over the N measured, its bytes per step a power of N between
 them; with one N measured both are flat. A micro-batch's share of the work is its share of the samples. A
 share x of the batch needs what an equal micro-batch at N = 1 / x needs: that gives the bytes of uneven
-micro-batches, and of rows that travel for their first use only.
+micro-batches, and of rows sent for their first use only.
 
 `kept` is the share of a batch's rows that the batch before used too. With ``skip_fetch`` so many are not
 written back, and not fetched either, which is taken to spare as much time again: fetching also fills a fresh
@@ -125,7 +125,7 @@ class StageCosts:
         values = [run.seconds[stage] for run in self.measured]
         if stage in EXCHANGES:
             values = [
-                max(0.0, value - self._travel(run.sent[stage], self.world_size, run.micro_batches))
+                max(0.0, value - self._transfer_seconds(run.sent[stage], self.world_size, run.micro_batches))
                 for value, run in zip(values, self.measured, strict=True)
             ]
         if stage not in PER_MICRO_BATCH or len(set(counts)) == 1:
@@ -143,7 +143,7 @@ class StageCosts:
             return max(0.0, share) * values[0]
         return share * float(np.exp(np.interp(-np.log(share), np.log(counts), np.log(values))))
 
-    def _travel(self, sent: float, members: int, messages: float = 1) -> float:
+    def _transfer_seconds(self, sent: float, members: int, messages: float = 1) -> float:
         grown = (members / self.world_size) ** self.link.contention
         return sent * grown / self.rate() + messages * (members - 1) * self.link.seconds_per_message
 
@@ -175,19 +175,19 @@ class StageCosts:
         reduced = _ring(world) / _ring(self.world_size) if self.world_size > 1 else 1.0
         reduced *= (world / self.world_size) ** self.link.contention
         fixed["dense_reduce"] = Cost(transfer=own["dense_reduce"][0] * reduced)
-        meetings = self._meetings(plan, sent["gradient_exchange"]) if plan.replicas > 1 else []
+        reductions = self._replica_reductions(plan, sent["gradient_exchange"]) if plan.replicas > 1 else []
 
         def cost(task: Task) -> Cost:
             if task.micro_batch is None:
                 return fixed[task.stage]
             if task.stage == "replica_reduce":
-                return meetings[task.micro_batch]
+                return reductions[task.micro_batch]
             share = fractions[task.micro_batch]
             work = own[task.stage][0] * share + own[task.stage][1]
             if task.stage not in EXCHANGES:
                 return Cost(work)
             moved = sent[task.stage][task.micro_batch] * away
-            return Cost(work, self._travel(moved, members) if members > 1 else 0.0, moved)
+            return Cost(work, self._transfer_seconds(moved, members) if members > 1 else 0.0, moved)
 
         return cost
 
@@ -213,11 +213,11 @@ class StageCosts:
         seen = [self.sent(stage, min(1.0, share)) for share in np.cumsum(fractions)]
         return [max(0.0, after - before) for before, after in zip([0.0, *seen], seen, strict=False)]
 
-    def _meetings(self, plan: Plan, leaving: Sequence[float]) -> list[Cost]:
+    def _replica_reductions(self, plan: Plan, sent: Sequence[float]) -> list[Cost]:
         """What replicas do after each micro-batch: all after the last, or with `first_use` as rows leave.
 
         Rows received for a batch bound the owner's distinct rows from above; they are packed, sent and added
-        up as in a gradient exchange, whose bytes for each micro-batch are `leaving`.
+        up as in a gradient exchange, whose bytes for each micro-batch are `sent`.
         """
         near = plan.replicas <= self.link.node_size
         rate = (self.link.node_bytes_per_second if near else None) or self.rate()
@@ -225,7 +225,7 @@ class StageCosts:
         work, each = self.seconds("gradient_exchange")
         if not plan.first_use:
             return [Cost()] * (plan.micro_batches - 1) + [Cost(work + each, moved / rate, moved)]
-        shares = [rows / max(sum(leaving), 1e-300) for rows in leaving]
+        shares = [rows / max(sum(sent), 1e-300) for rows in sent]
         return [Cost(work * share + each, moved * share / rate, moved * share) for share in shares]
 
 

@@ -88,7 +88,7 @@ def train_slipstream(
     rows and bytes, ``metrics``, and ``digest``.
     """
     check_ranks_agree(communicators.control, {**settings_of(run), **vars(slipstream)})
-    _demand(run)
+    _validate(run)
     console = Console(quiet=quiet or communicators.rank != 0)
     model, tables, dense = run.job.build(run.optimizer)
     before, after, start, stop = _loaders(communicators, run, slipstream)
@@ -156,7 +156,7 @@ def train_slipstream(
     return summary
 
 
-def _demand(run: Run) -> None:
+def _validate(run: Run) -> None:
     """Raise ValueError for what does not go with Slipstream here."""
     if run.job.model != "dlrm":
         raise ValueError(f"Slipstream drops inputs of click models: use the model dlrm, not {run.job.model}")

@@ -100,7 +100,7 @@ FAULTS = [
     ),
     Fault(
         "sums-of-four-bytes",
-        "gradient sums travel as int32 instead of in the bytes they need",
+        "gradient sums are sent as int32 instead of in the bytes they need",
         _case(),
         Injection(injections.sums_of_four_bytes),
     ),
@@ -141,10 +141,10 @@ FAULTS = [
         Injection(injections.dropout_by_position),
     ),
     Fault(
-        "ids-of-merged-tables-meet",
+        "merged-tables-share-ids",
         "equal ids of two merged tables share a row",
         replace(_case(), variant="merged"),
-        Injection(injections.ids_of_merged_tables_meet),
+        Injection(injections.merged_tables_share_ids),
     ),
     Fault(
         "rows-handed-out-in-reverse",
@@ -159,7 +159,7 @@ FAULTS = [
         Injection(injections.evicts_rows_in_a_buffer),
     ),
     Fault(
-        "cold-rows-not-rounded",
+        "low-precision-rows-not-rounded",
         "rows in low precision stay float32 in the buffers",
         replace(_case(), variant="precision-tiers"),
         Injection(injections.low_precision_not_rounded),

@@ -230,7 +230,7 @@ def restart_without_scores(program: Program) -> None:
     table.load_state = forgetful  # type: ignore[method-assign]
 
 
-def ids_of_merged_tables_meet(program: Program) -> None:
+def merged_tables_share_ids(program: Program) -> None:
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
 

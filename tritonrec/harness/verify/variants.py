@@ -82,7 +82,7 @@ VARIANTS: dict[str, Variant] = {
         shows=("inserted",),
     ),
     "dedup-none": Variant(
-        "repeated keys travel and are read", window={"dedup": "none"}, shows=("exchanged", "read")
+        "repeated keys are sent and read", window={"dedup": "none"}, shows=("exchanged", "read")
     ),
     "dedup-exchange": Variant(
         "dedup before the exchange only", window={"dedup": "exchange"}, shows=("exchanged", "read")
@@ -157,7 +157,7 @@ VARIANTS: dict[str, Variant] = {
         shows=("lookups",),
     ),
     "first-use": Variant(
-        "rows travel with their first use, gradients with their last",
+        "rows are sent with their first use, gradients with their last",
         window={"first_use": True},
         shows=("exchanged",),
     ),

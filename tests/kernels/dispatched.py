@@ -1,10 +1,10 @@
-"""Which of our ops torch's dispatcher meets."""
+"""Records the ops that pass torch's dispatcher."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Noted(TorchDispatchMode):
-    """The names of our ops that pass by."""
+class DispatchedOps(TorchDispatchMode):
+    """Records the names of this library's ops in the order of their calls."""
 
     def __init__(self):
         super().__init__()

@@ -13,8 +13,8 @@ import torch
 from bench_layer import CHOICES as SHOWN
 from bench_layer import SIZES as SHOWN_SIZES
 from bench_layer import layer_with, saved_bytes, single_ops, workload
+from dispatched import DispatchedOps
 from float_error import assert_error_at_most_twice
-from noted import Noted
 
 from tritonrec import ops
 from tritonrec.nn import (
@@ -24,7 +24,7 @@ from tritonrec.nn import (
     HSTUConfig,
     HSTULayer,
     Tokens,
-    transduction,
+    hstu_layer,
 )
 
 SIZES = {"dim": 10, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dropout": 0.3, "time_buckets": 6}
@@ -35,7 +35,7 @@ LAYERS = {
 }
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
 SEED = 77
-NAMES = transduction.RECOMPUTED
+NAMES = hstu_layer.RECOMPUTED
 CHOICES = [names for count in range(6) for names in combinations(NAMES, count)]
 
 
@@ -143,7 +143,7 @@ def test_every_element_of_the_gradient_buffer_is_written(name, names, monkeypatc
         poisoned.append(torch.full_like(tensor, float("nan")))
         return poisoned[-1]
 
-    monkeypatch.setattr(transduction.torch, "empty_like", empty_like)
+    monkeypatch.setattr(hstu_layer.torch, "empty_like", empty_like)
     assert_equal(run(layer, x, tokens), want)
     assert [tuple(buffer.shape) for buffer in poisoned] == [(sum(LENGTHS), sum(layer.sizes))]
     assert torch.equal(want["uvqk.bias"], poisoned[0].sum(0))  # and that buffer is what uvqk's gradients read
@@ -266,13 +266,13 @@ def test_ops_are_met_where_somebody_watches(name):
     """A plain step leaves the dispatcher out; it and a watched one have the same bits."""
     layer, (x, tokens) = make_layer(name), make_tokens(name)
     plain = run(layer, x, tokens)
-    with Noted() as noted:
+    with DispatchedOps() as dispatched:
         watched = run(layer, x, tokens)
     ops_of_a_layer = {
         "norm_linear_silu", "norm_linear_silu_backward_into", "norm_mul_dropout",
         "norm_mul_dropout_backward_into", "hstu_attention", "hstu_attention_backward_into",
     }  # fmt: skip
-    assert ops_of_a_layer <= set(noted.names)
+    assert ops_of_a_layer <= set(dispatched.names)
     assert_equal(watched, plain)
 
 
