@@ -149,7 +149,7 @@ def hit(kill: Kill, token: str, launcher: int, draw: random.Random) -> None:
             continue
 
 
-def perform(kill: Kill, draw: random.Random, pool: RankPool, wanted: str, place: Path) -> dict[str, object]:
+def perform(kill: Kill, draw: random.Random, pool: RankPool, expected: str, place: Path) -> dict[str, object]:
     """Run, kill, look for what is left, and go on; the report's ``problem`` is empty where all is well."""
     folder, temporary, token = place / "checkpoint", place / "temporary", f"killed-{secrets.token_hex(8)}"
     temporary.mkdir(parents=True)
@@ -186,7 +186,7 @@ def perform(kill: Kill, draw: random.Random, pool: RankPool, wanted: str, place:
     if not problem and not ended_before and kill.number == "SIGKILL" and process.returncode == 0:
         problem = "the run ended as if nothing had happened"
     if not problem and saved and saved[-1] < STEPS:
-        problem = resumed(kill, pool, wanted, folder)
+        problem = resumed(kill, pool, expected, folder)
     if problem:
         log.seek(0)
         report["log"] = log.read()[-3000:]
@@ -194,7 +194,7 @@ def perform(kill: Kill, draw: random.Random, pool: RankPool, wanted: str, place:
     return {**report, "problem": problem}
 
 
-def resumed(kill: Kill, pool: RankPool, wanted: str, folder: Path) -> str:
+def resumed(kill: Kill, pool: RankPool, expected: str, folder: Path) -> str:
     """Train on from the newest checkpoint; what is wrong with that, or nothing."""
     world_size, replicas, micro_batches = kill.resume
     run = Run(JOB, window=WindowConfig(micro_batches), steps=STEPS, checkpoint=str(folder), resume=True)
@@ -202,20 +202,20 @@ def resumed(kill: Kill, pool: RankPool, wanted: str, folder: Path) -> str:
         summary = pool.run(train, world_size, run, True, replicas=replicas)[0]
     except (RankDiedError, ValueError) as error:
         return f"the newest checkpoint does not go on: {error}"
-    return "" if summary["digest"] == wanted else f"digest {summary['digest']}, wanted {wanted}"
+    return "" if summary["digest"] == expected else f"digest {summary['digest']}, expected {expected}"
 
 
 def attack(kills: int, seed: int) -> bool:
     """Perform `kills`, print their reports and a summary; whether all went well."""
     draw = random.Random(seed)
-    wanted = train(Communicators.local(), Run(JOB, steps=STEPS), quiet=True)["digest"]
+    expected = train(Communicators.local(), Run(JOB, steps=STEPS), quiet=True)["digest"]
     failures, began = [], time.monotonic()
     by_phase = dict.fromkeys(("start", "run", "save"), 0)
     with RankPool(MESHES, timedelta(seconds=60)) as pool:
         for number in range(kills):
             kill = drawn(draw)
             with ScratchFolder("tritonrec-kills-") as place:
-                report = perform(kill, draw, pool, wanted, Path(place))
+                report = perform(kill, draw, pool, expected, Path(place))
             print(json.dumps({"kill": number, **report}), flush=True)
             by_phase[kill.phase] += not report["ended_before"]
             if report["problem"]:

@@ -150,24 +150,25 @@ def flat(result: Any) -> list[Any]:
 
 
 def compare(call: Call, results: list[Any], references: list[Any]) -> Outcome:
-    for place, (got, wanted) in enumerate(zip(results, references, strict=True)):
+    for place, (got, expected) in enumerate(zip(results, references, strict=True)):
         if not isinstance(got, torch.Tensor):
-            if got != wanted:
-                return "difference", f"result {place}: {got} for {wanted}"
+            if got != expected:
+                return "difference", f"result {place}: {got} for {expected}"
             continue
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
-            return "difference", f"result {place}: {got.shape} {got.dtype} for {wanted.shape} {wanted.dtype}"
-        got, wanted = got.detach(), wanted.detach()
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            shapes = f"{got.shape} {got.dtype} for {expected.shape} {expected.dtype}"
+            return "difference", f"result {place}: {shapes}"
+        got, expected = got.detach(), expected.detach()
         if call.op in ROUNDED and call.op != "linear_weight_grad":
-            scale = float(wanted.nan_to_num(0.0).abs().max()) if wanted.numel() else 1.0
-            near = torch.isclose(got, wanted, rtol=1e-3, atol=1e-4 * max(scale, 1.0), equal_nan=True)
+            scale = float(expected.nan_to_num(0.0).abs().max()) if expected.numel() else 1.0
+            near = torch.isclose(got, expected, rtol=1e-3, atol=1e-4 * max(scale, 1.0), equal_nan=True)
         elif call.op == "linear_weight_grad":
-            near = (got - wanted).abs() < 2**26
+            near = (got - expected).abs() < 2**26
         else:
-            near = (got == wanted) | ((got != got) & (wanted != wanted))
+            near = (got == expected) | ((got != got) & (expected != expected))
         if not near.all():
             at = near.logical_not().nonzero()[0].tolist()
-            return "difference", f"result {place}{at}: {got[tuple(at)]} for {wanted[tuple(at)]}"
+            return "difference", f"result {place}{at}: {got[tuple(at)]} for {expected[tuple(at)]}"
     return "accepted", ""
 
 

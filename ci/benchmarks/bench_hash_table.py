@@ -155,10 +155,10 @@ def test_find(benchmark, contender, slots):
     count = 3 * FIND_SLOTS[slots] // 4
     keys = random_keys(count + LOOKUPS // 2, 0)
     rng = np.random.default_rng(5)
-    wanted = np.concatenate([rng.integers(0, count, LOOKUPS // 2), np.arange(count, count + LOOKUPS // 2)])
-    wanted = rng.permutation(wanted)
-    find = contender(keys[:count], keys[wanted])
-    assert np.array_equal(np.asarray(find()), np.where(wanted < count, wanted, -1))
+    lookups = np.concatenate([rng.integers(0, count, LOOKUPS // 2), np.arange(count, count + LOOKUPS // 2)])
+    lookups = rng.permutation(lookups)
+    find = contender(keys[:count], keys[lookups])
+    assert np.array_equal(np.asarray(find()), np.where(lookups < count, lookups, -1))
     benchmark.group = f"hash_find {slots}"
     benchmark.extra_info.update(
         describe(contender, f"{LOOKUPS:,} lookups, half absent, {count:,} keys, load 0.75")

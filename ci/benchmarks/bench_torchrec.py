@@ -259,15 +259,15 @@ def pool_of(ranks: int, rate: float):
 
 def compare(runs: dict[str, Run], baseline: str) -> dict[str, float]:
     """Largest relative difference of a step's loss from the baseline's; SystemExit beyond `TOLERANCE`."""
-    wanted, worst = runs[baseline].losses, {}
+    expected, worst = runs[baseline].losses, {}
     for name, run in runs.items():
-        if len(run.losses) != len(wanted):
-            raise SystemExit(f"{name} finished {len(run.losses)} steps, {baseline} {len(wanted)}")
-        differences = [abs(a - b) / abs(b) for a, b in zip(run.losses, wanted, strict=True)]
+        if len(run.losses) != len(expected):
+            raise SystemExit(f"{name} finished {len(run.losses)} steps, {baseline} {len(expected)}")
+        differences = [abs(a - b) / abs(b) for a, b in zip(run.losses, expected, strict=True)]
         for step, difference in enumerate(differences):
             if not difference <= TOLERANCE:  # also where it is no number
                 raise SystemExit(
-                    f"{name}, step {step}: loss {run.losses[step]:.7f}, but {wanted[step]:.7f} in "
+                    f"{name}, step {step}: loss {run.losses[step]:.7f}, but {expected[step]:.7f} in "
                     f"{baseline}; no time is printed"
                 )
         worst[name] = max(differences)

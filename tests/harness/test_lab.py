@@ -30,30 +30,30 @@ def run_with(losses, setting=BASELINE):
 
 def test_a_loss_that_differs_in_one_bit_is_found():
     ids = np.array([3, 7, 9])
-    wanted = {0: (ids, np.float32([0.5, 1.5, 2.5])), 1: (ids, np.float32([0.25, -0.0, 4.0]))}
-    reference, nest = run_with(wanted), Setting("nestpipe", 4)
-    assert compare_losses(run_with(wanted, nest), reference, tolerance=0) == "identical"
+    expected = {0: (ids, np.float32([0.5, 1.5, 2.5])), 1: (ids, np.float32([0.25, -0.0, 4.0]))}
+    reference, nest = run_with(expected), Setting("nestpipe", 4)
+    assert compare_losses(run_with(expected, nest), reference, tolerance=0) == "identical"
     one_bit = np.nextafter(np.float32(1.5), np.float32(2))
-    off = {**wanted, 0: (ids, np.float32([0.5, one_bit, 2.5]))}
+    off = {**expected, 0: (ids, np.float32([0.5, one_bit, 2.5]))}
     with pytest.raises(LabError, match=r"nestpipe N=4, step 0, sample 7: .*sequential N=1; no figure"):
         compare_losses(run_with(off, nest), reference, tolerance=0)
     assert compare_losses(run_with(off, nest), reference, tolerance=TOLERANCE).startswith("within")
-    zero = {**wanted, 1: (ids, np.float32([0.25, 0.0, 4.0]))}
+    zero = {**expected, 1: (ids, np.float32([0.25, 0.0, 4.0]))}
     with pytest.raises(LabError, match="sample 7"):
         compare_losses(run_with(zero, nest), reference, tolerance=0)
     for far in (1.51, np.nan, np.inf):
-        other = {**wanted, 0: (ids, np.float32([0.5, far, 2.5]))}
+        other = {**expected, 0: (ids, np.float32([0.5, far, 2.5]))}
         with pytest.raises(LabError, match="sample 7"):
             compare_losses(run_with(other, nest), reference, tolerance=TOLERANCE)
 
 
 def test_losses_of_approximate_copies_are_told_and_must_be_finite():
-    ids, wanted = np.array([3, 7]), np.float32([0.5, 1.5])
-    reference, away = run_with({0: (ids, wanted), 1: (ids, wanted)}), np.float32([0.55, 1.5])
-    text = compare_losses(run_with({0: (ids, wanted), 1: (ids, away)}), reference, tolerance=np.inf)
+    ids, expected = np.array([3, 7]), np.float32([0.5, 1.5])
+    reference, away = run_with({0: (ids, expected), 1: (ids, expected)}), np.float32([0.55, 1.5])
+    text = compare_losses(run_with({0: (ids, expected), 1: (ids, away)}), reference, tolerance=np.inf)
     assert text == "APPROXIMATE, within 10.0% a sample and +2.50% in the last mean"
     for broken in (np.nan, np.inf):
-        lost = run_with({0: (ids, wanted), 1: (ids, np.float32([0.5, broken]))})
+        lost = run_with({0: (ids, expected), 1: (ids, np.float32([0.5, broken]))})
         with pytest.raises(LabError, match="step 1, sample 7"):
             compare_losses(lost, reference, tolerance=np.inf)
 

@@ -65,8 +65,8 @@ def plain(tensors, mask, gated, eps=1e-6):
     x, u, weight, bias = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors[:4]]
     y = torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
     y = (u * y if gated else y) * mask
-    wanted = leaves if gated else [x, weight, bias]
-    return [y.detach(), *torch.autograd.grad(y, wanted, tensors[4])]
+    inputs = leaves if gated else [x, weight, bias]
+    return [y.detach(), *torch.autograd.grad(y, inputs, tensors[4])]
 
 
 def mask_of(impl, ids, positions, dim, p=P, seed=SEED):

@@ -115,9 +115,9 @@ def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
     expected = oracle(exact, batch, leaf)
     expected.sum().backward()
 
-    def close(got, wanted, what):
-        scale = wanted.abs().max()
-        error = (got.double() - wanted).abs().max()
+    def close(got, expected, what):
+        scale = expected.abs().max()
+        error = (got.double() - expected).abs().max()
         assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
 
     close(losses, expected.detach(), "losses")

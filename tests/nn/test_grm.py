@@ -138,9 +138,9 @@ def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     expected = oracle(exact, batch, leaves)
     expected[0].sum().backward()
 
-    def close(got, wanted, what):
-        scale = wanted.abs().max()
-        error = (got.double() - wanted).abs().max()
+    def close(got, expected, what):
+        scale = expected.abs().max()
+        error = (got.double() - expected).abs().max()
         assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
 
     close(losses, expected[0].detach(), "losses")

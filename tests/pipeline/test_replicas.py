@@ -124,9 +124,9 @@ def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_mi
 @pytest.mark.parametrize("late", ["communication", "replica"])
 def test_on_an_accelerator_that_is_late_replicas_reduce_all_the_same(pool, late):
     window = WindowConfig(3, seed=4, first_use=True, skip_fetch=True)
-    wanted = pool.run(train, 4, window, 4, replicas=2)
+    expected = pool.run(train, 4, window, 4, replicas=2)
     found = pool.run(train, 4, window, 4, False, JOB, late, replicas=2)
-    for (ids, rows, dense, sent), same in zip(wanted, found, strict=True):
+    for (ids, rows, dense, sent), same in zip(expected, found, strict=True):
         assert torch.equal(ids, same[0]) and torch.equal(rows, same[1]) and sent == same[3]
         assert all(torch.equal(dense[name], same[2][name]) for name in dense)
 
@@ -291,6 +291,6 @@ def test_ranks_whose_groups_cannot_reach_the_device_are_refused(pool):
 @pytest.mark.slow
 def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
     with RankPool([(4, 2)]) as own:
-        wanted = own.run(where, 4, replicas=2)
-        assert own.run(on_mesh, 4, replicas=2) == [(each, each) for each in wanted]
+        expected = own.run(where, 4, replicas=2)
+        assert own.run(on_mesh, 4, replicas=2) == [(each, each) for each in expected]
         assert all("ranks must ascend" in message for message in own.run(mesh_refused, 4, replicas=2))

@@ -55,10 +55,10 @@ MODES = {
 
 
 def check_changes(judgement, weights):
-    wanted = expected_changes(weights)
-    assert 20 < sum(map(math.isfinite, wanted)) < len(wanted)
-    assert judgement.changes.tolist() == pytest.approx(wanted, rel=1e-4)
-    assert judgement.judged == sum(map(math.isfinite, wanted))
+    expected = expected_changes(weights)
+    assert 20 < sum(map(math.isfinite, expected)) < len(expected)
+    assert judgement.changes.tolist() == pytest.approx(expected, rel=1e-4)
+    assert judgement.judged == sum(map(math.isfinite, expected))
 
 
 @pytest.mark.parametrize("how", MODES.values(), ids=MODES)

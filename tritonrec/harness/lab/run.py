@@ -109,19 +109,19 @@ def compare_losses(run: LabRun, reference: LabRun, tolerance: float) -> str:
     if run.losses.keys() != reference.losses.keys() or not run.losses:
         raise LabError(f"{run.setting} finished steps {sorted(run.losses)}, not {sorted(reference.losses)}")
     worst = 0.0
-    for step, (wanted_ids, wanted) in reference.losses.items():
+    for step, (expected_ids, expected) in reference.losses.items():
         ids, values = run.losses[step]
-        if not np.array_equal(ids, wanted_ids):
+        if not np.array_equal(ids, expected_ids):
             raise LabError(f"{run.setting}, step {step}: other samples than {reference.setting}")
-        same = values.view(np.int32) == wanted.view(np.int32)
+        same = values.view(np.int32) == expected.view(np.int32)
         if tolerance:
-            difference = np.abs(values - wanted) / np.maximum(np.abs(wanted), 1e-30)
+            difference = np.abs(values - expected) / np.maximum(np.abs(expected), 1e-30)
             worst = max(worst, float(difference.max(initial=0)))
             same = np.isfinite(difference) & (difference <= tolerance)
         if not same.all():
             at = int(np.flatnonzero(~same)[0])
             raise LabError(
-                f"{run.setting}, step {step}, sample {ids[at]}: loss {values[at]!r}, but {wanted[at]!r} in "
+                f"{run.setting}, step {step}, sample {ids[at]}: loss {values[at]!r}, but {expected[at]!r} in "
                 f"{reference.setting}; no figure is printed"
             )
     if not tolerance:

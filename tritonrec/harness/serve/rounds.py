@@ -97,8 +97,8 @@ class Result:
 
     def of(self, scenario: str, backend: str, bound: int) -> Series:
         """One setting."""
-        wanted = (scenario, backend, bound)
-        return next(each for each in self.settings if (each.scenario, each.backend, each.bound) == wanted)
+        key = (scenario, backend, bound)
+        return next(each for each in self.settings if (each.scenario, each.backend, each.bound) == key)
 
 
 def draw_delays(plan: ServeConfig, scenario: str, turn: int) -> np.ndarray:

@@ -41,12 +41,12 @@ class Verifier:
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
-        wanted: dict[Reference, int] = {}
+        needed: dict[Reference, int] = {}
         for case in cases:
             if case.consistency == "batch":
                 which = case.reference(self.job)
-                wanted[which] = max(case.steps, wanted.get(which, 0))
-        for reference, steps in wanted.items():
+                needed[which] = max(case.steps, needed.get(which, 0))
+        for reference, steps in needed.items():
             if self._recorded.get(reference, 0) < steps:
                 record_reference(reference, steps, self._references.name)
                 self._recorded[reference] = steps

@@ -170,9 +170,9 @@ def _compared(
                 saver.save(stretch.last)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
-    wanted = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
-    if comparison.first is None and wanted - comparison.steps_seen:
-        missing = sorted(wanted - comparison.steps_seen)
+    due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    if comparison.first is None and due - comparison.steps_seen:
+        missing = sorted(due - comparison.steps_seen)
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
