@@ -150,7 +150,7 @@ def test_the_report_says_what_is_emulated(result):
     report.print_report(result, console)
     text = console.export_text()
     assert "EMULATED: compute 30.0 ms per step" in text and "emulated tasks took longer" in text
-    assert "nestpipe" in text and "identical of synchronous: nestpipe N=3" in text
+    assert "nestpipe" in text and "identical of sequential: nestpipe N=3" in text
     assert "…" not in text  # nothing is cut at eighty columns
     plain = replace(result, seconds={})
     assert "EMULATED" not in " ".join(report.notes(plain)) and "nothing emulated" in " ".join(

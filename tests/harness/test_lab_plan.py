@@ -69,7 +69,7 @@ def test_expected_stands_beside_measured(tmp_path):
     assert checked["step"] == {"expected": 0.5, "measured": 0.4}
     line = next(line for line in report.notes(result) if line.startswith("the plan"))
     assert checked["sent"] == {"expected": 5e5, "measured": 1e6} and line.endswith("sent 0.50 MB, 1.00 MB")
-    assert "expected 2.00x synchronous, measured 2.50x (-20.0%); step 500 ms, 400 ms" in line
+    assert "expected 2.00x sequential, measured 2.50x (-20.0%); step 500 ms, 400 ms" in line
     assert report.as_json(Result(replace(plan, planned=None), found, {}))["plan"] is None
 
 

@@ -112,7 +112,7 @@ def test_a_crowded_network_is_planned_in_groups():
 def test_the_plan_is_the_fastest_of_those_simulated():
     advice = search(COSTS)
     best = advice.candidates[0]
-    assert best.gain == pytest.approx(advice.synchronous.step / best.outcome.step)
+    assert best.gain == pytest.approx(advice.sequential.step / best.outcome.step)
     for plan in (Plan("nestpipe"), Plan("nestpipe", 4), Plan("nestpipe", 8, depth=2), Plan("nestpipe", 16)):
         assert best.outcome.step <= predict_costs(COSTS, plan).step * 1.002
     assert len({found.plan for found in advice.candidates}) == len(advice.candidates) == 5

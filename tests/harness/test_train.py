@@ -26,19 +26,20 @@ def same(a, b):
     return all(a[name] == b[name] for name in ("step", "loss", "metrics", "baseline", "digest"))
 
 
-def test_nestpipe_at_two_ranks_gives_the_digits_of_sync(pool, job, reference):
+def test_nestpipe_at_two_ranks_gives_the_digits_of_the_reference(pool, job, reference):
     summaries = pool.run(train, 2, Run(job, "nestpipe", WindowConfig(3, clustering=True), steps=7), True)
     for summary in summaries:
         assert same(summary, reference)
 
 
-def test_the_window_level_differs_from_sync_by_rounding_only(pool, job):
+def test_window_consistency_differs_from_the_reference_by_rounding_only(pool, job):
     # Its own reference shares its stages: a sum that both forget would show nowhere else.
     job = replace(job, lr=0.05)
-    sync = train(Communicators.local(), Run(job, "reference", WindowConfig(1), "sgd", steps=7), quiet=True)
+    single = Communicators.local()
+    reference = train(single, Run(job, "reference", WindowConfig(1), "sgd", steps=7), quiet=True)
     window = Run(job, "nestpipe", WindowConfig(3, "window"), "sgd", steps=7)
     for summary in pool.run(train, 2, window, True):
-        assert summary["loss"] == pytest.approx(sync["loss"], rel=1e-6)
+        assert summary["loss"] == pytest.approx(reference["loss"], rel=1e-6)
 
 
 def train_with_a_slow_caller(communicators, run):
@@ -58,7 +59,7 @@ def train_with_a_slow_caller(communicators, run):
         Trainer.progress = progress
 
 
-def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_sync_and_save_one(
+def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_the_reference_and_save_one(
     pool, job, reference, tmp_path
 ):
     switches = WindowConfig(3, first_use=True, taper=0.5, skip_fetch=True, depth=3)

@@ -150,7 +150,7 @@ def plan_output_dist(
     """The rows that an owner sends with each micro-batch, and those whose gradients it receives.
 
     Args:
-        rows: (R,) int64, the buffer row of each key received, as `InputDist.keys` of every rank in turn.
+        rows: (R,) int64, the buffer row of each key received, `InputDist.keys` of rank 0, then of rank 1, ...
         splits: [i][r] keys of micro-batch i received from rank r.
         last_use: (R,) uint8 beside the keys, or None.
     """

@@ -85,7 +85,7 @@ CommunicationGroup = NewType("CommunicationGroup", Communicator)
 ReplicaGroup = NewType("ReplicaGroup", Communicator)
 ReduceGroup = NewType("ReduceGroup", Communicator)
 Buffer = NewType("Buffer", list[torch.Tensor])
-"""By table (K, row width) float32, the rows of a window. Windows take the two buffers in turn."""
+"""By table (K, row width) float32, the rows of a window. Windows alternate between the two buffers."""
 
 place("run", has_rows=True)(Tables)
 for group in (

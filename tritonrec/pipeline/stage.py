@@ -65,8 +65,8 @@ class Edge:
 class Access:
     """A place that a stage reads or writes.
 
-    `place` exists once per ``run``, per ``batch`` or per ``micro_batch``; of the ``buffer`` there are two,
-    which batches take in turn. A process group is a place too: its collectives need one order on all ranks.
+    `place` exists once per ``run``, per ``batch`` or per ``micro_batch``; batches alternate between
+    the two of the ``buffer``. A process group is a place too: its collectives need one order on all ranks.
     Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its own, those ``from`` its own,
     or ``all``: rows received for a micro-batch serve all later ones, and gradients that are sent after a
     micro-batch are added up in all earlier ones.

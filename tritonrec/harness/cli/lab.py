@@ -35,7 +35,7 @@ OFFERED = (
 def lab(
     plan: LabConfig = PLAN,
     modes: Annotated[
-        str, typer.Option(help="Modes beside synchronous training: sequential, dbp, fwp, nestpipe.")
+        str, typer.Option(help="Modes beside sequential at N = 1: sequential, dbp, fwp, nestpipe.")
     ] = "dbp,fwp,nestpipe",
     switch: Annotated[
         list[str] | None,
@@ -50,7 +50,7 @@ def lab(
     ] = "",
     proportions: Annotated[
         str,
-        typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a synchronous step."),
+        typer.Option(help="paper, or LOOKUP,COMMUNICATION: emulate these percents of a sequential step."),
     ] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the parts of a step.")] = None,

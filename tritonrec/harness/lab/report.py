@@ -98,7 +98,7 @@ def notes(result: Result) -> list[str]:
         "waits for others included. exposed: its share in which the rank does not compute. hidden: share of "
         "the lookup beside other work. overlap: exchanges beside computation. payload: rows sent, over those "
         "of the deduplicated batch. MB: sent by a rank per step.",
-        f"synchronous training spends {first.lookup / first.step:.1%} of a step in lookups and "
+        f"sequential training spends {first.lookup / first.step:.1%} of a step in lookups and "
         f"{first.communication / first.step:.1%} in exchanges; {first.row_bytes / 1e6:.2f} MB of rows and "
         f"{first.key_bytes / 1e6:.2f} MB of keys leave a rank per step",
         f"losses of every step and sample: {'; '.join(losses(result))}",
@@ -112,7 +112,7 @@ def notes(result: Result) -> list[str]:
     if checked := plan_checked(result):
         gain, step, exposed, sent = (checked[name] for name in ("gain", "step", "exposed", "sent"))
         lines.append(
-            f"the plan, {checked['setting']}: expected {gain['expected']:.2f}x synchronous, measured "
+            f"the plan, {checked['setting']}: expected {gain['expected']:.2f}x sequential, measured "
             f"{gain['measured']:.2f}x ({gain['error']:+.1%}); step {step['expected'] * 1e3:.0f} ms, "
             f"{step['measured'] * 1e3:.0f} ms; exposed communication {exposed['expected'] * 1e3:.0f} ms, "
             f"{exposed['measured'] * 1e3:.0f} ms; rows sent {sent['expected'] / 1e6:.2f} MB, "
@@ -151,7 +151,7 @@ def losses(result: Result) -> list[str]:
         outcomes.setdefault(row.losses, []).append(str(row.setting))
     if list(outcomes) == ["identical"]:
         return ["identical in every bit in all modes"]
-    return [f"{outcome} of synchronous: {', '.join(names)}" for outcome, names in outcomes.items()]
+    return [f"{outcome} of sequential: {', '.join(names)}" for outcome, names in outcomes.items()]
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class LabConfig:
         job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
         modes, micro_batches, switches: see `settings`.
         seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
-            a synchronous step; the seconds are then found from the real communication. Empty: nothing.
+            a sequential step; the seconds are then found from the real communication. Empty: nothing.
         steps: steps of a run, `WARMUP` of them not measured. rounds: runs of each setting.
         planned: what `tritonrec plan` has chosen, to be run as well.
     """

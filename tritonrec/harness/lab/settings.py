@@ -107,7 +107,7 @@ class Planned:
     """The best plan of a file that `tritonrec plan --json` has written, and what it expects.
 
     Args:
-        setting: N and switches. step: expected seconds per step. gain: over synchronous training.
+        setting: N and switches. step: expected seconds per step. gain: over sequential training.
         exposed: expected seconds of exposed communication per step. sent: expected bytes of rows that leave
             a rank per step.
     """
@@ -188,7 +188,7 @@ def lookup_stages(seconds: float) -> dict[str, float]:
 
 
 def parse_proportions(text: str) -> dict[str, float]:
-    """Shares of a synchronous step from ``paper`` or ``LOOKUP,COMMUNICATION`` in percent."""
+    """Shares of a sequential step from ``paper`` or ``LOOKUP,COMMUNICATION`` in percent."""
     if text == "paper":
         return PAPER
     try:

@@ -26,7 +26,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what the simulation expects of it; `gain` is synchronous training's step over its step."""
+    """A plan and what the simulation expects of it; `gain` is sequential training's step over its step."""
 
     plan: Plan
     outcome: Outcome
@@ -53,7 +53,7 @@ class Advice:
     """The candidates, best first, what they are compared with, and what switches do to the best one."""
 
     world_size: int
-    synchronous: Outcome
+    sequential: Outcome
     candidates: list[Candidate]
     savings: list[Saving]
     notes: list[str]
@@ -101,15 +101,15 @@ def search(
         best([replace(chosen, depth=depth, skip_fetch=keeps) for depth, keeps in depths])
     if progress:
         progress(total, total)
-    synchronous = predict_costs(costs, Plan("sequential"), world)
+    sequential = predict_costs(costs, Plan("sequential"), world)
     expected = {plan: predict_costs(costs, plan, world) for plan in _ranked(known)[: 2 * SHOWN]}
     candidates = [
-        Candidate(plan, expected[plan], synchronous.step / expected[plan].step)
+        Candidate(plan, expected[plan], sequential.step / expected[plan].step)
         for plan in _ranked(expected)[:SHOWN]
     ]
     possible = [name for name, choices in (("first_use", once), ("skip_fetch", keeping)) if choices[1:]]
     savings = [_saving(simulated, candidates[0].plan, switch) for switch in possible]
-    return Advice(world, synchronous, candidates, savings, notes(costs, world))
+    return Advice(world, sequential, candidates, savings, notes(costs, world))
 
 
 def _saving(simulated: Callable[[Plan], Outcome], plan: Plan, switch: str) -> Saving:
@@ -171,7 +171,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
     return {
         "world_size": advice.world_size,
-        "sequential": outcome(advice.synchronous),
+        "sequential": outcome(advice.sequential),
         "plans": [
             {**asdict(found.plan), **outcome(found.outcome), "gain": found.gain}
             for found in advice.candidates

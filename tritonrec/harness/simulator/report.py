@@ -147,7 +147,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     table.add_column("plan")
     for column in ("N", "taper", "depth", "copies", "step", "exposed", "of all", "lookup", "gain"):
         table.add_column(column, justify="right")
-    rows = [("sequential", ("1", "-", "1", "1"), advice.synchronous, 1.0)]
+    rows = [("sequential", ("1", "-", "1", "1"), advice.sequential, 1.0)]
     for place, found in enumerate(advice.candidates, 1):
         plan = found.plan
         depth = plan.schedule().batches_in_flight
@@ -168,7 +168,7 @@ def print_advice(advice: Advice, console: Console) -> None:
     console.print(
         "N: micro-batches. taper: ratio of their sizes towards the ends. depth: batches in flight. copies: "
         "of the tables (2D). exposed: communication that no computation hides, and its share. lookup: "
-        "exposed. gain: over synchronous.",
+        "exposed. gain: over sequential.",
         highlight=False,
         soft_wrap=True,
     )
