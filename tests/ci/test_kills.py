@@ -73,7 +73,7 @@ class Pool:
 def test_other_bits_after_a_kill_are_found(tmp_path):
     kill = replace(KILL, resume=(3, 1, 2))
     assert kills.resumed(kill, Pool(), "abc", tmp_path) == ""
-    assert kills.resumed(kill, Pool(), "abd", tmp_path) == "digest abc, wanted abd"
+    assert kills.resumed(kill, Pool(), "abd", tmp_path) == "digest abc, expected abd"
 
 
 def test_kills_are_drawn_from_the_seed_and_reach_everything():

@@ -64,9 +64,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     seen: ClassVar[set[str]] = set()
 
-    @initialize(slots=st.sampled_from([8, 16, 128]))
-    def start(self, slots):
+    @initialize(slots=st.sampled_from([8, 16, 128]), count=st.sampled_from([0, 40]))
+    def start(self, slots, count):
+        """Empty, or with so many keys, one after the other, that the slots grow."""
         self.index, self.handle_of, self.end, self.free, self.reserved = KeyIndex(slots), {}, 0, [], []
+        for key in range(count):
+            self.insert([3 * key])
+            self.record_state()
 
     @rule(keys=KEYS)
     def insert(self, keys):
@@ -138,12 +142,26 @@ class IndexMachine(RuleBasedStateMachine):
             self.seen.add("tombstones")
 
 
-def test_a_key_index_behaves_as_a_dict(monkeypatch):
+@pytest.fixture
+def slow_growth(monkeypatch):
+    """Growth lasts for several calls also where few slots grow."""
     monkeypatch.setattr(key_index, "SLOTS_CLEARED_PER_KEY", 4)
     monkeypatch.setattr(key_index, "SLOTS_MOVED_PER_KEY", 2)
-    IndexMachine.seen.clear()
+
+
+def test_a_key_index_behaves_as_a_dict(slow_growth):
     steps = settings(max_examples=30, stateful_step_count=120, deadline=None)
     run_state_machine_as_test(IndexMachine, settings=steps)
+
+
+def test_keys_one_by_one_reach_every_state(slow_growth):
+    IndexMachine.seen.clear()
+    machine = IndexMachine()
+    machine.start(8, 40)
+    machine.erase_keys(list(range(0, 60, 3)))
+    for key in range(-40, 0):
+        machine.holds_the_same()
+        machine.insert([key])
     assert IndexMachine.seen >= {"clearing", "growing", "tombstones"}
 
 

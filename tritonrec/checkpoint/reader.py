@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load as parse
 from torch import Tensor
 
-from .. import ops
+from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import slices
 from .files import CheckpointError, describe, manifest_of, size_of, steps
@@ -200,7 +200,7 @@ class _Reader:
                     tensors = self.read(part, place)
                     self._check(part, tensors, table["columns"], name)
                     keys = tensors["keys"]
-                    selected = ops.owner_of(keys, self.world_size).numpy() == self.rank
+                    selected = launch.owner_of(keys, self.world_size).numpy() == self.rank
                     if len(superseded):
                         selected &= ~np.isin(keys.numpy(), superseded)
                     chosen = torch.from_numpy(np.flatnonzero(selected))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..kernels import launch
 from ..kernels.arguments import check_rank
 
 SLICES = 1 << 16
@@ -35,7 +35,7 @@ MAX_PARTS = 256
 
 def slice_of(keys: Tensor) -> Tensor:
     """The slice (K,) int64 of each key: the upper 16 bits of its hash."""
-    return ops.owner_of(keys, SLICES)
+    return launch.owner_of(keys, SLICES)
 
 
 def range_of(rank: int, world_size: int) -> Range:

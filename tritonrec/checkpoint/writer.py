@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import ops
+from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import files, slices
 from .agreement import Agreement, Gather, single_rank
@@ -316,7 +316,7 @@ def _write_table(
 
 def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """`keys` in the order of the files, and this order; ValueError for a foreign or repeated key."""
-    foreign = np.flatnonzero(ops.owner_of(keys, world_size).numpy() != rank)
+    foreign = np.flatnonzero(launch.owner_of(keys, world_size).numpy() != rank)
     if len(foreign):
         raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(keys[foreign[0]])}")
     order = slices.order_of(keys)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tritonrec.data.batch import Batch
 from tritonrec.data.jagged import check_offsets
-from tritonrec.ops import unique
+from tritonrec.kernels.launch import unique
 
 from ..kernels.caches import njit
 

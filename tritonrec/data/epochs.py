@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost, partition_samples
-from tritonrec.ops import random_indices
+from tritonrec.kernels.launch import random_indices
 
 # Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
 SHUFFLE, NEGATIVES = 0, 1
@@ -73,9 +73,7 @@ class EpochLoader(Generic[BatchType]):
         recent = self._recent_order
         if recent is None or recent[0] != epoch:
             ids = self.sample_ids
-            words = random_indices(
-                self.seed, SHUFFLE, epoch, ids, torch.zeros_like(ids), count=1, upper=2**32
-            )
+            words = random_indices(self.seed, SHUFFLE, epoch, ids, torch.zeros_like(ids), 1, 2**32)
             recent = self._recent_order = epoch, torch.argsort(words[:, 0], stable=True)
         return recent[1]
 

@@ -25,7 +25,7 @@ from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import token_indices
-from tritonrec.ops import random_indices
+from tritonrec.kernels.launch import random_indices
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
             step,
             batch.token_sample_ids(),
             batch.token_positions(),
-            count=self.num_negatives,
-            upper=self.num_items,
+            self.num_negatives,
+            self.num_items,
         )
         return replace(batch, negatives=self.catalogue[drawn])
 

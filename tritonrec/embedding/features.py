@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 
 from .. import ops
+from ..kernels import launch
 from .key_layout import KeyLayout
 from .optimizer import RowOptimizer
 from .policy import TablePolicy
@@ -196,9 +197,9 @@ class HashTableCollection:
         """
         rows = []
         for group, keys in zip(self.groups, self.keys(lookups), strict=True):
-            distinct, inverse, _ = ops.unique(keys)
+            distinct, inverse, _ = launch.unique(keys)
             values = group.table.gather(group.table.find(distinct), distinct)
-            rows.append(ops.gather_rows(values[:, : group.table.dim], inverse))
+            rows.append(launch.gather_rows(values[:, : group.table.dim], inverse))
         return self.by_feature(rows, lookups)
 
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from .. import ops
+from ..kernels import launch
 
 
 class KeyLayout:
@@ -78,10 +78,10 @@ class KeyLayout:
     def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
         """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
         if not self.bits:
-            return ops.initial_rows(seed, self.table_ids[0], keys, dim, scale)
+            return launch.initial_rows(seed, self.table_ids[0], keys, dim, scale)
         members, ids = self.unpack(keys)
         rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
         for member in torch.unique(members).tolist():
             here = members == member
-            rows[here] = ops.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
+            rows[here] = launch.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
         return rows

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from .. import ops
+from ..kernels import launch
 from .in_flight import InFlight
 
 OptimizerName = Literal["sgd", "rowwise_adagrad", "adam"]
@@ -50,16 +50,23 @@ class RowOptimizer:
             indices: (K,) int64, distinct.
             gradient: (K, dim) float32, the mean gradient of the step.
             step: the step's number, counted from 1.
+
+        Raises ValueError for shapes that do not fit.
         """
         dim = gradient.shape[1]
+        if rows.shape[1] != self.row_width(dim) or len(gradient) != len(indices):
+            raise ValueError(
+                f"{self.name} takes rows (R, {self.row_width(dim)}) and gradient ({len(indices)}, {dim}) for "
+                f"{len(indices)} indices, got {tuple(rows.shape)} and {tuple(gradient.shape)}"
+            )
         weight, state = rows[:, :dim], rows[:, dim:]
         if self.name == "sgd":
-            ops.sparse_sgd(weight, indices, gradient, self.lr)
+            launch.sparse_sgd(weight, indices, gradient, self.lr)
         elif self.name == "rowwise_adagrad":
-            ops.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps)
+            launch.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps)
         else:
             first, second = state[:, :dim], state[:, dim:]
-            ops.sparse_adam(
+            launch.sparse_adam(
                 weight, first, second, indices, gradient, self.lr, self.beta1, self.beta2, self.eps, step
             )
 

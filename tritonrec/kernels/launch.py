@@ -1,6 +1,7 @@
 """The implementations of the ops alone, without torch's dispatcher, shape checks and derivatives.
 
-For the hot paths of the package, `embedding` and `pipeline`, whose tensors are plain and fit by construction.
+For callers inside the package whose tensors are plain and fit by construction: `data`, `embedding`,
+`checkpoint` and `pipeline`. (The dispatcher also imports torch's compiler, a second of each process's start.)
 A function takes the arguments of its op's schema in order, and `impl` by keyword (`kernels.op.Op.launch`).
 Row numbers and overlaps are still checked: a wrong one would read or write any memory.
 """

@@ -114,23 +114,16 @@ class Sums:
     def divide(self, sums: torch.Tensor, normalizer: int) -> torch.Tensor:
         """Sums divided by the loss normalizer: the loss terms of all ranks and batches that `sums` cover."""
         divisor = float(max(normalizer, 1))
-        return (
-            ops.from_fixed_point(sums, divisor, self.config.fraction_bits) if self.exact else sums / divisor
-        )
+        if not self.exact:
+            return sums / divisor
+        return launch.from_fixed_point(sums, divisor, self.config.fraction_bits)
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
         """(1,) the sum of losses (B,) float32, of the type that sums have, with `LOSS_BITS`."""
         if not self.exact:
             return losses.double().sum().float().view(1)
         one = torch.zeros_like(losses, dtype=torch.int64)
-        total = ops.segment_sum(
-            losses.unsqueeze(1),
-            one,
-            1,
-            consistency="batch",
-            fraction_bits=LOSS_BITS,
-            name="losses of the samples",
-        )
+        total = launch.segment_sum(losses.unsqueeze(1), one, 1, "batch", LOSS_BITS, "losses of the samples")
         return total.view(1)
 
     def mean_loss(self, mean: torch.Tensor) -> float:
