@@ -12,31 +12,27 @@ if not torch.cuda.is_available():  # decided before anything imports triton
 MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
 
 
-class SharedRanks:
-    """A `RankPool` of four ranks that starts at its first use, and again after a rank has failed."""
-
-    def __init__(self) -> None:
-        self.started: Any = None
-
-    def run(self, *args: Any, **options: Any) -> list[Any]:
-        from tritonrec.distributed import RankDiedError, RankPool
-
-        if self.started is None:
-            self.started = RankPool(MESHES)
-        try:
-            return self.started.run(*args, **options)
-        except RankDiedError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self.started is not None:
-            self.started.close()
-        self.started = None
-
-
 @pytest.fixture(scope="session")
 def pool():
-    pool = SharedRanks()
-    yield pool
-    pool.close()
+    """A `RankPool` of four ranks, which is restarted after a rank has failed."""
+    from tritonrec.distributed import RankDiedError, RankPool
+
+    class SharedPool(RankPool):
+        failed = False
+
+        def run(self, *args: Any, **options: Any) -> list[Any]:
+            if self.failed:
+                self.restart()
+            try:
+                return super().run(*args, **options)
+            except RankDiedError:
+                self.failed = True
+                self.close()
+                raise
+
+        def restart(self) -> None:
+            super().restart()
+            self.failed = False
+
+    with SharedPool(MESHES) as pool:
+        yield pool

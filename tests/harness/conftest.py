@@ -1,4 +1,4 @@
-"""One small job and one pool of ranks for all tests of the harness."""
+"""One small job and one verifier for all tests of the harness."""
 
 import pytest
 
@@ -18,6 +18,6 @@ def job():
 
 
 @pytest.fixture(scope="session")
-def verifier(job):
-    with Verifier(job, (1, 2, 4, (2, 2))) as verifier:
+def verifier(pool, job):
+    with Verifier(job, pool) as verifier:
         yield verifier

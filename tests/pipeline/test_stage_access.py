@@ -13,7 +13,7 @@ import torch
 from stage_recorder import Recorder
 from trainer_parts import batches, parts, same, state, trained
 
-from tritonrec.distributed import Communicators, RankPool
+from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.pipeline import (
     NESTPIPE,
@@ -95,13 +95,12 @@ def on_ranks(communicators, window):
 
 
 @pytest.mark.multi_rank
-def test_every_declared_access_happens_and_replicas_keep_to_theirs(local):
+def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
     touched = set().union(*(accesses for _, accesses, _ in local.values()))
-    with RankPool([(2, 2)]) as pool:
-        for window in ({}, {"first_use": True, "skip_fetch": True}, {"average_every": 2}):
-            ranks = pool.run(on_ranks, 2, window, replicas=2)
-            touched |= set().union(*(accesses for _, accesses in ranks))
-            assert same(ranks[0][0], ranks[1][0])
+    for window in ({}, {"first_use": True, "skip_fetch": True}, {"average_every": 2}):
+        ranks = pool.run(on_ranks, 2, window, replicas=2)
+        touched |= set().union(*(accesses for _, accesses in ranks))
+        assert same(ranks[0][0], ranks[1][0])
     declared = {(each.function.__name__, access) for each in FORMS for access in each.touches}
     never = sorted(f"{name}: {access}" for name, access in declared - touched)
     assert not never, never

@@ -82,8 +82,8 @@ class RankPool:
 
     Use as a context manager. Each process runs torch on one thread. It ends with this process, however that
     ends, or when the pool is garbage collected. SIGINT, SIGTERM and SIGHUP stop a rank after its step, as
-    `request_stop` does; a second signal ends it at once. After a `RankDiedError` close the pool: ranks may
-    still wait for a missing one.
+    `request_stop` does; a second signal ends it at once. After a `RankDiedError` close or restart the
+    pool: ranks may still wait for a missing one.
 
     Limits of waits::
 
@@ -109,7 +109,10 @@ class RankPool:
         if not meshes or min(min(mesh) for mesh in meshes) < 1:
             raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
         self.meshes = tuple(sorted(meshes))
-        self.timeout, self.start_timeout = timeout, start_timeout
+        self.timeout, self.start_timeout, self._enter = timeout, start_timeout, enter
+        self._start()
+
+    def _start(self) -> None:
         ranks = self.meshes[-1][0]
         self._store = start_store() if ranks > 1 else None
         port = self._store.port if self._store is not None else 0
@@ -123,7 +126,9 @@ class RankPool:
             for rank in range(ranks):
                 here, there = context.Pipe()
                 lifeline, own = context.Pipe(duplex=False)
-                task = RankTask(rank, self.meshes, timeout, start_timeout, enter, port, os.getpid(), main)
+                task = RankTask(
+                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, os.getpid(), main
+                )  # fmt: skip
                 process = context.Process(
                     target=serve, args=(task, there, lifeline), name=f"rank {rank}", daemon=True
                 )
@@ -241,6 +246,11 @@ class RankPool:
         process.join(timeout=5)
         where = "" if phase == WORKING else f": it was {phase}"
         return f"rank {rank} died (exit code {process.exitcode}){where}"
+
+    def restart(self) -> None:
+        """End the processes and start new ones, after a `RankDiedError` for example."""
+        self.close()
+        self._start()
 
     def close(self) -> None:
         """End the processes; those that do not end within two seconds are killed."""

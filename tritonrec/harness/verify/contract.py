@@ -29,13 +29,12 @@ class Verifier:
     """Runs cases on a pool of ranks against references recorded once.
 
     Args:
-        job: the training job. meshes: world sizes and replicas of the cases.
-        timeout: of a collective, after which a missing rank is an error.
+        job: the training job.
+        pool: of the world sizes and replicas of the cases. It is restarted when a rank has died.
     """
 
-    def __init__(self, job: Job, meshes: Iterable[int | tuple[int, int]], timeout: timedelta = TIMEOUT):
-        self.job, self._timeout = job, timeout
-        self._pool = RankPool(meshes, timeout)
+    def __init__(self, job: Job, pool: RankPool):
+        self.job, self._pool = job, pool
         self._references = ScratchFolder()
         self._recorded: dict[Reference, int] = {}
 
@@ -58,8 +57,7 @@ class Verifier:
             reports = self._run(case, fault)
         except RankDiedError as error:
             # Ranks may still wait for each other; fresh ones owe nobody anything.
-            self._pool.close()
-            self._pool = RankPool(self._pool.meshes, self._timeout)
+            self._pool.restart()
             return CaseResult(case, False, error=str(error))
         first = earliest([report.first_difference for report in reports])
         counts = sum((Counter(report.counts) for report in reports), Counter())
@@ -135,8 +133,7 @@ class Verifier:
         return FaultResult(fault, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
 
     def close(self) -> None:
-        """Stop the ranks and drop the references."""
-        self._pool.close()
+        """Drop the references."""
         self._references.cleanup()
 
     def __enter__(self) -> Verifier:
@@ -160,7 +157,11 @@ def verify_contract(
     meshes = {(case.world_size, case.replicas) for case in every}
     meshes |= {(case.restart, 1) for case in every if case.restart}
     report = Report(job)
-    with Verifier(job, meshes, timeout) as verifier, _progress(console) as progress:
+    with (
+        RankPool(meshes, timeout) as pool,
+        Verifier(job, pool) as verifier,
+        _progress(console) as progress,
+    ):
         task = progress.add_task("recording references", total=len(cases) + len(injected))
         verifier.record(every)
         for case in cases:
