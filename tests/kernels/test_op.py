@@ -239,3 +239,27 @@ def test_second_derivatives_all_at_once(squares):
 def test_a_schema_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"expected 'name\(arguments\) -> results', got 'nothing'"):
         Op("nothing", reference=test_negated_views_are_read, cpu="a:b", triton="a:b")
+
+
+def test_a_check_that_names_no_argument_of_the_schema_is_refused():
+    with pytest.raises(TypeError, match="takes 'columns'; the schema has x, rows"):
+        Op(
+            "probe(Tensor x, Tensor rows) -> Tensor",
+            reference=lambda x, rows: x, cpu="", triton="", check=lambda rows, columns: None,
+        )  # fmt: skip
+    assert "probe" not in OPS
+
+
+def test_a_check_gets_the_arguments_that_it_names_and_the_rest():
+    seen = []
+    Op(
+        "probe_of_checks(Tensor x, int first, Tensor rows, int dim, float scale) -> Tensor",
+        reference=lambda x, *_: x.clone(), cpu="", triton="", fake=lambda x: x.new_empty(x.shape),
+        check=(
+            lambda dim, first: seen.append((dim, first)),
+            lambda first, dim, *rest: seen.append((first, dim, rest)),
+            lambda rows, width=3: seen.append((len(rows), width)),
+        ),
+    )(torch.ones(2), 5, torch.ones(4), 7, 0.5, impl="reference")  # fmt: skip
+    del OPS["probe_of_checks"]
+    assert seen == [(7, 5), (5, 7, (0.5,)), (4, 3)]

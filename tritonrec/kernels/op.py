@@ -35,6 +35,7 @@ from torch.autograd.forward_ad import unpack_dual
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gradients import current, find_parameters, finish
+from tritonrec.kernels.overlap import check_no_overlap
 
 _annotated = False
 
@@ -64,14 +65,18 @@ class Op:
         reference: the plain implementation. It takes the schema's arguments, and so do the others.
         cpu, triton: ``"module:function"`` beside `reference`, imported when they run.
         fake: outputs of the right shapes and dtypes, without values; by default none.
-        check: raises for arguments that do not fit each other: shapes, dtypes, ranges of numbers. It runs in
-            the op and in the fake kernel, so it reads no tensor's values.
-        check_memory: raises where an implementation would leave or overwrite memory: row numbers out of
-            range, written arguments that overlap. It runs before every implementation, also of `launch`.
+        check: one function or several, which raise for arguments that do not fit each other: shapes, dtypes,
+            ranges of numbers. They run in the op and in the fake kernel, so they read no tensor's values.
+        check_memory: raises where an implementation would leave memory: row numbers out of range. It runs
+            before every implementation, also of `launch`, and after a check that no written argument shares
+            memory with another one.
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
         backward: ``backward(ctx, *gradients)`` returns a gradient, its `Terms` or None for each argument
             of the schema. An op that writes gets the gradients of the written arguments, in their order.
         options: keyword arguments of every implementation, for ops that share their implementations.
+
+    `fake`, `check` and `check_memory` get those arguments that their parameters name; ``*rest`` gets all that
+    come after the named ones in the schema. So ops with the same arguments share a check.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class Op:
         cpu: str,
         triton: str,
         fake: Callable[..., Any] | None = None,
-        check: Callable[..., None] | None = None,
+        check: Callable[..., None] | tuple[Callable[..., None], ...] = (),
         check_memory: Callable[..., None] | None = None,
         save: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
@@ -92,20 +97,25 @@ class Op:
         if found is None:
             raise ValueError(f"expected 'name(arguments) -> results', got {schema!r}")
         self.name, arguments, results = found.groups()
-        self._options, self._check, self._check_memory = options, check, check_memory
+        self._options = options
         self._reference, package = reference, reference.__module__.rpartition(".")[0]
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
         parameters = [_Parameter(text) for text in re.split(r",\s*(?![^\[]*\])", arguments)]
         self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
         self._written = [(at, each) for at, each in self._tensors if each.is_written]
+        self._read = [(at, each) for at, each in self._tensors if not each.is_written]
         self._first = self._tensors[0][0]
         self._size = len(parameters)
         optional = tuple(each.name for _, each in self._tensors if each.is_optional)
+        names = [each.name for each in parameters]
+        checks = [_selecting(each, names) for each in (check if isinstance(check, tuple) else (check,))]
+        outputs = None if fake is None else _selecting(fake, names)
+        self._check_memory = None if check_memory is None else _selecting(check_memory, names)
 
         def validate(inputs: tuple[Any, ...]) -> None:
             check_tensors(optional, **{each.name: inputs[at] for at, each in self._tensors})
-            if check is not None:
-                check(*inputs[:-1])
+            for each in checks:
+                each(inputs[:-1])
 
         def body(*inputs: Any) -> Any:
             validate(inputs)
@@ -113,7 +123,7 @@ class Op:
 
         def fake_kernel(*inputs: Any) -> Any:
             validate(inputs)
-            return None if fake is None else fake(*inputs[:-1])
+            return None if outputs is None else outputs(inputs[:-1])
 
         # a number that differs from call to call has torch.compile make one graph, not one a number
         symbolic = re.sub(r"\bint\b", "SymInt", arguments)
@@ -129,9 +139,8 @@ class Op:
         self._function = _function(self.registered, self._written, save, backward)
         self._step = None if backward is None or self._written else _step(self, save, backward)
         # torch.compile tells by this signature that `forward` takes no context
-        names = [each.name for each in parameters] + ["impl"]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in [*names, "impl"]])
         self._function.forward.__signature__ = signature  # type: ignore[attr-defined]
         OPS[self.name] = self
 
@@ -177,8 +186,11 @@ class Op:
 
     def _run(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
         chosen = implementation(impl, arguments[self._first])
+        if self._written:
+            written = {each.name: arguments[at] for at, each in self._written}
+            check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
-            self._check_memory(*arguments)
+            self._check_memory(arguments)
         if chosen == "reference":
             return self._reference(*arguments, **self._options)
         # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
@@ -238,6 +250,22 @@ class Op:
                 f"has no derivative, and {', '.join(traced)} requires a gradient: call it under "
                 f"torch.no_grad(), or with .detach()"
             )
+
+
+def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tuple[Any, ...]], Any]:
+    """`function` of a schema's arguments, of which it takes those that its parameters name."""
+    at, takes_rest = {}, False
+    for each in inspect.signature(function).parameters.values():
+        if each.kind is each.VAR_POSITIONAL:
+            takes_rest = True
+        elif each.name in names:
+            at[each.name] = names.index(each.name)
+        elif each.default is each.empty:
+            raise TypeError(f"{function.__name__} takes {each.name!r}; the schema has {', '.join(names)}")
+    if takes_rest:
+        first = 1 + max(at.values())
+        return lambda inputs: function(*(inputs[place] for place in at.values()), *inputs[first:])
+    return lambda inputs: function(**{name: inputs[place] for name, place in at.items()})
 
 
 def _function(

@@ -7,7 +7,6 @@ import torch
 from tritonrec.kernels.dispatch import on_host
 from tritonrec.kernels.hash_table import reference
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar, first_valid, padding
 
 
@@ -26,8 +25,7 @@ def _check_table(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> None:
         raise ValueError("slot_keys and slot_rows must be contiguous")
 
 
-def _check_lookup(slot_keys, slot_rows, keys, count) -> None:
-    _check_table(slot_keys, slot_rows)
+def _check_keys(keys, count) -> None:
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     check_scalar("count", count)
@@ -51,12 +49,11 @@ def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = Non
         raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
 
 
-def _fake_lookup(slot_keys, slot_rows, keys, *_):
+def _fake_lookup(keys):
     return torch.empty_like(keys)
 
 
-def _check_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status) -> None:
-    _check_lookup(slot_keys, slot_rows, keys, count)
+def _check_insert(first_row, free_rows, next_row, status) -> None:
     if free_rows is not None:
         _check_row_list("free_rows", free_rows)
     if not 0 <= first_row < 1 << 31:
@@ -65,9 +62,7 @@ def _check_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, next_
     check_scalar("status", status)
 
 
-def _check_insert_memory(slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status) -> None:
-    written = {"slot_keys": slot_keys, "slot_rows": slot_rows, "next_row": next_row, "status": status}
-    check_no_overlap(written, {"keys": keys, "free_rows": free_rows, "count": count})
+def _check_new_rows(keys, free_rows, next_row) -> None:
     if free_rows is not None:
         _check_range("free_rows", free_rows[: keys.numel()])
     if next_row is None:
@@ -79,7 +74,7 @@ def _check_insert_memory(slot_keys, slot_rows, keys, first_row, free_rows, count
         raise ValueError(f"next_row must be in [0, 2**31], got {int(next_row)}")
 
 
-def _fake_insert(slot_keys, slot_rows, keys, *_):
+def _fake_insert(keys):
     return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
 
 
@@ -87,43 +82,34 @@ HASH_INSERT = Op(
     "hash_insert(Tensor(a!) slot_keys, Tensor(b!) slot_rows, Tensor keys, int first_row, Tensor? free_rows, "
     "Tensor? count, Tensor(c!)? next_row, Tensor(d!)? status) -> (Tensor, Tensor)",
     reference=reference.hash_insert, cpu="cpu_hash_table:hash_insert", triton="triton_hash_table:hash_insert",
-    check=_check_insert, check_memory=_check_insert_memory, fake=_fake_insert,
+    check=(_check_table, _check_keys, _check_insert), check_memory=_check_new_rows, fake=_fake_insert,
 )  # fmt: skip
 HASH_FIND = Op(
     "hash_find(Tensor slot_keys, Tensor slot_rows, Tensor keys, Tensor? count) -> Tensor",
     reference=reference.hash_find, cpu="cpu_hash_table:hash_find", triton="triton_hash_table:hash_find",
-    check=_check_lookup, fake=_fake_lookup,
+    check=(_check_table, _check_keys), fake=_fake_lookup,
 )  # fmt: skip
 
 
-def _check_assign(slot_keys, slot_rows, keys, rows, count) -> None:
-    _check_lookup(slot_keys, slot_rows, keys, count)
+def _check_rows(keys, rows) -> None:
     _check_row_list("rows", rows)
     if rows.shape != keys.shape:
         raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
 
 
-def _check_assign_memory(slot_keys, slot_rows, keys, rows, count) -> None:
-    read = {"slot_keys": slot_keys, "keys": keys, "rows": rows, "count": count}
-    check_no_overlap({"slot_rows": slot_rows}, read)
+def _check_row_numbers(rows, count) -> None:
     _check_range("rows", rows, count)
 
 
 HASH_ASSIGN = Op(
     "hash_assign(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor rows, Tensor? count) -> Tensor",
     reference=reference.hash_assign, cpu="cpu_hash_table:hash_assign", triton="triton_hash_table:hash_assign",
-    check=_check_assign, check_memory=_check_assign_memory, fake=_fake_lookup,
+    check=(_check_table, _check_keys, _check_rows), check_memory=_check_row_numbers, fake=_fake_lookup,
 )  # fmt: skip
-
-
-def _check_erase_memory(slot_keys, slot_rows, keys, count) -> None:
-    check_no_overlap({"slot_rows": slot_rows}, {"slot_keys": slot_keys, "keys": keys, "count": count})
-
-
 HASH_ERASE = Op(
     "hash_erase(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor? count) -> Tensor",
     reference=reference.hash_erase, cpu="cpu_hash_table:hash_erase", triton="triton_hash_table:hash_erase",
-    check=_check_lookup, check_memory=_check_erase_memory, fake=_fake_lookup,
+    check=(_check_table, _check_keys), fake=_fake_lookup,
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from tritonrec.kernels.offsets import (
     check_offsets,
     check_offsets_shape,
 )
-from tritonrec.kernels.overlap import check_no_overlap
 
 INTEGERS = (torch.int32, torch.int64)
 NUMBERS = {  # of the mask, and the least of each
@@ -119,28 +118,19 @@ def check_memory(q, k, v, *described) -> None:
         _check_counts("num_contexts", call.num_contexts, lengths)
 
 
-def check_backward(do, q, k, v, *described) -> None:
-    """As `check`, and `do` like the output."""
-    check(q, k, v, *described)
+def check_backward(do, q, v) -> None:
+    """Refuse a `do` that is not like the output."""
     check_shape("do", do, (*q.shape[:2], v.shape[2]), v.dtype)
 
 
-def check_into(dq, dk, dv, do, q, k, v, *described) -> None:
-    """As `check_backward`, and dq, dk and dv like q, k and v."""
-    check_backward(do, q, k, v, *described)
+def check_into(dq, dk, dv, q, k, v) -> None:
+    """Refuse dq, dk and dv that are not like q, k and v."""
     for name, to, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if to.shape != of.shape or to.dtype != of.dtype or (to.shape[2] > 1 and to.stride(2) != 1):
             raise ValueError(
                 f"{name} must be {tuple(of.shape)} {of.dtype} with a contiguous last dimension, got "
                 f"{tuple(to.shape)} {to.dtype} with strides {to.stride()}"
             )
-
-
-def check_memory_into(dq, dk, dv, do, q, k, v, *described) -> None:
-    """As `check_memory`, and no argument shares memory with dq, dk or dv."""
-    tensors = {n: x for n, x in Call(*described)._asdict().items() if isinstance(x, torch.Tensor)}
-    check_no_overlap({"dq": dq, "dk": dk, "dv": dv}, {"do": do, "q": q, "k": k, "v": v, **tensors})
-    check_memory(q, k, v, *described)
 
 
 def _check_counts(name: str, counts: torch.Tensor, most: torch.Tensor) -> None:

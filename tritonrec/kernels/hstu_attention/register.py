@@ -19,15 +19,15 @@ CALL = (
 """The fields of `Call`."""
 
 
-def _fake(q, _k, v, *_):
+def _fake(q, v):
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-def _fake_backward(_do, q, k, v, *described):
+def _fake_backward(q, k, v, *described):
     return *(each.new_empty(each.shape) for each in (q, k, v)), *Call(*described).new_table_gradients()
 
 
-def _fake_into(_dq, _dk, _dv, _do, _q, _k, _v, *described):
+def _fake_into(v, *described):
     return Call(*described).new_table_gradients()
 
 
@@ -58,13 +58,14 @@ HSTU_ATTENTION_BACKWARD = Op(
     f"hstu_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.hstu_attention_backward, cpu="cpu_attention:hstu_attention_backward",
-    triton="triton_attention:hstu_attention_backward", check=checks.check_backward,
-    check_memory=lambda do, *rest: checks.check_memory(*rest), fake=_fake_backward,
+    triton="triton_attention:hstu_attention_backward", check=(checks.check, checks.check_backward),
+    check_memory=checks.check_memory, fake=_fake_backward,
 )  # fmt: skip
 HSTU_ATTENTION_BACKWARD_INTO = Op(
     "hstu_attention_backward_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor do, Tensor q, "
     f"Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
     reference=reference.hstu_attention_backward_into, cpu="cpu_attention:hstu_attention_backward_into",
-    triton="triton_attention:hstu_attention_backward_into", check=checks.check_into,
-    check_memory=checks.check_memory_into, fake=_fake_into,
+    triton="triton_attention:hstu_attention_backward_into",
+    check=(checks.check, checks.check_backward, checks.check_into), check_memory=checks.check_memory,
+    fake=_fake_into,
 )  # fmt: skip

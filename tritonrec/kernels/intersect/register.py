@@ -9,12 +9,7 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar
 
 
-def _check(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_count: torch.Tensor | None,
-    right_count: torch.Tensor | None,
-) -> None:
+def _check(left, right, left_count, right_count) -> None:
     for name, keys in (("left", left), ("right", right)):
         if keys.dtype != torch.int64 or keys.dim() != 1:
             raise ValueError(f"{name} must be 1-D int64, got shape {tuple(keys.shape)} {keys.dtype}")
@@ -24,12 +19,12 @@ def _check(
     check_scalar("right_count", right_count)
 
 
-def _fake(left, right, left_count, right_count):
+def _fake(left):
     size = torch.library.get_ctx().new_dynamic_size()
     return left.new_empty(size), left.new_empty(size)
 
 
-def _fake_padded(left, right, left_count, right_count):
+def _fake_padded(left, right):
     length = torch.sym_min(left.shape[0], right.shape[0])
     return left.new_empty(length), left.new_empty(length), left.new_empty(())
 

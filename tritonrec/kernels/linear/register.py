@@ -9,7 +9,6 @@ from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms
 
@@ -34,10 +33,7 @@ class ProductTerms(Terms):
         LINEAR_WEIGHT_GRAD.launch(sums, dy, x, self._seq_offsets, fraction_bits, name)
 
 
-def check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None
-) -> None:
-    """Refuse shapes and dtypes that do not fit."""
+def _check(x, weight, bias) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
@@ -63,14 +59,7 @@ def _backward(ctx, dy):
     return dx, ProductTerms(dy, x, seq_offsets), RowTerms(dy, dy.dtype) if ctx.bias else None, None
 
 
-def _check_weight_grad(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    _seq_offsets: torch.Tensor,
-    bits: int,
-    _name: str,
-) -> None:
+def _check_weight_grad(accumulator, dy, x, fraction_bits) -> None:
     check_matrix("accumulator", accumulator, torch.int64, in_place=True)
     check_matrix("dy", dy, torch.float32)
     check_matrix("x", x, torch.float32)
@@ -79,18 +68,17 @@ def _check_weight_grad(
             f"accumulator must be (out, in) for dy (L, out) and x (L, in), got "
             f"{tuple(accumulator.shape)}, dy {tuple(dy.shape)}, x {tuple(x.shape)}"
         )
-    check_fraction_bits(bits)
+    check_fraction_bits(fraction_bits)
 
 
-def _check_weight_grad_memory(accumulator, dy, x, seq_offsets, *_):
-    check_no_overlap({"accumulator": accumulator}, {"dy": dy, "x": x, "seq_offsets": seq_offsets})
+def _check_samples(x, seq_offsets) -> None:
     check_offsets("seq_offsets", seq_offsets, x.shape[0])
 
 
 LINEAR = Op(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_offsets) -> Tensor",
     reference=reference.linear, cpu="numba_linear:linear", triton="triton_linear:linear",
-    check=check, fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    check=_check, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save, backward=_backward,
 )  # fmt: skip
 LINEAR_WEIGHT_GRAD = Op(
@@ -98,5 +86,5 @@ LINEAR_WEIGHT_GRAD = Op(
     "str name) -> ()",
     reference=reference.linear_weight_grad, cpu="numba_linear:linear_weight_grad",
     triton="triton_linear:linear_weight_grad",
-    check=_check_weight_grad, check_memory=_check_weight_grad_memory,
+    check=_check_weight_grad, check_memory=_check_samples,
 )  # fmt: skip

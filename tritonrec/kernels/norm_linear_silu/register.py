@@ -8,13 +8,11 @@ from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.linear.register import ProductTerms
 from tritonrec.kernels.norm_linear_silu import reference
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms
 
 
-def check(x, norm_weight, norm_bias, weight, bias, *_) -> None:
-    """Refuse shapes and dtypes that do not fit."""
+def _check(x, norm_weight, norm_bias, weight, bias) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x must be (L, in) and weight (out, in), got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
@@ -33,8 +31,7 @@ def check(x, norm_weight, norm_bias, weight, bias, *_) -> None:
             raise ValueError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
 
 
-def _check_backward(dy, x, norm_weight, norm_bias, weight, bias, _eps, z, normed, means, rstds) -> None:
-    check(x, norm_weight, norm_bias, weight, bias)
+def _check_backward(dy, x, weight, z, normed, means, rstds) -> None:
     check_matrix("dy", dy, x.dtype)
     for name, tensor, columns in (("z", z, len(weight)), ("normed", normed, x.shape[1])):
         check_shape(name, tensor, (len(x) if len(tensor) else 0, columns), x.dtype)
@@ -44,8 +41,7 @@ def _check_backward(dy, x, norm_weight, norm_bias, weight, bias, _eps, z, normed
         raise ValueError(f"dy must be ({len(x)}, {len(weight)}), got {tuple(dy.shape)}")
 
 
-def _check_backward_into(dy, x, norm_weight, norm_bias, weight, *rest) -> None:
-    _check_backward(dy, x, norm_weight, norm_bias, weight, *rest)
+def _check_dy(dy, x, weight) -> None:
     if not dy.is_contiguous():
         raise ValueError(
             f"dy is written in place and must be ({len(x)}, {len(weight)}) and contiguous, got "
@@ -53,23 +49,15 @@ def _check_backward_into(dy, x, norm_weight, norm_bias, weight, *rest) -> None:
         )
 
 
-def _check_overlap(dy, x, norm_weight, norm_bias, weight, bias, _eps, z, normed, means, rstds) -> None:
-    read = {
-        "x": x, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias,
-        "z": z, "normed": normed, "means": means, "rstds": rstds,
-    }  # fmt: skip
-    check_no_overlap({"dy": dy}, read)
-
-
-def _fake(x, _norm_weight, _norm_bias, weight, _bias, _eps, keep_normed, keep_linear):
+def _fake(x, weight, keep_normed, keep_linear):
     return reference.outputs(x, weight, keep_normed, keep_linear)
 
 
-def _fake_backward(dy, *rest):
-    return torch.empty_like(dy, memory_format=torch.contiguous_format), *_fake_backward_into(dy, *rest)
+def _fake_backward(dy, x, normed):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format), *_fake_backward_into(x, normed)
 
 
-def _fake_backward_into(dy, x, _norm_weight, _norm_bias, _weight, _bias, _eps, _z, normed, *_):
+def _fake_backward_into(x, normed):
     terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
     kept = normed.shape[0] == x.shape[0]
     return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
@@ -96,7 +84,7 @@ NORM_LINEAR_SILU = Op(
     "norm_linear_silu(Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
     "float eps, bool keep_normed, bool keep_linear) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.norm_linear_silu, cpu="numba_norm_linear_silu:norm_linear_silu",
-    triton="triton_norm_linear_silu:norm_linear_silu", check=check, fake=_fake, save=_save,
+    triton="triton_norm_linear_silu:norm_linear_silu", check=_check, fake=_fake, save=_save,
     backward=_backward,
 )  # fmt: skip
 NORM_LINEAR_SILU_BACKWARD = Op(
@@ -104,7 +92,8 @@ NORM_LINEAR_SILU_BACKWARD = Op(
     "Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.norm_linear_silu_backward, cpu="numba_norm_linear_silu:norm_linear_silu_backward",
-    triton="triton_norm_linear_silu:norm_linear_silu_backward", check=_check_backward, fake=_fake_backward,
+    triton="triton_norm_linear_silu:norm_linear_silu_backward", check=(_check, _check_backward),
+    fake=_fake_backward,
 )  # fmt: skip
 NORM_LINEAR_SILU_BACKWARD_INTO = Op(
     "norm_linear_silu_backward_into(Tensor(a!) dy, Tensor x, Tensor norm_weight, Tensor norm_bias, "
@@ -113,5 +102,5 @@ NORM_LINEAR_SILU_BACKWARD_INTO = Op(
     reference=reference.norm_linear_silu_backward_into,
     cpu="numba_norm_linear_silu:norm_linear_silu_backward_into",
     triton="triton_norm_linear_silu:norm_linear_silu_backward_into",
-    check=_check_backward_into, check_memory=_check_overlap, fake=_fake_backward_into,
+    check=(_check, _check_backward, _check_dy), fake=_fake_backward_into,
 )  # fmt: skip

@@ -7,13 +7,11 @@ import torch
 from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.norm_mul_dropout import reference
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms
 
 
-def check(x, u, weight, bias, _eps, p, _seed, sample_ids, positions) -> None:
-    """Refuse shapes, dtypes and a p that do not fit."""
+def _check(x, u, weight, bias, p, sample_ids, positions) -> None:
     if x.dim() != 2 or x.dtype != torch.float32:
         raise ValueError(f"x must be (L, D) float32, got {tuple(x.shape)} {x.dtype}")
     if u is not None and (u.shape != x.shape or u.dtype != x.dtype):
@@ -33,39 +31,28 @@ def check(x, u, weight, bias, _eps, p, _seed, sample_ids, positions) -> None:
                 raise ValueError(f"with dropout, {name} must be ({x.shape[0]},) int64, got {got}")
 
 
-def _check_backward(dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds) -> None:
-    check(x, u, weight, bias, 0.0, p, seed, sample_ids, positions)
+def _check_backward(dy, x, means, rstds) -> None:
     check_shape("dy", dy, x.shape, x.dtype)
     for name, tensor in (("means", means), ("rstds", rstds)):
         check_shape(name, tensor, x.shape[:1], torch.float32)
 
 
-def _check_backward_into(du, dy, x, *rest) -> None:
-    _check_backward(dy, x, *rest)
+def _check_du(du, x) -> None:
     check_matrix("du", du, torch.float32, in_place=True)
     check_shape("du", du, x.shape, x.dtype)
 
 
-def _check_overlap(du, dy, x, u, weight, bias, _p, _seed, sample_ids, positions, means, rstds) -> None:
-    read = {
-        "dy": dy, "x": x, "u": u, "weight": weight, "bias": bias, "sample_ids": sample_ids,
-        "positions": positions, "means": means, "rstds": rstds,
-    }  # fmt: skip
-    check_no_overlap({"du": du}, read)
-
-
-def _fake(x, *_):
+def _fake(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
 
 
-def _fake_backward(dy, x, u, *_):
-    dx, dweight, dbias = _fake_backward_into(None, dy, x)
+def _fake_backward(x, u):
+    dx, dweight, dbias = _fake_backward_into(x)
     return dx, x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1]), dweight, dbias
 
 
-def _fake_backward_into(du, dy, x, *_):
-    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
-    return dx, dweight, dbias
+def _fake_backward_into(x):
+    return tuple(x.new_empty(x.shape) for _ in range(3))
 
 
 def _save(ctx, inputs, output):
@@ -85,20 +72,20 @@ NORM_MUL_DROPOUT = Op(
     "norm_mul_dropout(Tensor x, Tensor? u, Tensor weight, Tensor bias, float eps, float p, int seed, "
     "Tensor? sample_ids, Tensor? positions) -> (Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout, cpu="numba_norm:norm_mul_dropout",
-    triton="triton_norm:norm_mul_dropout", check=check, fake=_fake, save=_save, backward=_backward,
+    triton="triton_norm:norm_mul_dropout", check=_check, fake=_fake, save=_save, backward=_backward,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD = Op(
     "norm_mul_dropout_backward(Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, "
     "int seed, Tensor? sample_ids, Tensor? positions, Tensor means, Tensor rstds) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout_backward, cpu="numba_norm:norm_mul_dropout_backward",
-    triton="triton_norm:norm_mul_dropout_backward", check=_check_backward, fake=_fake_backward,
+    triton="triton_norm:norm_mul_dropout_backward", check=(_check, _check_backward), fake=_fake_backward,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     "norm_mul_dropout_backward_into(Tensor(a!) du, Tensor dy, Tensor x, Tensor u, Tensor weight, "
     "Tensor bias, float p, int seed, Tensor? sample_ids, Tensor? positions, Tensor means, Tensor rstds) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout_backward_into, cpu="numba_norm:norm_mul_dropout_backward_into",
-    triton="triton_norm:norm_mul_dropout_backward_into", check=_check_backward_into,
-    check_memory=_check_overlap, fake=_fake_backward_into,
+    triton="triton_norm:norm_mul_dropout_backward_into",
+    check=(_check, _check_backward, _check_du), fake=_fake_backward_into,
 )  # fmt: skip

@@ -6,7 +6,6 @@ import torch
 
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.packed_rows import reference
 from tritonrec.kernels.packed_rows.reference import FLOAT
 from tritonrec.kernels.row_layout import check_matrix, check_rows
@@ -31,12 +30,12 @@ def check_widths(widths: torch.Tensor, dim: int, packed: torch.Tensor | None = N
         )
 
 
-def _check_pack(values: torch.Tensor, rows: torch.Tensor) -> None:
+def _check_pack(values, rows) -> None:
     check_matrix("values", values, torch.int64)
     _check_list("rows", rows, torch.int64)
 
 
-def _check_pack_memory(values: torch.Tensor, rows: torch.Tensor) -> None:
+def _check_row_numbers(values, rows) -> None:
     check_rows("rows", rows, values.shape[0])
 
 
@@ -48,11 +47,11 @@ def _fake_pack(values, rows):
 PACK_ROWS = Op(
     "pack_rows(Tensor values, Tensor rows) -> (Tensor, Tensor)",
     reference=reference.pack_rows, cpu="numba_packed_rows:pack_rows", triton="triton_packed_rows:pack_rows",
-    check=_check_pack, check_memory=_check_pack_memory, fake=_fake_pack,
+    check=_check_pack, check_memory=_check_row_numbers, fake=_fake_pack,
 )  # fmt: skip
 
 
-def _check_add(out, segments, widths, packed, name, fraction_bits) -> None:
+def _check_add(out, segments, widths, packed, fraction_bits) -> None:
     check_matrix("out", out, torch.int64, in_place=True)
     _check_list("segments", segments, torch.int64)
     _check_list("widths", widths, torch.uint8)
@@ -62,8 +61,7 @@ def _check_add(out, segments, widths, packed, name, fraction_bits) -> None:
     check_fraction_bits(fraction_bits)
 
 
-def _check_add_memory(out, segments, widths, packed, name, fraction_bits) -> None:
-    check_no_overlap({"out": out}, {"segments": segments, "widths": widths, "packed": packed})
+def _check_bytes(out, segments, widths, packed) -> None:
     check_widths(widths, out.shape[1], packed)
     check_rows("segments", segments, out.shape[0])
 
@@ -73,5 +71,5 @@ ADD_PACKED_ROWS = Op(
     "int fraction_bits) -> ()",
     reference=reference.add_packed_rows, cpu="numba_packed_rows:add_packed_rows",
     triton="triton_packed_rows:add_packed_rows",
-    check=_check_add, check_memory=_check_add_memory,
+    check=_check_add, check_memory=_check_bytes,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.philox import reference
 
 
-def _check_initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> None:
+def _check_initial_rows(table, keys, dim, scale) -> None:
     if keys.dim() != 1 or keys.dtype != torch.int64:
         raise ValueError(f"keys must be (K,) int64, got {tuple(keys.shape)} {keys.dtype}")
     if not 0 <= table < 2**32:
@@ -19,7 +19,7 @@ def _check_initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, sca
         raise ValueError(f"scale must be finite and not negative, got {scale}")
 
 
-def _fake_initial_rows(seed, table, keys, dim, scale):
+def _fake_initial_rows(keys, dim):
     return keys.new_empty(keys.shape[0], dim, dtype=torch.float32)
 
 
@@ -30,15 +30,7 @@ INITIAL_ROWS = Op(
 )  # fmt: skip
 
 
-def _check_random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> None:
+def _check_random_indices(sample_ids, positions, count, upper) -> None:
     for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
         if tensor.dim() != 1 or tensor.dtype != torch.int64:
             raise ValueError(f"{name} must be (T,) int64, got {tuple(tensor.shape)} {tensor.dtype}")
@@ -50,7 +42,7 @@ def _check_random_indices(
         raise ValueError(f"upper must lie in [1, 2**32], got {upper}")
 
 
-def _fake_random_indices(seed, stream, step, sample_ids, positions, count, upper):
+def _fake_random_indices(sample_ids, count):
     return sample_ids.new_empty(sample_ids.shape[0], count)
 
 

@@ -16,8 +16,7 @@ from tritonrec.kernels.relative_aggregate import reference
 from tritonrec.kernels.row_terms import RowTerms
 
 
-def check(v, table, seq_offsets, max_seq_len, timestamps) -> None:
-    """Refuse shapes and dtypes that do not fit."""
+def _check(v, table, seq_offsets, max_seq_len, timestamps) -> None:
     check_max_seq_len(max_seq_len)
     check_offsets_shape("seq_offsets", seq_offsets)
     if v.dim() != 3 or table.dim() != 2 or table.shape[0] != v.shape[1] or table.shape[1] == 0:
@@ -33,12 +32,11 @@ def check(v, table, seq_offsets, max_seq_len, timestamps) -> None:
         )
 
 
-def _check_backward(do, v, *rest) -> None:
-    check(v, *rest)
+def _check_backward(do, v) -> None:
     check_shape("do", do, v.shape, v.dtype)
 
 
-def _check_memory(v, _table, seq_offsets, max_seq_len, _timestamps) -> None:
+def _check_sequences(v, seq_offsets, max_seq_len) -> None:
     check_offsets("seq_offsets", seq_offsets, v.shape[0])
     check_lengths(seq_offsets, max_seq_len)
 
@@ -56,7 +54,7 @@ def _backward(ctx, do):
     return dv, RowTerms(dtable), None, None, None
 
 
-def _fake_backward(do, v, table, seq_offsets, *_):
+def _fake_backward(v, table, seq_offsets):
     return v.new_empty(v.shape), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
 
 
@@ -64,13 +62,13 @@ RELATIVE_AGGREGATE = Op(
     "relative_aggregate(Tensor v, Tensor table, Tensor seq_offsets, int max_seq_len, Tensor? timestamps) "
     "-> Tensor",
     reference=reference.relative_aggregate, cpu="numba_relative:relative_aggregate",
-    triton="triton_relative:relative_aggregate", check=check, check_memory=_check_memory,
-    fake=lambda v, *_: v.new_empty(v.shape), save=_save, backward=_backward,
+    triton="triton_relative:relative_aggregate", check=_check, check_memory=_check_sequences,
+    fake=lambda v: v.new_empty(v.shape), save=_save, backward=_backward,
 )  # fmt: skip
 RELATIVE_AGGREGATE_BACKWARD = Op(
     "relative_aggregate_backward(Tensor do, Tensor v, Tensor table, Tensor seq_offsets, int max_seq_len, "
     "Tensor? timestamps) -> (Tensor, Tensor)",
     reference=reference.relative_aggregate_backward, cpu="numba_relative:relative_aggregate_backward",
-    triton="triton_relative:relative_aggregate_backward", check=_check_backward,
-    check_memory=lambda do, *rest: _check_memory(*rest), fake=_fake_backward,
+    triton="triton_relative:relative_aggregate_backward", check=(_check, _check_backward),
+    check_memory=_check_sequences, fake=_fake_backward,
 )  # fmt: skip

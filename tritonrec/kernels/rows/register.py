@@ -8,13 +8,12 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, check_fraction_bits
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.overlap import check_no_overlap
 from tritonrec.kernels.padding import check_scalar
 from tritonrec.kernels.row_layout import check_matrix, check_rows
 from tritonrec.kernels.rows import reference
 
 
-def _check_gather(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> None:
+def _check_gather(source, rows, count) -> None:
     _check_rows_of("source", source, "rows", rows)
     check_scalar("count", count)
 
@@ -26,11 +25,11 @@ def _check_rows_of(name: str, matrix: torch.Tensor, name_of_rows: str, rows: tor
         raise ValueError(f"{name_of_rows} must be (K,) int64, got shape {tuple(rows.shape)} {rows.dtype}")
 
 
-def _check_gather_memory(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> None:
+def _check_source(source, rows, count) -> None:
     check_rows("rows", rows, source.shape[0], count)
 
 
-def _fake_gather(source, rows, count):
+def _fake_gather(source, rows):
     return source.new_empty((rows.shape[0], source.shape[1]))
 
 
@@ -76,18 +75,12 @@ class IndexedTerms(Terms):
 GATHER_ROWS = Op(
     "gather_rows(Tensor source, Tensor rows, Tensor? count) -> Tensor",
     reference=reference.gather_rows, cpu="numba_rows:gather_rows", triton="triton_rows:gather_rows",
-    check=_check_gather, check_memory=_check_gather_memory, fake=_fake_gather,
+    check=_check_gather, check_memory=_check_source, fake=_fake_gather,
     save=_save_gather, backward=_differentiate_gather,
 )  # fmt: skip
 
 
-def _check_scatter(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
+def _check_scatter(destination, rows, values, source, count) -> None:
     _check_rows_of("destination", destination, "rows", rows)
     if source is not None:
         _check_rows_of("values", values, "source", source)
@@ -102,15 +95,7 @@ def _check_scatter(
     check_scalar("count", count)
 
 
-def _check_scatter_memory(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
-    read = {"rows": rows, "values": values, "count": count, "source": source}
-    check_no_overlap({"destination": destination}, read)
+def _check_places(destination, rows, values, source, count) -> None:
     check_rows("rows", rows, destination.shape[0], count)
     if source is not None:
         check_rows("source", source, values.shape[0], count)
@@ -143,20 +128,12 @@ def _differentiate_scatter(ctx, grad: torch.Tensor):
 SCATTER_ROWS = Op(
     "scatter_rows(Tensor(a!) destination, Tensor rows, Tensor values, Tensor? source, Tensor? count) -> ()",
     reference=reference.scatter_rows, cpu="numba_rows:scatter_rows", triton="triton_rows:scatter_rows",
-    check=_check_scatter, check_memory=_check_scatter_memory,
+    check=_check_scatter, check_memory=_check_places,
     save=_save_scatter, backward=_differentiate_scatter,
 )  # fmt: skip
 
 
-def _check_sums(
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-) -> None:
+def _check_sums(values, segments, num_segments, consistency, fraction_bits, count) -> None:
     if consistency not in ("window", "batch"):
         raise ValueError(f"consistency must be 'window' or 'batch', got {consistency!r}")
     in_fixed_point = consistency == "batch" and values.dtype == torch.int64
@@ -172,11 +149,11 @@ def _check_sums(
     check_scalar("count", count)
 
 
-def _check_segments(values, segments, num_segments, consistency, fraction_bits, name, count) -> None:
+def _check_segments(segments, num_segments, count) -> None:
     check_rows("segments", segments, num_segments, count)
 
 
-def _fake_sums(values, segments, num_segments, consistency, *_):
+def _fake_sums(values, num_segments, consistency):
     dtype = torch.float32 if consistency == "window" else torch.int64
     return torch.empty(num_segments, values.shape[1], dtype=dtype, device=values.device)
 
@@ -201,19 +178,11 @@ SEGMENT_SUM = Op(
 )  # fmt: skip
 
 
-def _check_sums_into(out, values, segments, num_segments, consistency, *rest) -> None:
-    *options, status = rest
-    _check_sums(values, segments, num_segments, consistency, *options)
+def _check_out(out, values, num_segments, consistency, status) -> None:
     check_matrix("out", out, torch.float32 if consistency == "window" else torch.int64, in_place=True)
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
         raise ValueError(f"out must be ({num_segments}, {values.shape[1]}), got {tuple(out.shape)}")
     check_scalar("status", status)
-
-
-def _check_memory_of_sums(out, *arguments) -> None:
-    values, segments, *_, count, status = arguments
-    check_no_overlap({"out": out, "status": status}, {"values": values, "segments": segments, "count": count})
-    _check_segments(*arguments[:-1])
 
 
 SEGMENT_SUM_INTO = Op(
@@ -221,5 +190,5 @@ SEGMENT_SUM_INTO = Op(
     "int fraction_bits, str name, Tensor? count, Tensor(b!)? status) -> ()",
     reference=reference.segment_sum_into, cpu="numba_segment_sum:segment_sum_into",
     triton="triton_segment_sum:segment_sum_into",
-    check=_check_sums_into, check_memory=_check_memory_of_sums,
+    check=(_check_sums, _check_out), check_memory=_check_segments,
 )  # fmt: skip

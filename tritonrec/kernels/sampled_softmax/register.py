@@ -9,8 +9,7 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.sampled_softmax import reference
 
 
-def check(hidden, positive, negatives, valid, _scale) -> None:
-    """Refuse shapes and dtypes that do not fit."""
+def _check(hidden, positive, negatives, valid) -> None:
     if (
         hidden.dim() != 2
         or positive.shape != hidden.shape
@@ -33,9 +32,12 @@ def check(hidden, positive, negatives, valid, _scale) -> None:
         )
 
 
-def _check_backward(dloss, hidden, *rest) -> None:
-    check(hidden, *rest)
+def _check_backward(dloss, hidden) -> None:
     check_shape("dloss", dloss, hidden.shape[:1], hidden.dtype)
+
+
+def _fake_backward(hidden, positive, negatives):
+    return tuple(each.new_empty(each.shape) for each in (hidden, positive, negatives))
 
 
 def _save(ctx, inputs, output):
@@ -51,13 +53,13 @@ def _backward(ctx, dloss):
 SAMPLED_SOFTMAX = Op(
     "sampled_softmax(Tensor hidden, Tensor positive, Tensor negatives, Tensor valid, float scale) -> Tensor",
     reference=reference.sampled_softmax, cpu="numba_softmax:sampled_softmax",
-    triton="triton_softmax:sampled_softmax", check=check,
-    fake=lambda hidden, *_: hidden.new_empty(hidden.shape[0]), save=_save, backward=_backward,
+    triton="triton_softmax:sampled_softmax", check=_check,
+    fake=lambda hidden: hidden.new_empty(hidden.shape[0]), save=_save, backward=_backward,
 )  # fmt: skip
 SAMPLED_SOFTMAX_BACKWARD = Op(
     "sampled_softmax_backward(Tensor dloss, Tensor hidden, Tensor positive, Tensor negatives, Tensor valid, "
     "float scale) -> (Tensor, Tensor, Tensor)",
     reference=reference.sampled_softmax_backward, cpu="numba_softmax:sampled_softmax_backward",
-    triton="triton_softmax:sampled_softmax_backward", check=_check_backward,
-    fake=lambda _, *tensors: tuple(each.new_empty(each.shape) for each in tensors[:3]),
+    triton="triton_softmax:sampled_softmax_backward", check=(_check, _check_backward),
+    fake=_fake_backward,
 )  # fmt: skip

@@ -9,14 +9,12 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.silu import reference
 
 
-def check(x: torch.Tensor) -> None:
-    """Refuse another dtype than float32."""
+def _check(x) -> None:
     if x.dtype != torch.float32:
         raise ValueError(f"x must be float32, got {x.dtype}")
 
 
-def _check_backward(dy: torch.Tensor, x: torch.Tensor) -> None:
-    check(x)
+def _check_backward(dy, x) -> None:
     check_shape("dy", dy, x.shape, x.dtype)
 
 
@@ -32,10 +30,10 @@ def _backward(ctx, dy):
 SILU = Op(
     "silu(Tensor x) -> Tensor",
     reference=reference.silu, cpu="numba_silu:silu", triton="triton_silu:silu",
-    check=check, fake=lambda x: x.new_empty(x.shape), save=_save, backward=_backward,
+    check=_check, fake=lambda x: x.new_empty(x.shape), save=_save, backward=_backward,
 )  # fmt: skip
 SILU_BACKWARD = Op(
     "silu_backward(Tensor dy, Tensor x) -> Tensor",
     reference=reference.silu_backward, cpu="numba_silu:silu_backward", triton="triton_silu:silu_backward",
-    check=_check_backward, fake=lambda dy, x: x.new_empty(x.shape),
+    check=(_check, _check_backward), fake=lambda x: x.new_empty(x.shape),
 )  # fmt: skip

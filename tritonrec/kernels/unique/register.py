@@ -9,8 +9,7 @@ from tritonrec.kernels.padding import check_scalar
 from tritonrec.kernels.unique import reference
 
 
-def check(keys: torch.Tensor, count: torch.Tensor | None) -> None:
-    """Raise ValueError for keys and a count that `unique` does not take."""
+def _check(keys, count) -> None:
     if keys.dtype != torch.int64 or keys.dim() != 1:
         raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
     if keys.numel() >= 1 << 31:
@@ -18,22 +17,22 @@ def check(keys: torch.Tensor, count: torch.Tensor | None) -> None:
     check_scalar("count", count)
 
 
-def _fake(keys, count):
+def _fake(keys):
     size = torch.library.get_ctx().new_dynamic_size()
     return keys.new_empty(size), torch.empty_like(keys), keys.new_empty(size)
 
 
-def _fake_padded(keys, count):
+def _fake_padded(keys):
     return (*(torch.empty_like(keys) for _ in range(3)), keys.new_empty(()))
 
 
 UNIQUE = Op(
     "unique(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor)",
     reference=reference.unique, cpu="numba_unique:unique", triton="triton_unique:unique",
-    check=check, fake=_fake, padded=False,
+    check=_check, fake=_fake, padded=False,
 )  # fmt: skip
 UNIQUE_PADDED = Op(
     "unique_padded(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.unique, cpu="numba_unique:unique", triton="triton_unique:unique",
-    check=check, fake=_fake_padded, padded=True,
+    check=_check, fake=_fake_padded, padded=True,
 )  # fmt: skip
