@@ -119,6 +119,8 @@ def add_weight_gradients_kernel(
         bad = tl.where(failed, sample * outputs * inputs + place, bad)
         culprit = tl.where(failed, product, culprit)
         total = after
+    # loaded in one layout and stored in another: no thread may store before the others have loaded
+    tl.debug_barrier()
     tl.store(to, total, mask=inside)
     worst = tl.min(tl.min(bad, axis=1), axis=0)
     # positions differ, so the sum has one culprit; without a failure all culprits are 0

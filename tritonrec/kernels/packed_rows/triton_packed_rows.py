@@ -135,6 +135,8 @@ def _add_kernel(
             fits = ((total ^ after) & (term ^ after)) >= 0
             bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
             total = after
+        # several threads may load one element where columns are few: none may load it changed
+        tl.debug_barrier()
         tl.store(to, total, mask=inside)
     tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 

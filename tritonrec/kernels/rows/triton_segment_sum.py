@@ -65,6 +65,8 @@ def segment_sum_kernel(
                 bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
                 # added all the same: the first bad position is what counts, and the caller discards the sum
                 total = after
+        # several threads may load one element where columns are few: none may load it changed
+        tl.debug_barrier()
         tl.store(to, total, mask=inside)
     if ADD != "floats":
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))

@@ -90,6 +90,8 @@ def rowwise_adagrad_kernel(
     # div_rn and sqrt_rn round correctly; a plain division may be an approximation
     mean = tl.div_rn(add_halves(lanes, ROWS, 1), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
     total = tl.load(state_ptr + row * state_stride, mask=inside, other=0.0) + mean
+    # several threads may load one state, for the store and for the division: none may load it changed
+    tl.debug_barrier()
     tl.store(state_ptr + row * state_stride, total, mask=inside)
     step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + lr, tl.sqrt_rn(total) + eps)
     # the gradient is read again, since a row may be wider than the registers hold
