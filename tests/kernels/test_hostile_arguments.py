@@ -160,8 +160,8 @@ def test_limits_beyond_every_sequence_mean_no_limit(impl, number):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"max_seq_len": -1}, ValueError, r"max_seq_len must be in \[0, 2\*\*31\), got -1"),
-        ({"max_seq_len": 2**31}, ValueError, r"max_seq_len must be in \[0, 2\*\*31\)"),
+        ({"max_seq_len": -1}, ValueError, r"max_seq_len must be in \[0, 2\*\*27\], got -1"),
+        ({"max_seq_len": 2**27 + 1}, ValueError, r"max_seq_len must be in \[0, 2\*\*27\]"),
         ({"max_seq_len": 4.0}, TypeError, "max_seq_len must be a whole number, got 4.0"),
         ({"max_attn_len": None}, TypeError, "max_attn_len must be a whole number, got None"),
         ({"alpha": None}, TypeError, "float"),

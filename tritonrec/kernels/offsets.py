@@ -6,6 +6,9 @@ import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
 
+# Tokens of a sequence: places in it, and sums of a few of them, are int32 in kernels.
+LONGEST = 1 << 27
+
 
 def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     """Refuse offsets that do not cut [0, tokens) into sequences, naming the first bad entry.
@@ -41,8 +44,8 @@ def check_offsets_shape(name: str, offsets: torch.Tensor) -> None:
 
 
 def check_max_seq_len(max_seq_len: int) -> None:
-    if not 0 <= max_seq_len < 1 << 31:
-        raise ValueError(f"max_seq_len must be in [0, 2**31), got {max_seq_len}")
+    if not 0 <= max_seq_len <= LONGEST:
+        raise ValueError(f"max_seq_len must be in [0, 2**27], got {max_seq_len}")
 
 
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:

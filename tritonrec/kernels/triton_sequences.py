@@ -11,7 +11,8 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 
     A token's place among all is int64, its place in a sequence int32.
     """
-    block = tile // (num_sequences * num_heads)
+    # one division after the other: the product of both may pass 2**31
+    block = tile // num_heads // num_sequences
     sequence = tile // num_heads % num_sequences
     begin = tl.load(offsets_ptr + sequence).to(tl.int64)
     length = (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
@@ -21,8 +22,8 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 @triton.jit
 def tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
-    feature = tl.arange(0, BLOCK_D)
-    # begin is int64, and so is the product with the stride
+    # int64 before the products with the strides: those of a transposed tensor are large
+    feature = tl.arange(0, BLOCK_D).to(tl.int64)
     address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
     return address, (row < length)[:, None] & (feature < dim)[None, :]
 

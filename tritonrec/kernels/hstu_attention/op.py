@@ -61,8 +61,8 @@ def hstu_attention(
             last dimension contiguous, other strides free (slices of one projection will do). In Triton no
             head has more than 256 features.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].
-        max_seq_len: no sequence is longer. It sizes the launch and the bias of positions, and changes no
-            value else.
+        max_seq_len: no sequence is longer, at most 2**27. It sizes the launch and the bias of positions, and
+            changes no value else.
         alpha: factor of the scores.
         scaling_seqlen: the normaliser N >= 1, the same for every batch: scale = 1 / N. Or, instead,
         attn_scale: (M,) float32, the scale of each query's row, or one element for all; not differentiated.

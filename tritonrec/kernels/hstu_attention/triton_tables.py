@@ -60,7 +60,7 @@ def positions_kernel(
             if rules.contextual is not None:  # only they see later tokens
                 stop = tl.where(side == 0, length, contexts)
             acc = tl.zeros((BLOCK_M,), tl.float32)
-            for head in range(0, num_heads):
+            for head in range(tl.full((), 0, tl.int64), num_heads):
                 for first in range(tl.maximum(distance, hidden // BLOCK_M * BLOCK_M), stop, BLOCK_M):
                     row = first + tl.arange(0, BLOCK_M)
                     row_time = load_times(bias.row_times_ptr, begin, row, length)
@@ -110,7 +110,7 @@ def times_kernel(
             tl.maximum(first, hidden), tl.minimum(first + BLOCK_M, length), history, contexts, rules, BLOCK_N
         )
         acc = tl.zeros((ENTRIES,), tl.float32)
-        for head in range(0, num_heads):
+        for head in range(tl.full((), 0, tl.int64), num_heads):
             q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
             do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
             for n in range(0, walk.count):

@@ -29,8 +29,8 @@ class Layout(NamedTuple):
 @triton.jit
 def tile_of(ptr, strides, begin, head, row, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head of a (L, H, D) tensor, and which of the columns exist."""
-    feature = tl.arange(0, BLOCK_D)
-    # begin is int64, and so is the product with the stride
+    # int64 before the products with the strides: those of a transposed tensor are large
+    feature = tl.arange(0, BLOCK_D).to(tl.int64)
     address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
     return address, (feature < dim)[None, :]
 
@@ -99,12 +99,12 @@ def order_kernel(
     level = tl.program_id(0).to(tl.int64)
     higher = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
-    for first in range(0, num_sequences, BLOCK):
+    for first in range(tl.full((), 0, tl.int64), num_sequences, BLOCK):
         sequence = first + tl.arange(0, BLOCK)
         blocks = count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M)
         higher += tl.sum(tl.maximum(blocks - level - 1, 0), axis=0)
         total += tl.sum(blocks, axis=0)
-    for first in range(0, num_sequences, BLOCK):
+    for first in range(tl.full((), 0, tl.int64), num_sequences, BLOCK):
         sequence = first + tl.arange(0, BLOCK)
         here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M) > level).to(tl.int64)
         at = higher + tl.cumsum(here, axis=0) - 1

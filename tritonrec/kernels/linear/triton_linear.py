@@ -49,10 +49,11 @@ def rows_times_kernel(
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     # a grid is bounded, so programs stride over tiles; a tile's bits do not depend on its program
-    for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+    # not tl.cdiv, which adds before it divides: that sum may pass 2**31
+    for tile in range(first, (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
         row = tile * BLOCK + lane
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for start in range(0, inner, BLOCK):
+        for start in range(tl.full((), 0, tl.int64), inner, BLOCK):
             term = start + lane
             # 0 is the identity of the sum, so terms behind the end add nothing
             x = tl.load(

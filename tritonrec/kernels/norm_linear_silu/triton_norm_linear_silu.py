@@ -39,13 +39,14 @@ def forward_kernel(
     lane = tl.arange(0, BLOCK).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
-    for tile in range(first, tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+    # not tl.cdiv, which adds before it divides: that sum may pass 2**31
+    for tile in range(first, (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
         row = tile * BLOCK + lane
         # each tile of columns normalises its rows again, which saves (L, I) of memory
         mean = tl.load(means_ptr + row, mask=row < tokens, other=0.0)[:, None]
         rstd = tl.load(rstds_ptr + row, mask=row < tokens, other=0.0)[:, None]
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for start in range(0, inner, BLOCK):
+        for start in range(tl.full((), 0, tl.int64), inner, BLOCK):
             term = start + lane
             exists = (row < tokens)[:, None] & (term < inner)[None, :]
             x = tl.load(x_ptr + row[:, None] * x_row + term[None, :] * x_column, mask=exists, other=0.0)

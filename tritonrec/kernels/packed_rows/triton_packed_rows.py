@@ -36,7 +36,7 @@ def _widths_kernel(
     some = tl.full((BLOCK_ROWS, BLOCK_DIM), 0, tl.int64)
     span = some
     wide = some
-    for first in range(0, dim, BLOCK_DIM):
+    for first in range(tl.full((), 0, tl.int64), dim, BLOCK_DIM):
         column = first + tl.arange(0, BLOCK_DIM)
         inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
         # 0 has no bits, so lanes outside widen no row

@@ -45,9 +45,9 @@ def relative_aggregate(
 
     Args:
         v: (L, H, D) float32, the last dimension contiguous, other strides free.
-        table: (H, R) float32, R >= 1, the weight of each bucket.
+        table: (H, R) float32, 1 <= R <= 2**27, the weight of each bucket.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].
-        max_seq_len: no sequence is longer; it sizes the launch and changes no value.
+        max_seq_len: no sequence is longer, at most 2**27; it sizes the launch and changes no value.
         timestamps: (L,) int64, any values in any order (a token is at least 1 after those before it), or
             None for relative positions.
     Returns:

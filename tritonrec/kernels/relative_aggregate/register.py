@@ -6,6 +6,7 @@ import torch
 
 from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.offsets import (
+    LONGEST,
     check_lengths,
     check_max_seq_len,
     check_offsets,
@@ -24,6 +25,8 @@ def _check(v, table, seq_offsets, max_seq_len, timestamps) -> None:
             f"v must be (L, H, D) and table (H, R) with R >= 1, got v {tuple(v.shape)}, "
             f"table {tuple(table.shape)}"
         )
+    if table.shape[1] > LONGEST:
+        raise ValueError(f"table must have at most 2**27 buckets a head, got {table.shape[1]}")
     if v.dtype != torch.float32 or table.dtype != torch.float32:
         raise ValueError(f"v and table must be float32, got {v.dtype} and {table.dtype}")
     if timestamps is not None and (timestamps.shape != v.shape[:1] or timestamps.dtype != torch.int64):

@@ -46,7 +46,7 @@ def normaliser(
     # begins with the label, whose term is exp(0) = 1, so no maximum is -inf
     most = score_0
     total = tl.full((), 1.0, tl.float32)
-    for first in range(0, count, ITEMS):
+    for first in range(tl.full((), 0, tl.int64), count, ITEMS):
         _, score, _, _ = item_scores(
             hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D
         )
@@ -97,7 +97,7 @@ def backward_kernel(
         dhidden = slope_0 * positive
         tl.store(dpositive_ptr + at, slope_0 * hidden, mask=column < dim)
         # scores are computed again, since L * K of them would have to be stored
-        for first in range(0, count, ITEMS):
+        for first in range(tl.full((), 0, tl.int64), count, ITEMS):
             rows, score, place, inside = item_scores(
                 hidden, negatives_ptr, valid_ptr, token, first, scale, count, dim, ITEMS, BLOCK_D
             )

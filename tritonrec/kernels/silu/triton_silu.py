@@ -23,7 +23,8 @@ def sigmoid(x):
 def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
     """y = x / (1 + exp(-x))."""
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
-    for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
+    # not tl.cdiv, which adds before it divides: that sum may pass 2**31
+    for block in range(first, (length - 1) // BLOCK + 1, tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + place, mask=place < length, other=0.0)
         # div_rn, since `/` may be an approximate reciprocal times x
@@ -34,7 +35,8 @@ def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
 def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
     """dx = dy * s * (1 + x * (1 - s)), with s = sigmoid(x)."""
     first = tl.program_id(0).to(tl.int64)
-    for block in range(first, tl.cdiv(length, BLOCK), tl.num_programs(0)):
+    # not tl.cdiv, which adds before it divides: that sum may pass 2**31
+    for block in range(first, (length - 1) // BLOCK + 1, tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         # float32 inside whatever the tensors' dtype, with one rounding at the end
         x = tl.load(x_ptr + place, mask=place < length, other=0.0).to(tl.float32)

@@ -79,7 +79,7 @@ def rowwise_adagrad_kernel(
     inside = occurrence < num_valid(num_rows, count_ptr)
     # 16 lanes for every dimension and device: another number would change the order of the sum
     lanes = tl.zeros((ROWS, 16), tl.float32)
-    for start in range(0, dim, 16):
+    for start in range(tl.full((), 0, tl.int64), dim, 16):
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
         lanes += gradient * gradient
@@ -95,7 +95,7 @@ def rowwise_adagrad_kernel(
     tl.store(state_ptr + row * state_stride, total, mask=inside)
     step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + lr, tl.sqrt_rn(total) + eps)
     # the gradient is read again, since a row may be wider than the registers hold
-    for start in range(0, dim, 16):
+    for start in range(tl.full((), 0, tl.int64), dim, 16):
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
         place = weight_ptr + row * weight_stride + start + lane
