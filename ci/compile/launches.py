@@ -91,21 +91,23 @@ def note(kernel: Any, label: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     constants: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
 
+    def align(value: int, path: tuple[int, ...]) -> None:
+        if value % 16 == 0 and not kernel.params[path[0]].do_not_specialize_on_alignment:
+            aligned.append(path)
+
     def kind(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
             parts = tuple(kind(item, (*path, i)) for i, item in enumerate(value))
             return type(value)(*parts) if hasattr(value, "_fields") else parts  # kernels read fields by name
         if isinstance(value, torch.Tensor):
-            if value.data_ptr() % 16 == 0:
-                aligned.append(path)
+            align(value.data_ptr(), path)
             return "*" + TYPES[value.dtype]
         if isinstance(value, bool):
             return "i1"
         if isinstance(value, float):
             return "fp32"
         if isinstance(value, int) and value != 1:
-            if value % 16 == 0:
-                aligned.append(path)
+            align(value, path)
             return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
         constants[path] = value
         return "constexpr"

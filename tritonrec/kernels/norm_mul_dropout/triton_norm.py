@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
+from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 
@@ -38,7 +39,7 @@ def draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D: tl.conste
     return tl.where(words.to(tl.int64) >= threshold, factor, 0.0)
 
 
-@triton.jit
+@jit_for_any_alignment
 def forward_kernel(
     x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, y_ptr, means_ptr, rstds_ptr,
     x_row, x_column, u_row, u_column, eps, seed, tag, threshold, factor, rows, dim,
@@ -72,7 +73,7 @@ def forward_kernel(
             tl.store(y_ptr + row * dim + column, y, mask=inside)
 
 
-@triton.jit
+@jit_for_any_alignment
 def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
     dx_ptr, du_ptr, dweight_ptr, dbias_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,

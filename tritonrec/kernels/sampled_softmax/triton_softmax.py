@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 from tritonrec.kernels.triton_float import exp
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -59,7 +60,7 @@ def normaliser(
     return score_0, most, total
 
 
-@triton.jit
+@jit_for_any_alignment
 def forward_kernel(
     hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, losses_ptr, scale, tokens, count, dim,
     ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -77,7 +78,7 @@ def forward_kernel(
         tl.store(losses_ptr + token, tl.log(total) - (score_0 - most))
 
 
-@triton.jit
+@jit_for_any_alignment
 def backward_kernel(
     dloss_ptr, hidden_ptr, positive_ptr, negatives_ptr, valid_ptr, dhidden_ptr, dpositive_ptr, dnegatives_ptr,
     scale, tokens, count, dim, ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -1,0 +1,220 @@
+"""Whether a store may come before another thread's load of the same element, read from TTGIR.
+
+    python ci/compile/in_place.py                          every launch that loads and stores one tensor
+    python ci/compile/in_place.py --only sparse --targets sm_90
+
+Where a tile has fewer elements than a program has threads, several threads load one element; where two
+layouts need it, Triton loads it twice. A thread that stores the element must not come before any of these
+loads. So between a load and a later store of one tensor there is a barrier (`tl.debug_barrier`), or both have
+the same addresses in the same layout, in which every element belongs to one thread. `HARMLESS` names other
+pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from triton_ir import VALUE, Function, Operation, Region, parse, texts_of
+
+TARGETS = {"sm_80": 80, "sm_90": 90}
+WARP = 32
+# Kernel and argument, with the reason why it does not matter who comes first.
+HARMLESS = {
+    ("hash_table.find_kernel", "slot_rows_ptr"): "keys are distinct, and a search for one passes over the "
+    "slot of another whether its row is old, new or gone",
+}
+# Arguments that may be one tensor.
+ONE_TENSOR = {"silu.backward_kernel": {"%dx_ptr": "%dy_ptr"}}
+LOADS = ("tt.load", "ttg.async_copy_global_to_local")
+LOOPS = ("scf.for", "scf.while")
+
+
+def roots_of(function: Function) -> dict[str, str]:
+    """Of each pointer, the argument that it comes from."""
+    roots = {name: name for name, kind in function.arguments.items() if kind.startswith("!tt.ptr")}
+    changed = True
+    while changed:  # until what loops carry round has arrived
+        changed = False
+        for operation in function.walk():
+            pairs = list(carried(operation))
+            if not operation.name.startswith(("tt.load", "scf.")):
+                pairs += [(result, one) for result in operation.results for one in operation.operands]
+            for result, one in pairs:
+                if one in roots and result not in roots:
+                    roots[result] = roots[one]
+                    changed = True
+    return roots
+
+
+def carried(operation: Operation) -> Iterator[tuple[str, str]]:
+    """What a loop or a branch hands on: (name inside or behind it, value)."""
+    skip = 3 if operation.name == "scf.for" else 0
+    for region in operation.regions:
+        inside = region.arguments[1 if skip else 0 :]
+        yield from zip(inside, operation.operands[skip:], strict=False)
+        last = region.operations[-1:]
+        if last and last[0].name in ("scf.yield", "scf.condition"):
+            values = last[0].operands[last[0].name == "scf.condition" :]
+            if skip or operation.name == "scf.while":
+                yield from zip(inside, values, strict=False)
+            names = operation.results
+            if len(names) == 1 and len(values) > 1:
+                names = [f"{names[0]}#{i}" for i in range(len(values))]
+            yield from zip(names, values, strict=False)
+
+
+def threads_of(layout: str, shape: list[int]) -> int | None:
+    """How many threads hold different elements of a tile; None where a layout is not read here."""
+    found = re.search(
+        r"#ttg\.blocked<\{sizePerThread = \[([\d, ]*)\], threadsPerWarp = \[([\d, ]*)\], "
+        r"warpsPerCTA = \[([\d, ]*)\]", layout,
+    )  # fmt: skip
+    if not found or "slice" in layout:
+        return None
+    covered = 1
+    for size, each in zip(
+        shape, zip(*(map(int, one.split(",")) for one in found.groups()), strict=True), strict=True
+    ):
+        threads = each[1] * each[2]
+        if size % threads:
+            return None
+        covered *= threads
+    return covered
+
+
+def regions_of(operation: Operation) -> list[Region]:
+    """The blocks that hold it, from the inside."""
+    found = []
+    while operation.parent is not None:
+        found.append(operation.parent)
+        operation = operation.parent.owner
+    return found
+
+
+class Addresses:
+    """Numbers of pointers: equal where the same is computed from the same arguments."""
+
+    def __init__(self, function: Function, aliases: dict[str, str]) -> None:
+        self.made_by = {value: each for each in function.walk() for value in each.results}
+        self.aliases = aliases
+        self.numbers: dict[object, int] = {}
+        self.of: dict[str, int] = {}
+
+    def number(self, value: str) -> int:
+        if value not in self.of:
+            made = self.made_by.get(value)
+            key: object = self.aliases.get(value, value)
+            if (
+                made
+                and not made.regions
+                and made.name.startswith(("arith.", "tt."))
+                and made.name not in LOADS
+            ):
+                what = re.sub(VALUE, "", made.text.partition(" = ")[2])
+                key = what, made.results.index(value), *map(self.number, made.operands)
+            self.of[value] = self.numbers.setdefault(key, len(self.numbers))
+        return self.of[value]
+
+
+class Kernel:
+    """The loads, stores and barriers of a kernel in order of the text."""
+
+    def __init__(self, text: str, aliases: dict[str, str]) -> None:
+        function = parse(text)
+        warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
+        assert warps, "TTGIR without ttg.num-warps"
+        self.threads = WARP * int(warps[1])
+        self.roots = {value: aliases.get(root, root) for value, root in roots_of(function).items()}
+        self.addresses = Addresses(function, aliases)
+        self.operations = list(function.walk())
+        self.place = {id(operation): place for place, operation in enumerate(self.operations)}
+
+    def named(self, *names: str) -> list[Operation]:
+        return [operation for operation in self.operations if operation.name in names]
+
+    def barrier_between(self, load: Operation, store: Operation) -> bool:
+        """Whether every way from a load to a store passes a barrier; true where there is no way."""
+        blocks = regions_of(load) + regions_of(store)
+        around = {id(region) for region in blocks}
+        begin, end = self.place[id(load)], self.place[id(store)]
+        barriers = [self.place[id(one)] for one in self.named("ttg.barrier") if id(one.parent) in around]
+        if begin < end:
+            return any(begin < place < end for place in barriers)
+        # the way leads round the innermost loop that holds both
+        loop = next(
+            (one.owner for one in regions_of(store) if one in regions_of(load) and one.owner.name in LOOPS),
+            None,
+        )
+        if loop is None:
+            return True
+        inside = {self.place[id(one)] for one in loop.walk()}
+        return any(place in inside and not end < place < begin for place in barriers)
+
+    def overtaken(self) -> dict[str, list[str]]:
+        """By argument, the loads that a store of another thread may overtake."""
+        found: dict[str, list[str]] = {}
+        for store in self.named("tt.store"):
+            root = self.roots[store.operands[0]]
+            for load in self.named(*LOADS):
+                if self.roots.get(load.operands[0]) != root or self.barrier_between(load, store):
+                    continue
+                if not self.own(load, store):
+                    found.setdefault(root.removeprefix("%"), []).append(
+                        f"load at {load.source}, store at {store.source}"
+                    )
+        return found
+
+    def own(self, load: Operation, store: Operation) -> bool:
+        """Whether a thread stores what it alone has loaded."""
+        found = [
+            re.search(r" : tensor<([\dx]+)x!tt\.ptr<\w+>, (#ttg.*)>$", one.text) for one in (load, store)
+        ]
+        if not (found[0] and found[1]) or found[0].groups() != found[1].groups():
+            return False  # two layouts; or one address, which all threads load
+        shape = [int(one) for one in found[0][1].split("x")]
+        addresses = {self.addresses.number(one.operands[0]) for one in (load, store)}
+        return len(addresses) == 1 and threads_of(found[0][2], shape) == self.threads
+
+
+def faults_of(launch: Any, target: str) -> dict[str, list[str]]:
+    """By argument, what is overtaken with the launch's alignment and with none."""
+    aliases = ONE_TENSOR.get(launch.name, {})
+    found: dict[str, list[str]] = {}
+    for aligned in (launch.aligned, ()):
+        text = texts_of(launch, TARGETS[target], "ttgir", aligned)["ttgir"]
+        found |= Kernel(text, aliases).overtaken()
+    return {name: where for name, where in found.items() if (launch.name, name) not in HARMLESS}
+
+
+def check(launches: Iterable[Any], target: str) -> list[str]:
+    return [
+        f"{launch.key} for {target}, {name}: {pair}, with no barrier between"
+        for launch in launches
+        for name, pairs in faults_of(launch, target).items()
+        for pair in dict.fromkeys(pairs)
+    ]
+
+
+def main() -> int:
+    import launches
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
+    arguments = parser.parse_args()
+    targets = arguments.targets.split(",")
+    if unknown := set(targets) - set(TARGETS):
+        parser.error(f"--targets takes some of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
+    found = [line for target in targets for line in check(launches.launches(target, arguments.only), target)]
+    print(*found, f"{len(found)} loads may be overtaken by a store", sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

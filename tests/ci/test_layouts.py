@@ -1,0 +1,60 @@
+"""No store overtakes another thread's load, and no float sum changes its order with pointers or options."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from compiling import compiled
+
+PLANTED = Path(__file__).parent / "planted_layouts.py"
+TARGETS = ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def planted(request):
+    return json.loads(compiled(PLANTED, request.param))
+
+
+def test_each_planted_kernel_is_found_for_what_it_does_and_no_other(planted):
+    assert len(planted) == 14
+    for name, found in planted.items():
+        assert [what for what in found if found[what]] == [what for what in found if name.startswith(what)], (
+            name
+        )
+
+
+def test_an_overtaken_load_is_named_with_its_store(planted):
+    lines = PLANTED.read_text().splitlines()
+    (message,) = planted["overtaken_by_neighbours"]["overtaken"]
+    line = 1 + lines.index("    tl.store(x_ptr + place, tl.load(x_ptr + place + 1))")
+    assert f"x_ptr: load at {PLANTED.name}:{line}, store at {PLANTED.name}:{line}" in message
+
+
+def test_two_orders_of_a_sum_are_shown_with_who_has_them(planted):
+    (message,) = planted["orders_by_alignment"]["orders"]
+    assert "sizePerThread = [4]" in message and "as it is" in message
+    assert "sizePerThread = [1]" in message and "nothing aligned" in message
+
+
+def test_an_argument_that_is_not_summed_can_change_the_order_too(planted):
+    (message,) = planted["orders_by_a_neighbour"]["orders"]
+    assert re.search(r"sizePerThread = \[1\].*: \S+, (y_ptr not aligned|nothing aligned)$", message, re.M)
+
+
+@pytest.mark.parametrize(
+    ("only", "targets"),
+    [("sparse_optimizers d50", "sm_90"), pytest.param("", "sm_80,sm_90", marks=pytest.mark.slow)],
+)
+def test_no_store_of_a_launch_overtakes_a_load(only, targets):
+    done = compiled("ci/compile/in_place.py", "--only", only, "--targets", targets)
+    assert done.endswith("0 loads may be overtaken by a store\n")
+
+
+@pytest.mark.parametrize(
+    ("only", "targets"),
+    [("sampled_softmax d256", "sm_90"), pytest.param("", "sm_80,sm_90", marks=pytest.mark.slow)],
+)
+def test_no_sum_of_a_launch_has_two_orders(only, targets):
+    done = compiled("ci/compile/sum_layouts.py", "--only", only, "--targets", targets)
+    assert done.endswith("0 sums or products have more than one order\n")
