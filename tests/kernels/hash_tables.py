@@ -4,6 +4,7 @@ import pytest
 import torch
 from murmur_inverse import key_with_hash
 
+from tritonrec.kernels.hash_table import hash_insert
 from tritonrec.kernels.murmur import mix64
 
 GPU = torch.cuda.is_available()
@@ -24,6 +25,15 @@ def empty(num_slots, impl="cpu", leftover=0):
 
 def keys_of(values, impl="cpu"):
     return on(impl, torch.tensor(values, dtype=torch.int64))
+
+
+def insert_in_walk(table, keys, impl):
+    """Rows 0, 1, ... for keys of one walk through an empty table, a group's eight keys at a time.
+
+    In a single call any of them may win the nearer group; this way each group's keys are known.
+    """
+    for first in range(0, len(keys), 8):
+        hash_insert(*table, keys_of(keys[first : first + 8], impl), first, impl=impl)
 
 
 def contents(slot_keys, slot_rows):

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from hash_tables import EXTREMES, GPU, IMPLS, TRITON, contents, empty, keys_of, on, same_home
+from hash_tables import (
+    EXTREMES,
+    GPU,
+    IMPLS,
+    TRITON,
+    contents,
+    empty,
+    insert_in_walk,
+    keys_of,
+    on,
+    same_home,
+)
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.hash_table import (
@@ -75,7 +86,7 @@ def test_probes_walk_their_step_and_wrap_around_the_end(impl, step, home):
     """Twenty keys with one home among eight groups and one step fill it and the next two groups, in order."""
     keys = [key_with_hash(i << 40 | step << 32 | home) for i in range(20)]
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
+    insert_in_walk(table, keys, impl)
     groups = table[1].view(8, 8).tolist()
     walk = [home, (home + step) % 8, (home + 2 * step) % 8]
     assert [sorted(groups[group]) for group in walk] == [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hash_tables import EXTREMES, IMPLS, TRITON, contents, empty, in_walk, keys_of, on
+from hash_tables import EXTREMES, IMPLS, TRITON, contents, empty, in_walk, insert_in_walk, keys_of, on
 
 from tritonrec.kernels.hash_table import (
     HashTableFullError,
@@ -18,7 +18,7 @@ from tritonrec.kernels.hash_table import (
 def test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_they_go_on(impl):
     keys = in_walk(12)
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
+    insert_in_walk(table, keys, impl)
     gone = keys_of([keys[9], keys[2], 777, keys[6]], impl)
     assert hash_erase(*table, gone, impl=impl).tolist() == [9, 2, -1, 6]
     groups = table[1].view(8, 8).tolist()
@@ -33,7 +33,8 @@ def test_erasing_empties_a_slot_where_searches_end_and_leaves_a_tombstone_where_
 def test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(impl):
     one, other = in_walk(2)
     table = empty(64, impl)
-    hash_insert(*table, keys_of([one, other], impl), 0, impl=impl)
+    hash_insert(*table, keys_of([one], impl), 0, impl=impl)
+    hash_insert(*table, keys_of([other], impl), 1, impl=impl)
     hash_erase(*table, keys_of([one, other], impl), impl=impl)
     hash_insert(*table, keys_of([other], impl), 5, impl=impl)  # in the first slot, its leftover in the second
     assert hash_assign(*table, keys_of([other], impl), keys_of([6], impl), impl=impl).tolist() == [5]
@@ -46,7 +47,7 @@ def test_the_leftover_of_a_key_beside_it_is_not_taken_for_it(impl):
 def test_an_insert_reuses_a_tombstone_but_only_for_a_key_that_is_not_further_down(impl):
     keys = in_walk(20)
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
+    insert_in_walk(table, keys, impl)
     hash_erase(*table, keys_of([keys[3], keys[12]], impl), impl=impl)
     further, new, newer = keys[17], *in_walk(2, start=20)
     rows, inserted = hash_insert(*table, keys_of([further, new, newer], impl), 20, impl=impl)
@@ -76,7 +77,7 @@ def test_a_table_of_tombstones_is_empty_and_fills_again(impl):
 def test_growth_drops_tombstones(impl):
     keys = in_walk(30)
     table = empty(64, impl)
-    hash_insert(*table, keys_of(keys, impl), 0, impl=impl)
+    insert_in_walk(table, keys, impl)
     hash_erase(*table, keys_of(keys[::2], impl), impl=impl)
     assert (table[1] == -2).any()
     grown = hash_grow(*table, impl=impl)

@@ -39,7 +39,8 @@ def _build_kernel(
         open_slot = pending & (holder == -1)
         if tl.max(open_slot.to(tl.int32), axis=0) > 0:
             # compare-and-swap takes no mask: no slot holds -2, so an idle lane swaps nothing
-            previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position)
+            # relaxed: the position is all that is handed over, and the keys that it points to nobody writes
+            previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position, sem="relaxed")
             # a lost swap returns the winner, whose key may be the same
             holder = tl.where(open_slot, tl.where(previous == -1, position, previous), holder)
         holder_key = tl.load(keys_ptr + holder, mask=pending, other=0)

@@ -90,9 +90,9 @@ def _claim_kernel(
     lane = tl.full((BLOCK,), 0, tl.int32)
     pending = tl.load(wanted_ptr + offsets, mask=inside, other=0).to(tl.int1)
     visit = tl.full((), 0, tl.int64)
-    # a visit passes a slot or leaves a group, and no group is left twice before all have been seen;
-    # divided, since nine times the groups of 2**31 slots do not fit into int32
-    while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit // 9 < num_groups):
+    # a visit passes a slot or leaves a group, and no group is left twice before all have been seen
+    visits = tl.full((), 9, tl.int64) * num_groups
+    while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < visits):
         slots = group[:, None] * 8 + lanes[None, :]
         # idle lanes read 0, the row of a taken slot, so none of their slots is free
         slot_row = tl.load(slot_rows_ptr + slots, mask=pending[:, None], other=0)
