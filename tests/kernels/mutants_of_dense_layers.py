@@ -79,7 +79,7 @@ MUTANTS = {
         "last_element_dropped": [("mask=place < length)", "mask=place < length - 1)")],
     },
     "linear.triton_linear": {
-        "dropped_tile": [("for start in range(0, inner, BLOCK):", "for start in range(BLOCK, inner, BLOCK):")],
+        "dropped_tile": [("range(tl.full((), 0, tl.int64), inner, BLOCK)", "range(BLOCK, inner, BLOCK)")],
         "lost_sample": [("tl.full((), 0, tl.int64), samples)", "tl.full((), 1, tl.int64), samples)")],
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
         "no_bias": [("if bias_ptr is not None:", "if False:")],
@@ -97,7 +97,7 @@ MUTANTS = {
         "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],
         "invalid_counts": [("mask=item < count, other=0) != 0", "mask=item < count, other=0) >= 0")],
         "sum_not_rescaled": [("total = total * exp(most - higher)", "total = total")],
-        "first_tile_dropped": [("for first in range(0, count, ITEMS):", "for first in range(ITEMS, count, ITEMS):")],
+        "first_tile_dropped": [("range(tl.full((), 0, tl.int64), count, ITEMS)", "range(ITEMS, count, ITEMS)")],
         "label_without_slope": [("(tl.div_rn(exp(score_0 - most), total) - 1.0)", "tl.div_rn(exp(score_0 - most), total)")],
         "no_temperature": [("axis=1) * scale", "axis=1)")],
     },

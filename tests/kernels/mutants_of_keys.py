@@ -157,9 +157,7 @@ CHECKS = {
 CLAIM = 'previous = tl.atomic_cas(slot_rows_ptr + slot, tl.where(trying, seen, -3), row, sem="relaxed")'
 PLAIN_CLAIM = """previous = tl.load(slot_rows_ptr + slot, mask=trying, other=-3)
         tl.store(slot_rows_ptr + slot, row, mask=trying & (previous == seen))"""
-BUILD = """previous = tl.atomic_cas(
-                holders_ptr + slot, tl.where(open_slot, -1, -2), position, sem="relaxed"
-            )"""
+BUILD = 'previous = tl.atomic_cas(holders_ptr + slot, tl.where(open_slot, -1, -2), position, sem="relaxed")'
 PLAIN_BUILD = """previous = tl.load(holders_ptr + slot, mask=open_slot, other=-2)
             tl.store(holders_ptr + slot, position, mask=open_slot & (previous == -1))"""
 COUNT = 'tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")'
