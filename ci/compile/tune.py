@@ -2,7 +2,8 @@
 
 Each candidate stands in for the constants of a Triton file, or for the result of its `configuration`. The
 cases of ci/compile/launches.py for the file's folder run for real, and each of their launches is timed
-alone. The table is printed, the fastest candidate first; a person takes a winner over into the file.
+alone. A module's table is printed when the module is done, the fastest candidate first, and written into the
+file of ``--json``, so that a run that is cut short keeps what it has measured. A person takes a winner over.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import launches
@@ -37,12 +40,22 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "relative_aggregate.triton_relative": {"BLOCK_M": (32, 64), "BLOCK_N": (16, 32), "num_warps": (4, 8)},
 }  # fmt: skip
+# What a program of one dimension calls the number of its elements.
+ELEMENTS = ("BLOCK", "ELEMENTS", "COUNTERS")
+WARP = 32
 
 
 def candidates(module: str) -> Iterator[dict[str, int]]:
+    """Combinations of a module's values that give every thread an element of its own.
+
+    With more threads than elements several threads take one lane of an atomic, and programs race.
+    """
     space = SPACES[module]
     for values in itertools.product(*space.values()):
-        yield dict(zip(space, values, strict=True))
+        candidate = dict(zip(space, values, strict=True))
+        threads = WARP * candidate.get("NUM_WARPS", 0)
+        if all(candidate.get(name, threads) >= threads for name in ELEMENTS):
+            yield candidate
 
 
 @contextmanager
@@ -98,23 +111,33 @@ def microseconds(name: str, candidate: dict[str, int]) -> float:
     return 1e3 * sum(do_bench(call, return_mode="median") for call in calls)
 
 
+def tune(names: list[str], path: Path | None) -> None:
+    """Measure the candidates of each module; print and write its table before the next one begins."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        timed = []
+        for candidate in candidates(name):
+            try:
+                timed.append({**candidate, "microseconds": microseconds(name, candidate)})
+            except Exception as error:  # a candidate may need more than a block can have
+                print(f"{name} {candidate}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        tables[name] = sorted(timed, key=lambda row: row["microseconds"])
+        for row in tables[name]:
+            print(name, json.dumps(row), flush=True)
+        if path is not None:
+            path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "tables": tables}, indent=1))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("module", nargs="*", help=", ".join(SPACES))
-    names = parser.parse_args().module or list(SPACES)
+    parser.add_argument("--json", type=Path, help="file for the tables, written after each module")
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here to time candidates on")
-    for name in names:
-        timed = []
-        for candidate in candidates(name):
-            try:
-                timed.append((microseconds(name, candidate), candidate))
-            except Exception as error:  # a candidate may need more than a block can have
-                print(f"{name} {candidate}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-        for time, candidate in sorted(timed, key=lambda pair: pair[0]):
-            print(f"{name} {candidate} {time:.2f} us on {torch.cuda.get_device_name()}")
+    tune(arguments.module or list(SPACES), arguments.json)
     return 0
 
 

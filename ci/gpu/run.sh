@@ -73,7 +73,7 @@ bench() {
 
 tune() {
     $rehearse && { within "$PYTHON" ci/compile/tune.py --help > /dev/null; return; }
-    within "$PYTHON" ci/compile/tune.py | tee "$OUT/tune.txt"
+    within "$PYTHON" ci/compile/tune.py --json "$OUT/tune.json" | tee "$OUT/tune.txt"
     return "${PIPESTATUS[0]}"
 }
 
