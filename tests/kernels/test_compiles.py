@@ -42,7 +42,7 @@ def compiled(kernel, config, atomic=False):
             signature[name] = type(kind)(*("constexpr" if part is None else part for part in kind))
             constants |= {(n, m): None for m, part in enumerate(kind) if part is None}
         elif name.endswith("_strides"):
-            signature[name] = ("i32", "i32", "i32")
+            signature[name] = ("i32", "i32")
         elif name == "dq_ptr" and atomic:
             signature[name] = table
         else:
@@ -111,7 +111,7 @@ for dim in (32, 50, 128):
             elif argument.endswith("_ptr"):
                 signature[argument] = "*fp32"
             elif argument.endswith("_strides"):
-                signature[argument] = ("i32", "i32", "i32")
+                signature[argument] = ("i32", "i32")
             else:
                 signature[argument] = "constexpr" if argument in constants else "i32"
         source = ASTSource(kernel, signature, constants)

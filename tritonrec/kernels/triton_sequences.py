@@ -22,9 +22,9 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 @triton.jit
 def tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
-    # int64 before the products with the strides: those of a transposed tensor are large
-    feature = tl.arange(0, BLOCK_D).to(tl.int64)
-    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
+    feature = tl.arange(0, BLOCK_D)
+    # begin is int64, and so is the product with the stride; features lie side by side
+    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :]
     return address, (row < length)[:, None] & (feature < dim)[None, :]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
 from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
 from tritonrec.kernels.hstu_attention.triton_bias import Bias
@@ -106,7 +107,9 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
     """A program for each tile and head that there can be; `tensors` by the names of their pointers."""
     q, v = tensors["q"], tensors["v"]
     pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    strides = {f"{name}_strides": t.stride() for name, t in tensors.items() if t.dim() == 3}  # of tables none
+    strides = {
+        f"{name}_strides": t.stride()[:2] for name, t in tensors.items() if t.dim() == 3
+    }  # of tables none
     kernel[tiles.grid(heads)](
         **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
         scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
@@ -118,6 +121,7 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
 def forward(q, k, v, call, out) -> None:
     """Overwrite `out` (M, H, Dv), whatever it held."""
     check(q, v)
+    q, k, v = map(contiguous_heads, (q, k, v))
     config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias)
     tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
@@ -130,6 +134,7 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     Without `call.deterministic` dq is a sum of float32 atomics.
     """
     check(q, v)
+    do, q, k, v = map(contiguous_heads, (do, q, k, v))
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
     if call.deterministic:

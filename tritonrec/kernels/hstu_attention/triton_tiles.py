@@ -29,9 +29,9 @@ class Layout(NamedTuple):
 @triton.jit
 def tile_of(ptr, strides, begin, head, row, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head of a (L, H, D) tensor, and which of the columns exist."""
-    # int64 before the products with the strides: those of a transposed tensor are large
-    feature = tl.arange(0, BLOCK_D).to(tl.int64)
-    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :] * strides[2]
+    feature = tl.arange(0, BLOCK_D)
+    # begin is int64, and so is the product with the stride; features lie side by side
+    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :]
     return address, (feature < dim)[None, :]
 
 

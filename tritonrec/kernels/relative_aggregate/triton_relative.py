@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import dispatch
+from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -193,7 +194,7 @@ def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -
     if tiles == 0:
         return
     kernel[(min(tiles, MOST_PROGRAMS),)](
-        one, other, one.stride(), other.stride(), table,
+        one, other, one.stride()[:2], other.stride()[:2], table,
         seq_offsets if timestamps is None else timestamps.contiguous(), seq_offsets.contiguous(), tiles,
         sequences, heads, one.shape[2], table.shape[-1], HAS_TIMES=timestamps is not None, **config,
     )  # fmt: skip
@@ -201,14 +202,14 @@ def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -
 
 def forward(v, table, seq_offsets, max_seq_len, timestamps, out) -> None:
     """Overwrite `out` (L, H, D), whatever it held."""
-    config = configuration(v)
+    v, config = contiguous_heads(v), configuration(v)
     blocks = triton.cdiv(max_seq_len, config["BLOCK_M"])
     launch(forward_kernel, v, out, table.contiguous(), seq_offsets, timestamps, blocks, config)
 
 
 def backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable) -> None:
     """Overwrite dv (L, H, D) and dtable (B, H, R), whatever they held."""
-    config = configuration(v)
+    do, v, config = contiguous_heads(do), contiguous_heads(v), configuration(v)
     blocks = triton.cdiv(max_seq_len, config["BLOCK_M"])
     launch(values_kernel, do, dv, table.contiguous(), seq_offsets, timestamps, blocks, config)
     config["ENTRIES"] = ENTRIES
