@@ -21,7 +21,6 @@ from typing import Any
 from triton_ir import VALUE, Function, Operation, Region, parse, texts_of
 
 TARGETS = {"sm_80": 80, "sm_90": 90}
-WARP = 32
 # Kernel and argument, with the reason why it does not matter who comes first.
 HARMLESS = {
     ("hash_table.find_kernel", "slot_rows_ptr"): "keys are distinct, and a search for one passes over the "
@@ -67,23 +66,16 @@ def carried(operation: Operation) -> Iterator[tuple[str, str]]:
             yield from zip(names, values, strict=False)
 
 
-def threads_of(layout: str, shape: list[int]) -> int | None:
-    """How many threads hold different elements of a tile; None where a layout is not read here."""
-    found = re.search(
-        r"#ttg\.blocked<\{sizePerThread = \[([\d, ]*)\], threadsPerWarp = \[([\d, ]*)\], "
+def one_owner(layout: str, shape: list[int]) -> bool:
+    """Whether each element of a tile belongs to one thread only; False for layouts that are not read here."""
+    found = re.match(
+        r"#ttg\.blocked<\{sizePerThread = \[[\d, ]*\], threadsPerWarp = \[([\d, ]*)\], "
         r"warpsPerCTA = \[([\d, ]*)\]", layout,
     )  # fmt: skip
-    if not found or "slice" in layout:
-        return None
-    covered = 1
-    for size, each in zip(
-        shape, zip(*(map(int, one.split(",")) for one in found.groups()), strict=True), strict=True
-    ):
-        threads = each[1] * each[2]
-        if size % threads:
-            return None
-        covered *= threads
-    return covered
+    if not found:
+        return False
+    lanes, warps = (map(int, numbers.split(",")) for numbers in found.groups())
+    return all(size % (lane * warp) == 0 for size, lane, warp in zip(shape, lanes, warps, strict=True))
 
 
 def regions_of(operation: Operation) -> list[Region]:
@@ -125,9 +117,6 @@ class Kernel:
 
     def __init__(self, text: str, aliases: dict[str, str]) -> None:
         function = parse(text)
-        warps = re.search(r'"ttg\.num-warps" = (\d+)', text)
-        assert warps, "TTGIR without ttg.num-warps"
-        self.threads = WARP * int(warps[1])
         self.roots = {value: aliases.get(root, root) for value, root in roots_of(function).items()}
         self.addresses = Addresses(function, aliases)
         self.operations = list(function.walk())
@@ -177,7 +166,7 @@ class Kernel:
             return False  # two layouts; or one address, which all threads load
         shape = [int(one) for one in found[0][1].split("x")]
         addresses = {self.addresses.number(one.operands[0]) for one in (load, store)}
-        return len(addresses) == 1 and threads_of(found[0][2], shape) == self.threads
+        return len(addresses) == 1 and one_owner(found[0][2], shape)
 
 
 def faults_of(launch: Any, target: str) -> dict[str, list[str]]:

@@ -52,6 +52,14 @@ def carried_kernel(x_ptr, length):
 
 
 @triton.jit
+def maybe_no_step_kernel(x_ptr, length):
+    place = tl.program_id(0)
+    for step in range(tl.load(x_ptr)):
+        place = tl.minimum(step.to(tl.int32), 7)
+    tl.store(x_ptr + place * 2, 0)  # at fault
+
+
+@triton.jit
 def searching_kernel(x_ptr, length):
     place = 0
     seen = tl.full((), 0, tl.int64)

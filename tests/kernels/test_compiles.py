@@ -175,3 +175,31 @@ def test_hash_table_compiles_for_sm_90(tmp_path):
     done = subprocess.run([sys.executable, "-c", HASH_TABLE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 4
+
+
+RELAXED = r"""
+import re, sys, launches, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for launch in launches.launches("sm_90", sys.argv[1]):
+    attributes = {path: [["tt.divisibility", 16]] for path in launch.aligned}
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options).asm["ptx"]
+    print(launch.name, *sorted(set(re.findall(r"\b(?:atom|red)\.\S+|\b(?:fence|membar)\.\S+", ptx))))
+"""
+
+
+@pytest.mark.parametrize(
+    "only", ["unique padded", *(pytest.param(one, marks=pytest.mark.slow) for one in ("intersect", "hash"))]
+)
+def test_atomics_order_nothing_but_themselves(only, tmp_path):
+    """An ordered one waits for all memory and empties the first-level cache."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f".{os.pathsep}ci/compile"}
+    done = subprocess.run(
+        [sys.executable, "-c", RELAXED, only], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [name for line in done.stdout.splitlines() for name in line.split()[1:]]
+    assert found and all(".relaxed." in name for name in found), done.stdout
