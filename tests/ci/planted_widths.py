@@ -55,7 +55,7 @@ def carried_kernel(x_ptr, length):
 def maybe_no_step_kernel(x_ptr, length):
     place = tl.program_id(0)
     for step in range(tl.load(x_ptr)):
-        place = tl.minimum(step.to(tl.int32), 7)
+        place = tl.minimum(step, 7).to(tl.int32)
     tl.store(x_ptr + place * 2, 0)  # at fault
 
 
