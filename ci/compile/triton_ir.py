@@ -102,7 +102,7 @@ def parse(text: str) -> Function:
 class Reader:
     def __init__(self, text: str) -> None:
         self.places = {m[1]: m[2] for m in re.finditer(r"^(#loc\w*) = loc\((.*)\)$", text, re.M)}
-        self.encodings = [m for m in re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M)]
+        self.encodings = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
         self.seen: dict[str, int] = {}
         self.scopes: list[dict[str, str]] = [{}]
         begin = text.index("tt.func ")
@@ -200,10 +200,7 @@ class Reader:
     def plain(self, line: str) -> str:
         """The line without its location, layouts written out."""
         text = re.sub(r" loc\(.*\)$", "", line)
-        # from the last, so that #blocked1 is not taken for #blocked
-        for name, meaning in reversed(self.encodings):
-            text = re.sub(rf"{name}\b", meaning, text)
-        return text
+        return re.sub(r"#\w+", lambda found: self.encodings.get(found[0], found[0]), text)
 
     def source(self, line: str) -> str:
         """``file.py:12``, of the innermost function that is not Triton's own."""
