@@ -1,0 +1,416 @@
+"""Instructions of one lane: PTX in, LLVM out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .faults import UnsupportedError
+from .ptx import BITS, Statement, group
+
+FLOATS = {"f32": ("float", 32), "f64": ("double", 64)}
+_COMPARE = {"lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge"}
+_ROUNDING = {"rmi": "floor", "rpi": "ceil", "rzi": "trunc", "rni": "rint"}
+_APPROXIMATE = {"ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh": "tanh"}
+SPECIAL = {
+    "%tid.x": "%tid", "%tid.y": "0", "%tid.z": "0", "%laneid": "%lane32", "%warpid": "%warp_index",
+    "%ctaid.x": "%block_x", "%ctaid.y": "%block_y", "%ctaid.z": "%block_z", "%ntid.x": "%threads",
+    "%ntid.y": "1", "%ntid.z": "1", "%nctaid.x": "%grid_x", "%nctaid.y": "%grid_y", "%nctaid.z": "%grid_z",
+}  # fmt: skip
+
+
+class Lane:
+    """The code of one lane of a segment, as it grows."""
+
+    def __init__(self, bits: Callable[[str], int], load: Callable[[str, Lane], str]):
+        self.out: list[str] = []
+        self.now: dict[str, str] = {}
+        self.written: set[str] = set()
+        self.bits = bits
+        self.guard: str | None = None
+        self.suffix = ""
+        self._load = load
+        self._count = 0
+
+    def emit(self, code: str) -> str:
+        """A new value."""
+        self._count += 1
+        name = f"%v{self.suffix}_{self._count}"
+        self.out.append(f"  {name} = {code}")
+        return name
+
+    def register(self, name: str) -> str:
+        """The value of a register, in its own width."""
+        if name not in self.now:
+            self.now[name] = self._load(name, self)
+        return self.now[name]
+
+    def get(self, operand: str, bits: int, signed: bool = False) -> str:
+        """An operand as an integer of `bits`."""
+        if operand in SPECIAL:
+            value, width = SPECIAL[operand], 32
+            if value == "%tid":
+                value = f"%tid{self.suffix}"
+            if value == "%lane32":
+                value = f"%lane{self.suffix}"
+        elif operand.startswith("%"):
+            value, width = self.register(operand), self.bits(operand)
+        else:
+            return constant(operand, bits)
+        return self.resize(value, width, bits, signed)
+
+    def resize(self, value: str, width: int, bits: int, signed: bool = False) -> str:
+        if width == bits:
+            return value
+        how = "trunc" if bits < width else "sext" if signed else "zext"
+        return self.emit(f"{how} i{width} {value} to i{bits}")
+
+    def put(self, register: str, value: str, bits: int, signed: bool = False) -> None:
+        """Write an integer of `bits` to a register, where the guard holds."""
+        if register == "_":
+            return
+        width = self.bits(register)
+        value = self.resize(value, bits, width, signed)
+        if self.guard is not None:
+            old = self.register(register)
+            value = self.emit(f"select i1 {self.guard}, i{width} {value}, i{width} {old}")
+        self.now[register] = value
+        self.written.add(register)
+
+    def float(self, operand: str, kind: str, flush: bool = False) -> str:
+        name, bits = FLOATS[kind]
+        value = self.get(operand, bits)
+        if flush and kind == "f32":
+            value = self.emit(f"call i32 @ftz(i32 {value})")
+        return self.emit(f"bitcast i{bits} {value} to {name}")
+
+    def put_float(self, register: str, value: str, kind: str, flush: bool = False) -> None:
+        name, bits = FLOATS[kind]
+        result = self.emit(f"bitcast {name} {value} to i{bits}")
+        if flush and kind == "f32":
+            result = self.emit(f"call i32 @ftz(i32 {result})")
+        self.put(register, result, bits)
+
+
+def constant(text: str, bits: int) -> str:
+    """An immediate operand as LLVM writes it."""
+    if text == "global_smem":
+        return "0"
+    if found := re.fullmatch(r"0[fd]([0-9A-Fa-f]+)", text):
+        number = int(found[1], 16)
+    else:
+        try:
+            number = int(text.rstrip("U"), 0)
+        except ValueError:
+            raise UnsupportedError(f"the emulator does not know the operand {text!r}") from None
+    number &= (1 << bits) - 1
+    if bits > 1 and number >> (bits - 1):
+        number -= 1 << bits
+    return str(number) if bits > 1 else ("true" if number else "false")
+
+
+def lower(lane: Lane, s: Statement) -> None:
+    """Add the code of a statement that concerns its lane only."""
+    parts, kind = s.parts, s.parts[-1]
+    name = parts[0]
+    if name in _LOWER:
+        _LOWER[name](lane, s, parts, kind)
+    else:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+
+
+def _move(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits = BITS[kind]
+    to, source = s.operands
+    if to.startswith("{"):
+        value = lane.get(source, bits)
+        step = bits // len(group(to))
+        for i, part in enumerate(group(to)):
+            if part != "_":
+                shifted = lane.emit(f"lshr i{bits} {value}, {step * i}")
+                lane.put(part, lane.emit(f"trunc i{bits} {shifted} to i{step}"), step)
+    elif source.startswith("{"):
+        step = bits // len(group(source))
+        total = "0"
+        for i, part in enumerate(group(source)):
+            wide = lane.emit(f"zext i{step} {lane.get(part, step)} to i{bits}")
+            shifted = lane.emit(f"shl i{bits} {wide}, {step * i}")
+            total = lane.emit(f"or i{bits} {total}, {shifted}")
+        lane.put(to, total, bits)
+    else:
+        lane.put(to, lane.get(source, bits), bits)
+
+
+def _arithmetic(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    (_float if kind in FLOATS else _integer)(lane, s, parts, kind)
+
+
+def _float(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    name, flush = parts[0], "ftz" in parts
+    rounding = {p for p in parts[1:-1]} & {"rz", "rm", "rp", "sat"}
+    if rounding:
+        raise UnsupportedError(f"the emulator does not know the rounding of {s.text!r}")
+    to, *sources = s.operands
+    if name in ("min", "max"):
+        bits = BITS[kind]
+        a, b = (lane.get(x, bits) for x in sources)
+        if flush:
+            a, b = (lane.emit(f"call i32 @ftz(i32 {x})") for x in (a, b))
+        helper = f"{name}{'_nan' if 'NaN' in parts else ''}_{kind}"
+        lane.put(to, lane.emit(f"call i{bits} @{helper}(i{bits} {a}, i{bits} {b})"), bits)
+        return
+    f = FLOATS[kind][0]
+    values = [lane.float(x, kind, flush) for x in sources]
+    if name in ("fma", "mad"):
+        a, b, c = values
+        result = lane.emit(f"call {f} @llvm.fma.{kind}({f} {a}, {f} {b}, {f} {c})")
+    else:
+        code = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}[name]
+        result = lane.emit(f"{code} {f} {values[0]}, {values[1]}")
+    lane.put_float(to, result, kind, flush)
+
+
+def _integer(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    name, bits, signed = parts[0], BITS[kind], kind[0] == "s"
+    to, *sources = s.operands
+    if name in ("mul", "mad") and "wide" in parts:
+        wide = 2 * bits
+        a, b = (lane.get(x, bits) for x in sources[:2])
+        extend = "sext" if signed else "zext"
+        if all(re.fullmatch(r"-?\d+", x) for x in (a, b)):
+            raise UnsupportedError(f"the emulator expects a register in {s.text!r}")
+        a = lane.emit(f"{extend} i{bits} {a} to i{wide}")
+        b = lane.emit(f"{extend} i{bits} {b} to i{wide}")
+        value = lane.emit(f"mul i{wide} {a}, {b}")
+        if name == "mad":
+            value = lane.emit(f"add i{wide} {value}, {lane.get(sources[2], wide)}")
+        lane.put(to, value, wide)
+        return
+    values = [lane.get(x, bits, signed) for x in sources]
+    if name in ("mul", "mad") and "hi" in parts:
+        extend, wide = ("sext" if signed else "zext"), 2 * bits
+        a, b = (lane.emit(f"{extend} i{bits} {x} to i{wide}") for x in values[:2])
+        high = lane.emit(f"lshr i{wide} {lane.emit(f'mul i{wide} {a}, {b}')}, {bits}")
+        value = lane.emit(f"trunc i{wide} {high} to i{bits}")
+    elif name in ("min", "max"):
+        value = lane.emit(
+            f"call i{bits} @llvm.{'s' if signed else 'u'}{name}.i{bits}(i{bits} {values[0]}, i{bits} {values[1]})"
+        )
+        if "relu" in parts:
+            value = lane.emit(f"call i{bits} @llvm.smax.i{bits}(i{bits} {value}, i{bits} 0)")
+    elif name in ("div", "rem"):
+        helper = f"{'s' if signed else 'u'}{name}_i{bits}"
+        value = lane.emit(f"call i{bits} @{helper}(i{bits} {values[0]}, i{bits} {values[1]})")
+    elif "sat" in parts or "cc" in parts or name in ("addc", "subc"):
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    else:
+        code = "mul" if name == "mad" else name
+        value = lane.emit(f"{code} i{bits} {values[0]}, {values[1]}")
+    if name == "mad" and "wide" not in parts:
+        value = lane.emit(f"add i{bits} {value}, {values[2]}")
+    lane.put(to, value, bits)
+
+
+def _logic(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits = BITS[kind]
+    a, b = (lane.get(x, bits) for x in s.operands[1:])
+    lane.put(s.operands[0], lane.emit(f"{parts[0]} i{bits} {a}, {b}"), bits)
+
+
+def _not(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits = BITS[kind]
+    all_ones = "true" if bits == 1 else "-1"
+    lane.put(s.operands[0], lane.emit(f"xor i{bits} {lane.get(s.operands[1], bits)}, {all_ones}"), bits)
+
+
+def _negate(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits, x = BITS[kind], lane.get(s.operands[1], BITS[kind])
+    if kind[0] == "f":
+        if "ftz" in parts:
+            x = lane.emit(f"call i32 @ftz(i32 {x})")
+        sign = -(2 ** (bits - 1))
+        code = f"xor i{bits} {x}, {sign}" if parts[0] == "neg" else f"and i{bits} {x}, {-sign - 1}"
+    elif parts[0] == "neg":
+        code = f"sub i{bits} 0, {x}"
+    else:
+        code = f"call i{bits} @llvm.abs.i{bits}(i{bits} {x}, i1 false)"
+    lane.put(s.operands[0], lane.emit(code), bits)
+
+
+def _shift(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits = BITS[kind]
+    to, source, by = s.operands
+    value = lane.get(source, bits)
+    code = "shl" if parts[0] == "shl" else "ashr" if kind[0] == "s" else "lshr"
+    if by.startswith("%"):
+        # more than the width counts as the width: zeros, or copies of the sign
+        number = lane.get(by, 32)
+        large = lane.emit(f"icmp ugt i32 {number}, {bits - 1}")
+        small = lane.resize(
+            lane.emit(f"select i1 {large}, i32 {bits - 1}, i32 {number}"), 32, bits
+        )
+        result = lane.emit(f"{code} i{bits} {value}, {small}")
+        if code != "ashr":
+            result = lane.emit(f"select i1 {large}, i{bits} 0, i{bits} {result}")
+    else:
+        number = int(by, 0)
+        if number >= bits and code != "ashr":
+            result = lane.emit(f"add i{bits} 0, 0")
+        else:
+            result = lane.emit(f"{code} i{bits} {value}, {min(number, bits - 1)}")
+    lane.put(to, result, bits)
+
+
+def _funnel(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    to, a, b, by = s.operands
+    n = lane.get(by, 32)
+    if parts[2] == "wrap":
+        n = lane.emit(f"and i32 {n}, 31")
+    else:
+        n = lane.emit(f"call i32 @llvm.umin.i32(i32 {n}, i32 32)")
+    values = f"i32 {lane.get(a, 32)}, i32 {lane.get(b, 32)}, i32 {n}"
+    lane.put(to, lane.emit(f"call i32 @shf_{parts[1]}({values})"), 32)
+
+
+def _select(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits = BITS[kind]
+    to, a, b, condition = s.operands
+    p = lane.get(condition, 1)
+    lane.put(to, lane.emit(f"select i1 {p}, i{bits} {lane.get(a, bits)}, i{bits} {lane.get(b, bits)}"), bits)
+
+
+def _compare(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    how = parts[1]
+    to, a, b = s.operands[:3]
+    if len(s.operands) > 3 or "|" in to:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    if kind in FLOATS:
+        flush = "ftz" in parts
+        x, y = lane.float(a, kind, flush), lane.float(b, kind, flush)
+        code = {"num": "ord", "nan": "uno"}.get(how)
+        if code is None:
+            code = ("u" if how.endswith("u") and len(how) == 3 else "o") + how[:2]
+        result = lane.emit(f"fcmp {code} {FLOATS[kind][0]} {x}, {y}")
+    else:
+        bits = BITS[kind]
+        x, y = lane.get(a, bits), lane.get(b, bits)
+        sign = "s" if kind[0] == "s" else "u"
+        code = _COMPARE.get(how) or (how if how in ("eq", "ne") else sign + how)
+        result = lane.emit(f"icmp {code} i{bits} {x}, {y}")
+    lane.put(to, result, 1)
+
+
+def _approximate(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    flush = "ftz" in parts
+    if kind not in FLOATS:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    f = FLOATS[kind][0]
+    x = lane.float(s.operands[1], kind, flush)
+    if parts[0] in _APPROXIMATE:
+        result = lane.emit(f"call float %fn_{_APPROXIMATE[parts[0]]}(float {x})")
+    elif parts[0] == "rcp":
+        result = lane.emit(f"fdiv {f} 1.0, {x}")
+    else:
+        result = lane.emit(f"call {f} @llvm.sqrt.{kind}({f} {x})")
+        if parts[0] == "rsqrt":
+            result = lane.emit(f"fdiv {f} 1.0, {result}")
+    lane.put_float(s.operands[0], result, kind, flush)
+
+
+def _bit_field(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    if BITS[kind] != 32:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    name = f"{parts[0]}_{'b32' if parts[0] == 'bfi' else kind}"
+    values = ", ".join(f"i32 {lane.get(x, 32)}" for x in s.operands[1:])
+    lane.put(s.operands[0], lane.emit(f"call i32 @{name}({values})"), 32)
+
+
+def _permute(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    if len(parts) > 2:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    values = ", ".join(f"i32 {lane.get(x, 32)}" for x in s.operands[1:])
+    lane.put(s.operands[0], lane.emit(f"call i32 @prmt({values})"), 32)
+
+
+def _count(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    bits, x = BITS[kind], lane.get(s.operands[1], BITS[kind])
+    if parts[0] == "brev":
+        lane.put(s.operands[0], lane.emit(f"call i{bits} @llvm.bitreverse.i{bits}(i{bits} {x})"), bits)
+        return
+    extra = ", i1 false" if parts[0] == "clz" else ""
+    name = {"popc": "ctpop", "clz": "ctlz"}[parts[0]]
+    value = lane.emit(f"call i{bits} @llvm.{name}.i{bits}(i{bits} {x}{extra})")
+    lane.put(s.operands[0], lane.resize(value, bits, 32), 32)
+
+
+def _convert_address(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    lane.put(s.operands[0], lane.get(s.operands[1], 64), 64)
+
+
+def _convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    to, source = parts[-2], parts[-1]
+    modes, x = parts[1:-2], s.operands
+    flush = "ftz" in modes
+    if set(modes) & {"sat", "relu", "rz", "rm", "rp", "rna"}:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    if to in ("bf16x2", "f16x2"):
+        high, low = (_half(lane, lane.get(each, 32), to[:-2]) for each in x[1:])
+        wide = [lane.emit(f"zext i16 {half} to i32") for half in (high, low)]
+        shifted = lane.emit(f"shl i32 {wide[0]}, 16")
+        lane.put(x[0], lane.emit(f"or i32 {shifted}, {wide[1]}"), 32)
+    elif source == "bf16" and to == "f32":
+        wide_half = lane.emit(f"zext i16 {lane.get(x[1], 16)} to i32")
+        lane.put(x[0], lane.emit(f"shl i32 {wide_half}, 16"), 32)
+    elif source == "f16" and to == "f32":
+        half = lane.emit(f"bitcast i16 {lane.get(x[1], 16)} to half")
+        lane.put_float(x[0], lane.emit(f"fpext half {half} to float"), "f32")
+    elif to in ("bf16", "f16") and source == "f32":
+        lane.put(x[0], _half(lane, lane.get(x[1], 32), to), 16)
+    elif to in FLOATS and source in FLOATS:
+        value = lane.float(x[1], source, flush)
+        f = FLOATS[to][0]
+        whole = [m for m in modes if m in _ROUNDING]
+        if to == source and whole:
+            value = lane.emit(f"call {f} @llvm.{_ROUNDING[whole[0]]}.{to}({f} {value})")
+        elif to != source:
+            value = lane.emit(f"{'fpext' if to == 'f64' else 'fptrunc'} {FLOATS[source][0]} {value} to {f}")
+        lane.put_float(x[0], value, to, flush)
+    elif to in FLOATS:
+        bits, code = BITS[source], "sitofp" if source[0] == "s" else "uitofp"
+        value = lane.emit(f"{code} i{bits} {lane.get(x[1], bits)} to {FLOATS[to][0]}")
+        lane.put_float(x[0], value, to)
+    elif source in FLOATS:
+        value, f = lane.float(x[1], source, flush), FLOATS[source][0]
+        whole = next(m for m in modes if m in _ROUNDING)
+        value = lane.emit(f"call {f} @llvm.{_ROUNDING[whole]}.{source}({f} {value})")
+        code, bits = ("s" if to[0] == "s" else "u"), BITS[to]
+        result = lane.emit(f"call i{bits} @llvm.fpto{code}i.sat.i{bits}.{source}({f} {value})")
+        if source == "f32" and bits == 64 or source == "f64":
+            # a NaN gives the highest bit alone; of float32 to 32 bits, 0
+            nan = lane.emit(f"fcmp uno {f} {value}, {value}")
+            result = lane.emit(f"select i1 {nan}, i{bits} {-(2 ** (bits - 1))}, i{bits} {result}")
+        lane.put(x[0], result, bits, to[0] == "s")
+    elif to in BITS and source in BITS and to[0] in "usb" and source[0] in "usb":
+        value = lane.get(x[1], BITS[source])
+        value = lane.resize(value, BITS[source], BITS[to], source[0] == "s")
+        lane.put(x[0], value, BITS[to], to[0] == "s")
+    else:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+
+
+def _half(lane: Lane, value: str, kind: str) -> str:
+    """float32 bits to the bits of a bfloat16 or float16."""
+    if kind == "bf16":
+        return lane.emit(f"call i16 @bf16(i32 {value})")
+    single = lane.emit(f"bitcast i32 {value} to float")
+    return lane.emit(f"bitcast half {lane.emit(f'fptrunc float {single} to half')} to i16")
+
+
+_LOWER: dict[str, Callable[[Lane, Statement, list[str], str], None]] = {
+    "mov": _move, "not": _not, "neg": _negate, "abs": _negate, "selp": _select, "setp": _compare,
+    "cvt": _convert, "cvta": _convert_address, "shf": _funnel, "prmt": _permute, "brev": _count,
+    **dict.fromkeys(("add", "sub", "mul", "div", "fma", "mad", "min", "max", "rem"), _arithmetic),
+    **dict.fromkeys(("and", "or", "xor"), _logic), **dict.fromkeys(("shl", "shr"), _shift),
+    **dict.fromkeys((*_APPROXIMATE, "rcp", "sqrt", "rsqrt"), _approximate),
+    **dict.fromkeys(("bfe", "bfi"), _bit_field), **dict.fromkeys(("popc", "clz"), _count),
+}  # fmt: skip
