@@ -10,6 +10,7 @@ from . import faults, layout
 from .runtime.shadow import READ_AFTER_WRITE, TWO_WRITES, WRITE_AFTER_READ
 
 if TYPE_CHECKING:
+    from .driver import Row
     from .launch import Launch
 
 _HOW = {
@@ -94,3 +95,19 @@ def _other(writer: int, warps: int, where: str, x: int, y: int) -> str:
     if block + 1 == layout.SEVERAL:
         return "several blocks"
     return f"block ({block % x}, {block // x % y}, {block // x // y}), {plural} {', '.join(numbers)}"
+
+
+def table(rows: dict[str, Row]) -> str:
+    """By kernel: launches, instructions of warps, bytes of global memory, barriers, programs, seconds."""
+    titles = "kernel", "launches", "instructions", "read", "written", "barriers", "programs", "compiled", "s"
+    lines: list[tuple[str, ...]] = [titles]
+    for name, row in sorted(rows.items()):
+        counts = row.counts
+        numbers = row.launches, counts.instructions, counts.bytes_read, counts.bytes_written
+        numbers += counts.barriers, row.programs, row.compiled
+        lines.append((name, *(f"{number:,}" for number in numbers), f"{row.seconds:.2f}"))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
