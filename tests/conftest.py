@@ -1,4 +1,4 @@
-"""Triton kernels run in the interpreter where there is no GPU and none is emulated; one pool of ranks serves all."""
+"""Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
 import os
 from typing import Any

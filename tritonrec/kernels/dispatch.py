@@ -12,7 +12,7 @@ from .caches import prepare_triton
 Impl = Literal["auto", "triton", "cpu", "reference"]
 
 emulated: tuple[int, int] | None = None
-"""Compute capability of the GPU on which an emulator runs the Triton kernels of CPU tensors; None without one."""
+"""Compute capability of the GPU that an emulator stands in for, on CPU tensors; None without an emulator."""
 
 
 def on_host(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Instructions of a warp: which function of the runtime runs, what it reads of each lane and what it returns."""
+"""Instructions of a warp: the function of the runtime, and each lane's operands and results."""
 
 from __future__ import annotations
 

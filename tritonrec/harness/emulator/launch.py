@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import random
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,10 @@ from .settings import Emulation
 
 _MOST_COPIES = 1 << 14
 """Asynchronous copies of a warp that may be under way."""
-_STATE_WORDS = layout.LAUNCH_WORDS
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""mmap's flag for memory that is counted when it is used; Python has no name for it."""
+_LARGE = 1 << 30
+"""Bytes of an argument from which on a launch runs in one schedule: it is too large to copy and compare."""
 
 
 @dataclass
@@ -109,12 +114,20 @@ class Arena:
     def words(self, name: str, count: int) -> tuple[int, np.ndarray]:
         """`count` zeros of int64, and their address."""
         at = self.take(name, 8 * count)
-        words = np.frombuffer((ctypes.c_int64 * count).from_address(at), np.int64)
+        words = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(at))
         words[:] = 0
         return at, words
 
 
 ARENA = Arena()
+
+
+def zeros(size: int) -> np.ndarray:
+    """Bytes that take memory only where they are used: an argument may span more than the machine has."""
+    if size < _LARGE:
+        return np.zeros(size, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -185,8 +198,8 @@ class Launch:
     def run(self, number: int) -> Counts:
         """Run every schedule from the same memory, and compare; the counts of the first one."""
         schedules = schedules_of(self.settings, number)
-        if len(schedules) == 1:
-            return self._once(schedules[0])
+        if len(schedules) == 1 or any(each.end - each.begin > _LARGE for each in self.ranges):
+            return self._once(schedules[-1])
         before = [self._copy(each) for each in self.ranges]
         first, counts = None, Counts()
         for schedule in schedules:
@@ -204,7 +217,7 @@ class Launch:
     @staticmethod
     def _copy(memory: Range) -> np.ndarray:
         size = memory.end - memory.begin
-        return np.frombuffer((ctypes.c_uint8 * size).from_address(memory.begin), np.uint8).copy()
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(memory.begin)).copy()
 
     def _compare(self, first: list[np.ndarray], other: list[np.ndarray]) -> None:
         for memory, one, two in zip(self.ranges, first, other, strict=True):
@@ -215,9 +228,9 @@ class Launch:
                     continue
                 owner = owners[0]
                 raise ScheduleError(
-                    f"{self.program.name}: {owner.name}[{owner.element(address)}] differs between two orders of "
-                    f"the warps, byte {one[at]} and {two[at]}: order the accesses by a barrier or another launch, "
-                    "or declare the argument with `kernels.races.declared`"
+                    f"{self.program.name}: {owner.name}[{owner.element(address)}] differs between two orders "
+                    f"of the warps, byte {one[at]} and {two[at]}: order the accesses by a barrier or another "
+                    "launch, or declare the argument with `kernels.races.declared`"
                 )
 
     def _once(self, schedule: Schedule) -> Counts:
@@ -231,7 +244,7 @@ class Launch:
             return Counts()
         warps = -(-program.threads // 32)
         slots = min(schedule.resident, blocks)
-        at, launch = arena.words("launch", _STATE_WORDS)
+        at, launch = arena.words("launch", layout.LAUNCH_WORDS)
         parameters = np.frombuffer(self.parameters, np.uint8)
         launch[layout.LAUNCH_PROGRAM] = program.address
         launch[layout.LAUNCH_FUNCTIONS] = functions.ctypes.data
@@ -266,7 +279,7 @@ class Launch:
         for row, memory in zip(table.reshape(-1, layout.RANGE_WORDS), self.ranges, strict=False):
             shift = memory.item.bit_length() - 1
             cells = ((memory.end - memory.begin) >> shift) + 1
-            shadow = np.zeros(cells * layout.CELL_BYTES if self.settings.races else 8, np.uint8)
+            shadow = zeros(cells * layout.CELL_BYTES if self.settings.races else 8)
             shadows.append(shadow)
             flags = layout.UNCHECKED * memory.races | layout.FRESH * memory.fresh
             row[:] = memory.begin, memory.end, shadow.ctypes.data, shift, flags

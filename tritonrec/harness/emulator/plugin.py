@@ -1,7 +1,7 @@
 """pytest's options of the emulator: ``pytest --emulate sm_90 -m interpreter``.
 
-Tests that run Triton's interpreter run compiled kernels instead. The schedules of a test depend on the seed and
-on the test alone.
+Tests that run Triton's interpreter run compiled kernels instead. The schedules of a test depend on the seed
+and on the test alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the PTX that Triton makes: parameters, registers, statements with their line in the kernel's source."""
+"""Reads the PTX that Triton makes: parameters, registers, statements with their source lines."""
 
 from __future__ import annotations
 

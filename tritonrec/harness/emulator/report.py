@@ -37,17 +37,19 @@ def fault_of(launch: Launch, state: np.ndarray) -> faults.EmulationError:
     where = _where(launch, state, kind, address)
     if kind == layout.RACE:
         return faults.RaceError(
-            f"{at}: race, {_HOW[detail]} of {where}; the other access is of {_other(other, warps, where, x, y)} "
-            f"and no barrier orders the two; {ends}"
+            f"{at}: race, {_HOW[detail]} of {where}; the other access is of "
+            f"{_other(other, warps, where, x, y)} and no barrier orders the two; {ends}"
         )
     if kind == layout.OUTSIDE:
         return faults.OutsideError(f"{at}: access of {size} bytes outside of every tensor, {where}; {ends}")
     if kind == layout.OUTSIDE_SHARED:
         return faults.OutsideError(
-            f"{at}: access of {size} bytes at byte {address} of {launch.shared} bytes of shared memory; {ends}"
+            f"{at}: access of {size} bytes at {address} of {launch.shared} bytes of shared memory; {ends}"
         )
     if kind == layout.MISALIGNED:
-        return faults.MisalignedError(f"{at}: access of {size} bytes at address {address:#x}, {where}; {ends}")
+        return faults.MisalignedError(
+            f"{at}: access of {size} bytes at address {address:#x}, {where}; {ends}"
+        )
     if kind == layout.UNINITIALISED:
         return faults.UninitialisedError(f"{at}: read of {where}, which nobody wrote; {ends}")
     if kind == layout.DIVERGED:
@@ -63,7 +65,9 @@ def fault_of(launch: Launch, state: np.ndarray) -> faults.EmulationError:
         return faults.HangError(
             f"{at}: no memory has changed for {launch.settings.patience} accesses; next {ends}"
         )
-    return faults.UnsupportedError(f"{at}: more asynchronous copies under way than the emulator keeps; {ends}")
+    return faults.UnsupportedError(
+        f"{at}: more asynchronous copies under way than the emulator keeps; {ends}"
+    )
 
 
 def _shared(kind: int, address: int, state: np.ndarray) -> bool:
@@ -103,11 +107,16 @@ def table(rows: dict[str, Row]) -> str:
     lines: list[tuple[str, ...]] = [titles]
     for name, row in sorted(rows.items()):
         counts = row.counts
-        numbers = row.launches, counts.instructions, counts.bytes_read, counts.bytes_written
-        numbers += counts.barriers, row.programs, row.compiled
+        numbers = (
+            row.launches, counts.instructions, counts.bytes_read, counts.bytes_written, counts.barriers,
+            row.programs, row.compiled,
+        )  # fmt: skip
         lines.append((name, *(f"{number:,}" for number in numbers), f"{row.seconds:.2f}"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )

@@ -193,9 +193,8 @@ def _integer(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         high = lane.emit(f"lshr i{wide} {lane.emit(f'mul i{wide} {a}, {b}')}, {bits}")
         value = lane.emit(f"trunc i{wide} {high} to i{bits}")
     elif name in ("min", "max"):
-        value = lane.emit(
-            f"call i{bits} @llvm.{'s' if signed else 'u'}{name}.i{bits}(i{bits} {values[0]}, i{bits} {values[1]})"
-        )
+        function = f"@llvm.{'s' if signed else 'u'}{name}.i{bits}"
+        value = lane.emit(f"call i{bits} {function}(i{bits} {values[0]}, i{bits} {values[1]})")
         if "relu" in parts:
             value = lane.emit(f"call i{bits} @llvm.smax.i{bits}(i{bits} {value}, i{bits} 0)")
     elif name in ("div", "rem"):
@@ -244,11 +243,9 @@ def _shift(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     code = "shl" if parts[0] == "shl" else "ashr" if kind[0] == "s" else "lshr"
     if by.startswith("%"):
         # more than the width counts as the width: zeros, or copies of the sign
-        number = lane.get(by, 32)
-        large = lane.emit(f"icmp ugt i32 {number}, {bits - 1}")
-        small = lane.resize(
-            lane.emit(f"select i1 {large}, i32 {bits - 1}, i32 {number}"), 32, bits
-        )
+        amount = lane.get(by, 32)
+        large = lane.emit(f"icmp ugt i32 {amount}, {bits - 1}")
+        small = lane.resize(lane.emit(f"select i1 {large}, i32 {bits - 1}, i32 {amount}"), 32, bits)
         result = lane.emit(f"{code} i{bits} {value}, {small}")
         if code != "ashr":
             result = lane.emit(f"select i1 {large}, i{bits} 0, i{bits} {result}")
@@ -369,9 +366,9 @@ def _convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     elif to in FLOATS and source in FLOATS:
         value = lane.float(x[1], source, flush)
         f = FLOATS[to][0]
-        whole = [m for m in modes if m in _ROUNDING]
-        if to == source and whole:
-            value = lane.emit(f"call {f} @llvm.{_ROUNDING[whole[0]]}.{to}({f} {value})")
+        to_integer = [m for m in modes if m in _ROUNDING]
+        if to == source and to_integer:
+            value = lane.emit(f"call {f} @llvm.{_ROUNDING[to_integer[0]]}.{to}({f} {value})")
         elif to != source:
             value = lane.emit(f"{'fpext' if to == 'f64' else 'fptrunc'} {FLOATS[source][0]} {value} to {f}")
         lane.put_float(x[0], value, to, flush)
@@ -385,7 +382,7 @@ def _convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         value = lane.emit(f"call {f} @llvm.{_ROUNDING[whole]}.{source}({f} {value})")
         code, bits = ("s" if to[0] == "s" else "u"), BITS[to]
         result = lane.emit(f"call i{bits} @llvm.fpto{code}i.sat.i{bits}.{source}({f} {value})")
-        if source == "f32" and bits == 64 or source == "f64":
+        if (source == "f32" and bits == 64) or source == "f64":
             # a NaN gives the highest bit alone; of float32 to 32 bits, 0
             nan = lane.emit(f"fcmp uno {f} {value}, {value}")
             result = lane.emit(f"select i1 {nan}, i{bits} {-(2 ** (bits - 1))}, i{bits} {result}")

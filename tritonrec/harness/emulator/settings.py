@@ -23,10 +23,10 @@ class Emulation:
     uninitialised: bool = setting(
         False, "Look for reads of what torch.empty left as it was: it is filled with a NaN."
     )
-    lockstep: bool = setting(True, "Lanes of a warp that agree where to go stay together, as on the hardware.")
-    patience: int = setting(
-        4_000_000, "Accesses that change nothing after which warps hang.", 1_000, 10**12
+    lockstep: bool = setting(
+        True, "Lanes of a warp that agree where to go stay together, as on the hardware."
     )
+    patience: int = setting(4_000_000, "Accesses that change nothing after which warps hang.", 1_000, 10**12)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""PTX to LLVM: one function that runs a warp from where it stands until it waits, is interrupted or ends.
+"""PTX to LLVM: a function that runs a warp from its place in the program until it waits or ends.
 
-A block of PTX is cut into *segments*. A segment is a loop over the running lanes whose body holds instructions
-of one lane; behind it stand *calls*, instructions of the whole warp, which no later instruction of the segment
-needs. A register whose value passes from one segment to another has a place in the warp's frame, 32 lanes wide;
-all others are LLVM values. Every segment and every place to return to after a call has a number, its *pc*, and
-the function begins with a `switch` over them: nothing is on the stack when a warp stops.
+A block of PTX is cut into *segments*. A segment is a loop over the running lanes, whose body holds
+instructions of one lane. Behind it stand *calls*, instructions of the whole warp, on whose results no
+instruction of the segment depends. A register whose value passes from one segment to another has a place in
+the warp's frame, 32 lanes wide; all others are LLVM values. Every segment, and every place to return to after
+a call, has a number, its *pc*. The function begins with a `switch` over them: nothing is on the stack when a
+warp stops.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .faults import UnsupportedError
 from .helpers import used
 from .layout import IO_ADDRESS, IO_DATA, IO_MASK
 from .ptx import BITS, Kernel, Statement
-from .runtime.functions import FLOAT_FUNCTIONS, NAMES
+from .runtime.functions import NAMES
 from .scalar import Lane, lower
 
 _MOST_CALLS = 48
@@ -125,7 +126,7 @@ class _Translator:
         self.frame_bytes += -(-size // 32) * 32
 
     def _place_buffers(self) -> None:
-        """The calls of neighbouring segments use two regions in turn: one is read while the other is filled."""
+        """Calls of neighbouring segments use two regions in turn: one is read, the other filled."""
         most = 0
         for segment in self.segments:
             at = 0
@@ -500,9 +501,7 @@ class _Translator:
             f"  br i1 %fast{n}, label %a{n}, label %b{n}",
             f"b{n}:",
             f"  %lanes{n} = zext i32 {lanes} to i64",
-            *self._function(
-                f"%g{n}", "branch", 0, f"%lanes{n}", "0", self.pcs[target], self.pcs[other]
-            ),
+            *self._function(f"%g{n}", "branch", 0, f"%lanes{n}", "0", self.pcs[target], self.pcs[other]),
             "  br label %dispatch",
             f"a{n}:",
         ]

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import FAULT_KIND, FAULT_SITE, FAULTED, WARP_FUEL, WARP_LAUNCH
+from .. import layout
 
 
 def _loader(bits):
@@ -113,34 +113,34 @@ def draw(launch, number_of_random):
 @njit(cache=True)
 def spend(warp):
     """One unit of the warp's time; 1 when another warp is to run."""
-    fuel = field(warp, WARP_FUEL) - 1
-    put(warp, WARP_FUEL, fuel)
+    fuel = field(warp, layout.WARP_FUEL) - 1
+    put(warp, layout.WARP_FUEL, fuel)
     return 1 if fuel <= 0 else 0
 
 
 @njit(cache=True)
 def fault(warp, kind, site, lane, address, size, cell, detail):
     """Note the first fault of a launch. `cell`: of the shadow, whose other user is to be named, or 0."""
-    launch = field(warp, WARP_LAUNCH)
-    if field(launch, FAULT_KIND) == 0:
+    launch = field(warp, layout.WARP_LAUNCH)
+    if field(launch, layout.FAULT_KIND) == 0:
         note_fault(launch, warp, kind, site, lane, address, size, cell, detail)
-    return FAULTED
+    return layout.FAULTED
 
 
 @njit(cache=True)
 def note_fault(launch, warp, kind, site, lane, address, size, cell, detail):
     # the fields in the order of `layout`: kind, site, pc, block, warp, lane, address, size, other, detail
     block = field(warp, 1)
-    store8(launch + 8 * FAULT_KIND, kind)
-    store8(launch + 8 * FAULT_SITE, site)
-    store8(launch + 8 * (FAULT_SITE + 1), field(warp, 5))
-    store8(launch + 8 * (FAULT_SITE + 2), field(block, 9))
-    store8(launch + 8 * (FAULT_SITE + 3), field(warp, 2))
-    store8(launch + 8 * (FAULT_SITE + 4), lane)
-    store8(launch + 8 * (FAULT_SITE + 5), address)
-    store8(launch + 8 * (FAULT_SITE + 6), size)
+    store8(launch + 8 * layout.FAULT_KIND, kind)
+    store8(launch + 8 * layout.FAULT_SITE, site)
+    store8(launch + 8 * (layout.FAULT_SITE + 1), field(warp, 5))
+    store8(launch + 8 * (layout.FAULT_SITE + 2), field(block, 9))
+    store8(launch + 8 * (layout.FAULT_SITE + 3), field(warp, 2))
+    store8(launch + 8 * (layout.FAULT_SITE + 4), lane)
+    store8(launch + 8 * (layout.FAULT_SITE + 5), address)
+    store8(launch + 8 * (layout.FAULT_SITE + 6), size)
     if cell != 0:
         writes = detail != 2
-        store8(launch + 8 * (FAULT_SITE + 7), load4(cell if writes else cell + 12))
-        store8(launch + 8 * (FAULT_SITE + 8), load4(cell + 8 if writes else cell + 20))
-    store8(launch + 8 * (FAULT_SITE + 9), detail)
+        store8(launch + 8 * (layout.FAULT_SITE + 7), load4(cell if writes else cell + 12))
+        store8(launch + 8 * (layout.FAULT_SITE + 8), load4(cell + 8 if writes else cell + 20))
+    store8(launch + 8 * (layout.FAULT_SITE + 9), detail)

@@ -7,20 +7,7 @@ import numpy as np
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import (
-    ATOMIC,
-    BLOCK_SHARED,
-    IO_ADDRESS,
-    IO_DATA,
-    LAUNCH_BYTES_READ,
-    LAUNCH_BYTES_WRITTEN,
-    LAUNCH_CHECKS,
-    LAUNCH_PROGRESS,
-    MISALIGNED,
-    OUTSIDE,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
+from .. import layout
 from .access import (
     bits_of,
     bits_of_double,
@@ -46,9 +33,7 @@ LOWEST = np.int64(-(2**63))
 
 def code(operation: str, kind: str, size: int, count: int, shared: bool) -> int:
     """The argument `a` of `atomic`."""
-    return (
-        OPERATIONS.index(operation) | KINDS.index(kind) << 4 | size << 8 | count << 16 | int(shared) << 24
-    )
+    return OPERATIONS.index(operation) | KINDS.index(kind) << 4 | size << 8 | count << 16 | int(shared) << 24
 
 
 @njit(cache=True)
@@ -93,33 +78,33 @@ def combined(operation, kind, size, old, value, compared):
 
 @njit(cache=True)
 def atomic(warp, site, lanes, io, how, out):
-    """`how` is of `code`; a lane's data are its operands, for CAS the value compared first; old values at `out`."""
-    launch = field(warp, WARP_LAUNCH)
-    checks = field(launch, LAUNCH_CHECKS)
+    """`how` is of `code`. A lane's data: operands, of CAS the value compared first; old values at `out`."""
+    launch = field(warp, layout.WARP_LAUNCH)
+    checks = field(launch, layout.LAUNCH_CHECKS)
     operation, kind, size = how & 15, (how >> 4) & 15, (how >> 8) & 255
     count, in_shared = (how >> 16) & 255, (how >> 24) & 1
     stride = size * (2 if operation == CAS else count)
-    base = field(field(warp, WARP_BLOCK), BLOCK_SHARED) if in_shared else 0
+    base = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED) if in_shared else 0
     new, changed, used = io + 8, 0, 0
     lane, step = lane_order(launch)
     for _turn in range(32):
         lane = (lane + step) & 31
         if not (lanes >> lane) & 1:
             continue
-        at = load8(io + IO_ADDRESS + 8 * lane)
+        at = load8(io + layout.IO_ADDRESS + 8 * lane)
         place = 0
         if in_shared:
             if check_shared(warp, launch, site, lane, at, size):
                 return 4
         else:
             if at % (size * count):
-                return fault(warp, MISALIGNED, site, lane, at, size * count, 0, 0)
+                return fault(warp, layout.MISALIGNED, site, lane, at, size * count, 0, 0)
             place = range_of(launch, at, size * count)
             if place == 0:
-                return fault(warp, OUTSIDE, site, lane, at, size * count, 0, 0)
+                return fault(warp, layout.OUTSIDE, site, lane, at, size * count, 0, 0)
         for each in range(count):
             address = base + at + size * each
-            data = io + IO_DATA + stride * lane + size * each
+            data = io + layout.IO_DATA + stride * lane + size * each
             old = load4(address) if size == 4 else load8(address)
             first = load4(data) if size == 4 else load8(data)
             value = first
@@ -129,9 +114,9 @@ def atomic(warp, site, lanes, io, how, out):
             store8(new, result)
             if checks:
                 if in_shared:
-                    if note_shared(warp, site, lane, at + size * each, size, new, ATOMIC):
+                    if note_shared(warp, site, lane, at + size * each, size, new, layout.ATOMIC):
                         return 4
-                elif note_global(warp, site, lane, at + size * each, size, place, new, ATOMIC):
+                elif note_global(warp, site, lane, at + size * each, size, place, new, layout.ATOMIC):
                     return 4
             if size == 4:
                 store4(address, result)
@@ -146,7 +131,7 @@ def atomic(warp, site, lanes, io, how, out):
                     store8(io + out + size * lane, old)
             used += size
     if not in_shared:
-        increase(launch, LAUNCH_BYTES_READ, used)
-        increase(launch, LAUNCH_BYTES_WRITTEN, used)
-    increase(launch, LAUNCH_PROGRESS, changed)
+        increase(launch, layout.LAUNCH_BYTES_READ, used)
+        increase(launch, layout.LAUNCH_BYTES_WRITTEN, used)
+    increase(launch, layout.LAUNCH_PROGRESS, changed)
     return spend(warp)

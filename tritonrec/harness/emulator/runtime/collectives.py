@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import (
-    BLOCK_SHARED,
-    IO_ADDRESS,
-    IO_DATA,
-    LAUNCH_CHECKS,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
+from .. import layout
 from .access import field, load2, load4, load8, store2, store4
 from .memory import check_shared, note_shared
 
@@ -26,11 +19,11 @@ BALLOT, ANY, ALL, UNI = range(4)
 
 @njit(cache=True)
 def shuffle(warp, site, lanes, io, mode, out):
-    """A lane's data: value, other lane or distance, clamp and segment mask. Out: value, and whether in range."""
+    """A lane's data: value, lane or distance, clamp and segment mask. Out: value, and if it is in range."""
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        data = io + IO_DATA + 12 * lane
+        data = io + layout.IO_DATA + 12 * lane
         value, b, c = load4(data), load4(data + 4) & 31, load4(data + 8)
         clamp, segment = c & 31, (c >> 8) & 31
         most = (lane & segment) | (clamp & ~segment & 31)
@@ -47,7 +40,7 @@ def shuffle(warp, site, lanes, io, mode, out):
             other = (lane & segment) | (b & ~segment & 31)
             inside = other <= most
         if inside:
-            value = load4(io + IO_DATA + 12 * (other & 31))
+            value = load4(io + layout.IO_DATA + 12 * (other & 31))
         store4(io + out + 8 * lane, value)
         store4(io + out + 8 * lane + 4, inside)
     return 0
@@ -60,12 +53,12 @@ def reduce(warp, site, lanes, io, how, out):
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        members = load4(io + IO_DATA + 8 * lane + 4)
+        members = load4(io + layout.IO_DATA + 8 * lane + 4)
         total, first = 0, True
         for other in range(32):
             if not (members >> other) & 1:
                 continue
-            value = load4(io + IO_DATA + 8 * other)
+            value = load4(io + layout.IO_DATA + 8 * other)
             if is_signed:
                 value = (value ^ (1 << 31)) - (1 << 31)
             if first:
@@ -92,10 +85,10 @@ def vote(warp, site, lanes, io, how, out):
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        members = load4(io + IO_DATA + 8 * lane + 4)
+        members = load4(io + layout.IO_DATA + 8 * lane + 4)
         ballot = 0
         for other in range(32):
-            if (members >> other) & 1 and load4(io + IO_DATA + 8 * other):
+            if (members >> other) & 1 and load4(io + layout.IO_DATA + 8 * other):
                 ballot |= 1 << other
         if how == ANY:
             ballot = 1 if ballot else 0
@@ -110,11 +103,11 @@ def vote(warp, site, lanes, io, how, out):
 @njit(cache=True)
 def matrix_row(warp, site, io, row_lane, write, value, how):
     """Check the 16 bytes of a row of an 8 x 8 matrix whose address lane `row_lane` holds; 0, or a fault."""
-    launch = field(warp, WARP_LAUNCH)
-    at = load8(io + IO_ADDRESS + 8 * row_lane)
+    launch = field(warp, layout.WARP_LAUNCH)
+    at = load8(io + layout.IO_ADDRESS + 8 * row_lane)
     if check_shared(warp, launch, site, row_lane, at, 16):
         return 4
-    if field(launch, LAUNCH_CHECKS) and not write and note_shared(warp, site, row_lane, at, 16, 0, 0):
+    if field(launch, layout.LAUNCH_CHECKS) and not write and note_shared(warp, site, row_lane, at, 16, 0, 0):
         return 4
     return 0
 
@@ -123,7 +116,7 @@ def matrix_row(warp, site, io, row_lane, write, value, how):
 def load_matrix(warp, site, lanes, io, how, out):
     """ldmatrix: `how` is the number of matrices, plus 8 for transposed ones."""
     number, transposed = how & 7, how & 8
-    shared = field(field(warp, WARP_BLOCK), BLOCK_SHARED)
+    shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
     for row in range(8 * number):
         if matrix_row(warp, site, io, row, False, 0, 0):
             return 4
@@ -132,7 +125,7 @@ def load_matrix(warp, site, lanes, io, how, out):
             for half in range(2):
                 row = 2 * (lane % 4) + half if transposed else lane // 4
                 column = lane // 4 if transposed else 2 * (lane % 4) + half
-                at = load8(io + IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
+                at = load8(io + layout.IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
                 store2(io + out + 4 * (number * lane + matrix) + 2 * half, load2(shared + at))
     return 0
 
@@ -141,8 +134,8 @@ def load_matrix(warp, site, lanes, io, how, out):
 def store_matrix(warp, site, lanes, io, how, out):
     """stmatrix: as `load_matrix`, the other way."""
     number, transposed = how & 7, how & 8
-    launch = field(warp, WARP_LAUNCH)
-    shared = field(field(warp, WARP_BLOCK), BLOCK_SHARED)
+    launch = field(warp, layout.WARP_LAUNCH)
+    shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
     for row in range(8 * number):
         if matrix_row(warp, site, io, row, True, 0, 0):
             return 4
@@ -151,9 +144,9 @@ def store_matrix(warp, site, lanes, io, how, out):
             for half in range(2):
                 row = 2 * (lane % 4) + half if transposed else lane // 4
                 column = lane // 4 if transposed else 2 * (lane % 4) + half
-                at = load8(io + IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
-                data = io + IO_DATA + 4 * (number * lane + matrix) + 2 * half
-                if field(launch, LAUNCH_CHECKS) and note_shared(warp, site, lane, at, 2, data, 0):
+                at = load8(io + layout.IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
+                data = io + layout.IO_DATA + 4 * (number * lane + matrix) + 2 * half
+                if field(launch, layout.LAUNCH_CHECKS) and note_shared(warp, site, lane, at, 2, data, 0):
                     return 4
                 store2(shared + at, load2(data))
     return 0

@@ -33,6 +33,10 @@ _OF_FLOAT = types.float32(types.float32)
 @cache
 def compiled():
     """The functions as C callables, kept alive with their addresses."""
-    made = [cfunc(_OF_WARP, nopython=True, cache=True)(function.py_func) for function in WARP_FUNCTIONS.values()]
-    made += [cfunc(_OF_FLOAT, nopython=True, cache=True)(function.py_func) for function in FLOAT_FUNCTIONS.values()]
+    made = [
+        cfunc(_OF_WARP, nopython=True, cache=True)(function.py_func) for function in WARP_FUNCTIONS.values()
+    ]
+    made += [
+        cfunc(_OF_FLOAT, nopython=True, cache=True)(function.py_func) for function in FLOAT_FUNCTIONS.values()
+    ]
     return made, np.array([each.address for each in made], dtype=np.int64)

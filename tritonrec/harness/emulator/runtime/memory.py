@@ -10,54 +10,22 @@ from __future__ import annotations
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import (
-    ASYNC,
-    BLOCK_EPOCH,
-    BLOCK_FIRST_EPOCH,
-    BLOCK_LINEAR,
-    BLOCK_OF_CELL,
-    BLOCK_SHADOW,
-    BLOCK_SHARED,
-    CELL_BYTES,
-    CELL_WRITE_EPOCH,
-    CELL_WRITER,
-    COPY_WORDS,
-    FRESH,
-    IO_ADDRESS,
-    IO_DATA,
-    LAUNCH_BYTES_READ,
-    LAUNCH_BYTES_WRITTEN,
-    LAUNCH_CHECKS,
-    LAUNCH_LATE_COPIES,
-    LAUNCH_MAX_COPIES,
-    LAUNCH_NUM_RANGES,
-    LAUNCH_POISON,
-    LAUNCH_PROGRESS,
-    LAUNCH_RANDOM,
-    LAUNCH_RANGES,
-    LAUNCH_SHARED_BYTES,
-    MISALIGNED,
-    OUTSIDE,
-    OUTSIDE_SHARED,
-    POISON,
-    RACE,
-    RANGE_BEGIN,
-    RANGE_END,
-    RANGE_FLAGS,
-    RANGE_SHADOW,
-    RANGE_SHIFT,
-    RANGE_WORDS,
-    TOO_MANY,
-    UNCHECKED,
-    UNINITIALISED,
-    WARP_BLOCK,
-    WARP_COPIES,
-    WARP_GROUP,
-    WARP_INDEX,
-    WARP_LAUNCH,
-    WARP_NUM_COPIES,
+from .. import layout
+from .access import (
+    draw,
+    fault,
+    field,
+    increase,
+    load1,
+    load2,
+    load4,
+    load8,
+    put,
+    spend,
+    store1,
+    store2,
+    store4,
 )
-from .access import draw, fault, field, increase, load1, load2, load4, load8, put, spend, store1, store2, store4
 from .shadow import note_read, note_write
 
 
@@ -75,10 +43,10 @@ def copy_bytes(to, source, size):
 @njit(cache=True)
 def equal_bytes(one, other, size):
     if size >= 4:
+        different = 0
         for i in range(0, size, 4):
-            if load4(one + i) != load4(other + i):
-                return False
-        return True
+            different |= load4(one + i) ^ load4(other + i)
+        return different == 0
     if size == 2:
         return load2(one) == load2(other)
     return load1(one) == load1(other)
@@ -87,24 +55,31 @@ def equal_bytes(one, other, size):
 @njit(cache=True)
 def range_of(launch, address, size):
     """The range of global memory around an access, or 0."""
-    ranges = field(launch, LAUNCH_RANGES)
-    for i in range(field(launch, LAUNCH_NUM_RANGES)):
-        each = ranges + 8 * RANGE_WORDS * i
-        if address >= field(each, RANGE_BEGIN) and address + size <= field(each, RANGE_END):
+    ranges = field(launch, layout.LAUNCH_RANGES)
+    for i in range(field(launch, layout.LAUNCH_NUM_RANGES)):
+        each = ranges + 8 * layout.RANGE_WORDS * i
+        if address >= field(each, layout.RANGE_BEGIN) and address + size <= field(each, layout.RANGE_END):
             return each
     return 0
 
 
 @njit(cache=True)
 def note_global(warp, site, lane, address, size, at, value, flags):
-    """Check an access of global memory inside the range `at`: of `value`, the address of what is written, or 0."""
-    if field(at, RANGE_FLAGS) & UNCHECKED:
+    """Check an access inside the range `at`; `value` is the address of the bytes to be written, or 0."""
+    if field(at, layout.RANGE_FLAGS) & layout.UNCHECKED:
         return 0
-    block = field(warp, WARP_BLOCK)
-    number, epoch, own = field(block, BLOCK_LINEAR) + 1, field(block, BLOCK_EPOCH), field(warp, WARP_INDEX)
-    shift = field(at, RANGE_SHIFT)
+    block = field(warp, layout.WARP_BLOCK)
+    number, epoch, own = (
+        field(block, layout.BLOCK_LINEAR) + 1,
+        field(block, layout.BLOCK_EPOCH),
+        field(warp, layout.WARP_INDEX),
+    )
+    shift = field(at, layout.RANGE_SHIFT)
     step = 1 << shift
-    cell = field(at, RANGE_SHADOW) + ((address - field(at, RANGE_BEGIN)) >> shift) * CELL_BYTES
+    cell = (
+        field(at, layout.RANGE_SHADOW)
+        + ((address - field(at, layout.RANGE_BEGIN)) >> shift) * layout.CELL_BYTES
+    )
     done = 0
     while done < size:
         if value == 0:
@@ -114,8 +89,8 @@ def note_global(warp, site, lane, address, size, at, value, flags):
             changes = not equal_bytes(value + done, address + done, part)
             how = note_write(cell, number, epoch, own, changes, flags)
         if how:
-            return fault(warp, RACE, site, lane, address + done, size, cell, how)
-        cell += CELL_BYTES
+            return fault(warp, layout.RACE, site, lane, address + done, size, cell, how)
+        cell += layout.CELL_BYTES
         done += step
     return 0
 
@@ -123,21 +98,21 @@ def note_global(warp, site, lane, address, size, at, value, flags):
 @njit(cache=True)
 def note_shared(warp, site, lane, at, size, value, flags):
     """Check an access of shared memory, as `note_global` does."""
-    block = field(warp, WARP_BLOCK)
-    epoch, own = field(block, BLOCK_EPOCH), field(warp, WARP_INDEX)
-    first, shared = field(block, BLOCK_FIRST_EPOCH), field(block, BLOCK_SHARED)
-    cell = field(block, BLOCK_SHADOW) + at * CELL_BYTES
+    block = field(warp, layout.WARP_BLOCK)
+    epoch, own = field(block, layout.BLOCK_EPOCH), field(warp, layout.WARP_INDEX)
+    first, shared = field(block, layout.BLOCK_FIRST_EPOCH), field(block, layout.BLOCK_SHARED)
+    cell = field(block, layout.BLOCK_SHADOW) + at * layout.CELL_BYTES
     for i in range(size):
         if value == 0:
-            if load4(cell + CELL_WRITER) == 0 or load4(cell + CELL_WRITE_EPOCH) < first:
-                return fault(warp, UNINITIALISED, site, lane, at + i, size, 0, 0)
+            if load4(cell + layout.CELL_WRITER) == 0 or load4(cell + layout.CELL_WRITE_EPOCH) < first:
+                return fault(warp, layout.UNINITIALISED, site, lane, at + i, size, 0, 0)
             how = note_read(cell, 1, epoch, own, False)
         else:
             changes = value < 0 or load1(value + i) != load1(shared + at + i)
             how = note_write(cell, 1, epoch, own, changes, flags)
         if how:
-            return fault(warp, RACE, site, lane, at + i, size, cell, how)
-        cell += CELL_BYTES
+            return fault(warp, layout.RACE, site, lane, at + i, size, cell, how)
+        cell += layout.CELL_BYTES
     return 0
 
 
@@ -145,107 +120,107 @@ def note_shared(warp, site, lane, at, size, value, flags):
 def check_shared(warp, launch, site, lane, at, size):
     """Whether a shared access has a good address; 0, or a fault."""
     if at % size:
-        return fault(warp, MISALIGNED, site, lane, at, size, 0, 1)
-    if at < 0 or at + size > field(launch, LAUNCH_SHARED_BYTES):
-        return fault(warp, OUTSIDE_SHARED, site, lane, at, size, 0, 0)
+        return fault(warp, layout.MISALIGNED, site, lane, at, size, 0, 1)
+    if at < 0 or at + size > field(launch, layout.LAUNCH_SHARED_BYTES):
+        return fault(warp, layout.OUTSIDE_SHARED, site, lane, at, size, 0, 0)
     return 0
 
 
 @njit(cache=True)
 def lane_order(launch):
-    """(start, step): lanes in the order start, start + step, ... modulo 32, which the hardware leaves open."""
-    number = draw(launch, LAUNCH_RANDOM)
+    """(start, step): lanes in the order start, start + step, ... modulo 32; the hardware leaves it open."""
+    number = draw(launch, layout.LAUNCH_RANDOM)
     return number & 31, ((number >> 5) & 31) | 1
 
 
 @njit(cache=True)
 def global_load(warp, site, lanes, io, size, _):
-    launch = field(warp, WARP_LAUNCH)
-    checks = field(launch, LAUNCH_CHECKS)
-    poison = field(launch, LAUNCH_POISON)
+    launch = field(warp, layout.WARP_LAUNCH)
+    checks = field(launch, layout.LAUNCH_CHECKS)
+    poison = field(launch, layout.LAUNCH_POISON)
     at, begin, end, count = 0, 0, 0, 0
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        address = load8(io + IO_ADDRESS + 8 * lane)
+        address = load8(io + layout.IO_ADDRESS + 8 * lane)
         if address % size:
-            return fault(warp, MISALIGNED, site, lane, address, size, 0, 0)
+            return fault(warp, layout.MISALIGNED, site, lane, address, size, 0, 0)
         if address < begin or address + size > end:
             at = range_of(launch, address, size)
             if at == 0:
-                return fault(warp, OUTSIDE, site, lane, address, size, 0, 0)
-            begin, end = field(at, RANGE_BEGIN), field(at, RANGE_END)
+                return fault(warp, layout.OUTSIDE, site, lane, address, size, 0, 0)
+            begin, end = field(at, layout.RANGE_BEGIN), field(at, layout.RANGE_END)
         if checks and note_global(warp, site, lane, address, size, at, 0, 0):
             return 4
-        if poison and size >= 4 and field(at, RANGE_FLAGS) & FRESH:
+        if poison and size >= 4 and field(at, layout.RANGE_FLAGS) & layout.FRESH:
             for i in range(0, size, 4):
-                if load4(address + i) == POISON:
-                    return fault(warp, UNINITIALISED, site, lane, address + i, size, 0, 1)
-        copy_bytes(io + IO_DATA + size * lane, address, size)
+                if load4(address + i) == layout.POISON:
+                    return fault(warp, layout.UNINITIALISED, site, lane, address + i, size, 0, 1)
+        copy_bytes(io + layout.IO_DATA + size * lane, address, size)
         count += size
-    increase(launch, LAUNCH_BYTES_READ, count)
+    increase(launch, layout.LAUNCH_BYTES_READ, count)
     return spend(warp)
 
 
 @njit(cache=True)
 def global_store(warp, site, lanes, io, size, _):
-    launch = field(warp, WARP_LAUNCH)
-    checks = field(launch, LAUNCH_CHECKS)
+    launch = field(warp, layout.WARP_LAUNCH)
+    checks = field(launch, layout.LAUNCH_CHECKS)
     at, begin, end, count, changed = 0, 0, 0, 0, 0
     lane, step = lane_order(launch)
     for _turn in range(32):
         lane = (lane + step) & 31
         if not (lanes >> lane) & 1:
             continue
-        address = load8(io + IO_ADDRESS + 8 * lane)
+        address = load8(io + layout.IO_ADDRESS + 8 * lane)
         if address % size:
-            return fault(warp, MISALIGNED, site, lane, address, size, 0, 0)
+            return fault(warp, layout.MISALIGNED, site, lane, address, size, 0, 0)
         if address < begin or address + size > end:
             at = range_of(launch, address, size)
             if at == 0:
-                return fault(warp, OUTSIDE, site, lane, address, size, 0, 0)
-            begin, end = field(at, RANGE_BEGIN), field(at, RANGE_END)
-        data = io + IO_DATA + size * lane
+                return fault(warp, layout.OUTSIDE, site, lane, address, size, 0, 0)
+            begin, end = field(at, layout.RANGE_BEGIN), field(at, layout.RANGE_END)
+        data = io + layout.IO_DATA + size * lane
         if checks and note_global(warp, site, lane, address, size, at, data, 0):
             return 4
         if not equal_bytes(address, data, size):
             copy_bytes(address, data, size)
             changed = 1
         count += size
-    increase(launch, LAUNCH_BYTES_WRITTEN, count)
-    increase(launch, LAUNCH_PROGRESS, changed)
+    increase(launch, layout.LAUNCH_BYTES_WRITTEN, count)
+    increase(launch, layout.LAUNCH_PROGRESS, changed)
     return spend(warp)
 
 
 @njit(cache=True)
 def shared_load(warp, site, lanes, io, size, _):
-    launch = field(warp, WARP_LAUNCH)
-    shared = field(field(warp, WARP_BLOCK), BLOCK_SHARED)
-    checks = field(launch, LAUNCH_CHECKS)
+    launch = field(warp, layout.WARP_LAUNCH)
+    shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
+    checks = field(launch, layout.LAUNCH_CHECKS)
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        at = load8(io + IO_ADDRESS + 8 * lane)
+        at = load8(io + layout.IO_ADDRESS + 8 * lane)
         if check_shared(warp, launch, site, lane, at, size):
             return 4
         if checks and note_shared(warp, site, lane, at, size, 0, 0):
             return 4
-        copy_bytes(io + IO_DATA + size * lane, shared + at, size)
+        copy_bytes(io + layout.IO_DATA + size * lane, shared + at, size)
     return spend(warp)
 
 
 @njit(cache=True)
 def shared_store(warp, site, lanes, io, size, _):
-    launch = field(warp, WARP_LAUNCH)
-    shared = field(field(warp, WARP_BLOCK), BLOCK_SHARED)
-    checks = field(launch, LAUNCH_CHECKS)
+    launch = field(warp, layout.WARP_LAUNCH)
+    shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
+    checks = field(launch, layout.LAUNCH_CHECKS)
     lane, step = lane_order(launch)
     for _turn in range(32):
         lane = (lane + step) & 31
         if not (lanes >> lane) & 1:
             continue
-        at = load8(io + IO_ADDRESS + 8 * lane)
-        data = io + IO_DATA + size * lane
+        at = load8(io + layout.IO_ADDRESS + 8 * lane)
+        data = io + layout.IO_DATA + size * lane
         if check_shared(warp, launch, site, lane, at, size):
             return 4
         if checks and note_shared(warp, site, lane, at, size, data, 0):
@@ -257,16 +232,16 @@ def shared_store(warp, site, lanes, io, size, _):
 @njit(cache=True)
 def land(warp, copy, site, lane):
     """An asynchronous copy reaches shared memory."""
-    launch, block = field(warp, WARP_LAUNCH), field(warp, WARP_BLOCK)
+    launch, block = field(warp, layout.WARP_LAUNCH), field(warp, layout.WARP_BLOCK)
     to, source, size, given = field(copy, 0), field(copy, 1), field(copy, 2), field(copy, 3)
-    if field(launch, LAUNCH_CHECKS):
+    if field(launch, layout.LAUNCH_CHECKS):
         if note_shared(warp, site, lane, to, size, -1, 0):
             return 4
         if given:
             at = range_of(launch, source, given)
             if note_global(warp, site, lane, source, given, at, 0, 0):
                 return 4
-    shared = field(block, BLOCK_SHARED)
+    shared = field(block, layout.BLOCK_SHARED)
     if given:
         copy_bytes(shared + to, source, given)
     for i in range(given, size):
@@ -277,56 +252,59 @@ def land(warp, copy, site, lane):
 @njit(cache=True)
 def copy_async(warp, site, lanes, io, size, _):
     """cp.async: from the global address to the shared one, at the latest at the wait for its group."""
-    launch = field(warp, WARP_LAUNCH)
+    launch = field(warp, layout.WARP_LAUNCH)
     for lane in range(32):
         if not (lanes >> lane) & 1:
             continue
-        source = load8(io + IO_ADDRESS + 8 * lane)
-        to, given = load4(io + IO_DATA + 8 * lane), min(size, load4(io + IO_DATA + 8 * lane + 4))
+        source = load8(io + layout.IO_ADDRESS + 8 * lane)
+        to, given = (
+            load4(io + layout.IO_DATA + 8 * lane),
+            min(size, load4(io + layout.IO_DATA + 8 * lane + 4)),
+        )
         if check_shared(warp, launch, site, lane, to, size):
             return 4
         if given:
             if source % size:
-                return fault(warp, MISALIGNED, site, lane, source, size, 0, 0)
+                return fault(warp, layout.MISALIGNED, site, lane, source, size, 0, 0)
             if range_of(launch, source, given) == 0:
-                return fault(warp, OUTSIDE, site, lane, source, given, 0, 0)
-        number = field(warp, WARP_NUM_COPIES)
-        if number == field(launch, LAUNCH_MAX_COPIES):
-            return fault(warp, TOO_MANY, site, lane, to, size, 0, 0)
-        if field(launch, LAUNCH_CHECKS) and note_shared(warp, site, lane, to, size, -1, ASYNC):
+                return fault(warp, layout.OUTSIDE, site, lane, source, given, 0, 0)
+        number = field(warp, layout.WARP_NUM_COPIES)
+        if number == field(launch, layout.LAUNCH_MAX_COPIES):
+            return fault(warp, layout.TOO_MANY, site, lane, to, size, 0, 0)
+        if field(launch, layout.LAUNCH_CHECKS) and note_shared(warp, site, lane, to, size, -1, layout.ASYNC):
             return 4
-        copy = field(warp, WARP_COPIES) + 8 * COPY_WORDS * number
+        copy = field(warp, layout.WARP_COPIES) + 8 * layout.COPY_WORDS * number
         put(copy, 0, to)
         put(copy, 1, source)
         put(copy, 2, size)
         put(copy, 3, given)
-        put(copy, 4, field(warp, WARP_GROUP))
-        put(warp, WARP_NUM_COPIES, number + 1)
-        if not field(launch, LAUNCH_LATE_COPIES) and given:
-            copy_bytes(field(field(warp, WARP_BLOCK), BLOCK_SHARED) + to, source, given)
-        increase(launch, LAUNCH_BYTES_READ, given)
+        put(copy, 4, field(warp, layout.WARP_GROUP))
+        put(warp, layout.WARP_NUM_COPIES, number + 1)
+        if not field(launch, layout.LAUNCH_LATE_COPIES) and given:
+            copy_bytes(field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED) + to, source, given)
+        increase(launch, layout.LAUNCH_BYTES_READ, given)
     return spend(warp)
 
 
 @njit(cache=True)
 def commit_copies(warp, site, lanes, io, _a, _b):
-    increase(warp, WARP_GROUP, 1)
+    increase(warp, layout.WARP_GROUP, 1)
     return 0
 
 
 @njit(cache=True)
 def wait_copies(warp, site, lanes, io, pending, _):
     """Copies land but those of the last `pending` groups."""
-    ready = field(warp, WARP_GROUP) - pending
-    kept, copies = 0, field(warp, WARP_COPIES)
-    for i in range(field(warp, WARP_NUM_COPIES)):
-        copy = copies + 8 * COPY_WORDS * i
+    ready = field(warp, layout.WARP_GROUP) - pending
+    kept, copies = 0, field(warp, layout.WARP_COPIES)
+    for i in range(field(warp, layout.WARP_NUM_COPIES)):
+        copy = copies + 8 * layout.COPY_WORDS * i
         if field(copy, 4) < ready:
             if land(warp, copy, site, 0):
                 return 4
         else:
-            for word in range(COPY_WORDS):
-                put(copies + 8 * COPY_WORDS * kept, word, field(copy, word))
+            for word in range(layout.COPY_WORDS):
+                put(copies + 8 * layout.COPY_WORDS * kept, word, field(copy, word))
             kept += 1
-    put(warp, WARP_NUM_COPIES, kept)
+    put(warp, layout.WARP_NUM_COPIES, kept)
     return 0

@@ -15,19 +15,7 @@ from __future__ import annotations
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import (
-    ASYNC,
-    ATOMIC,
-    BLOCK_OF_CELL,
-    CELL_READ_EPOCH,
-    CELL_READ_WARPS,
-    CELL_READER,
-    CELL_WRITE_EPOCH,
-    CELL_WRITE_WARPS,
-    CELL_WRITER,
-    SEVERAL,
-    SILENT,
-)
+from .. import layout
 from .access import load4, store4
 
 # how two accesses collide, the last field of a fault
@@ -38,56 +26,56 @@ READ_AFTER_WRITE, WRITE_AFTER_READ, TWO_WRITES = 1, 2, 3
 def note_read(cell, block, epoch, warp, atomic):
     """Note a read by a warp of block number `block` (from 1); 0, or how it collides."""
     bit = 1 << warp
-    writer = load4(cell + CELL_WRITER)
-    if writer != 0 and not writer & SILENT and not (atomic and writer & ATOMIC):
-        if writer & BLOCK_OF_CELL != block:
+    writer = load4(cell + layout.CELL_WRITER)
+    if writer != 0 and not writer & layout.SILENT and not (atomic and writer & layout.ATOMIC):
+        if writer & layout.BLOCK_OF_CELL != block:
             return READ_AFTER_WRITE
-        if load4(cell + CELL_WRITE_EPOCH) == epoch and not load4(cell + CELL_WRITE_WARPS) & bit:
+        if load4(cell + layout.CELL_WRITE_EPOCH) == epoch and not load4(cell + layout.CELL_WRITE_WARPS) & bit:
             return READ_AFTER_WRITE
-        if writer & ASYNC:
+        if writer & layout.ASYNC:
             return READ_AFTER_WRITE
     if atomic:  # a read that atomics may follow
         return 0
-    reader = load4(cell + CELL_READER)
+    reader = load4(cell + layout.CELL_READER)
     if reader == 0 or reader == block:
-        if reader == block and load4(cell + CELL_READ_EPOCH) == epoch:
-            store4(cell + CELL_READ_WARPS, load4(cell + CELL_READ_WARPS) | bit)
+        if reader == block and load4(cell + layout.CELL_READ_EPOCH) == epoch:
+            store4(cell + layout.CELL_READ_WARPS, load4(cell + layout.CELL_READ_WARPS) | bit)
         else:
-            store4(cell + CELL_READER, block)
-            store4(cell + CELL_READ_EPOCH, epoch)
-            store4(cell + CELL_READ_WARPS, bit)
+            store4(cell + layout.CELL_READER, block)
+            store4(cell + layout.CELL_READ_EPOCH, epoch)
+            store4(cell + layout.CELL_READ_WARPS, bit)
     else:
-        store4(cell + CELL_READER, SEVERAL)
+        store4(cell + layout.CELL_READER, layout.SEVERAL)
     return 0
 
 
 @njit(cache=True)
 def note_write(cell, block, epoch, warp, changes, flags):
-    """Note a write; `flags` are ATOMIC or ASYNC. 0, or how it collides."""
+    """Note a write; `flags` are layout.ATOMIC or layout.ASYNC. 0, or how it collides."""
     bit = 1 << warp
-    writer = load4(cell + CELL_WRITER)
+    writer = load4(cell + layout.CELL_WRITER)
     among = False
-    if writer != 0 and not (flags & ATOMIC and writer & ATOMIC):
-        other = writer & BLOCK_OF_CELL != block
-        if not other and load4(cell + CELL_WRITE_EPOCH) == epoch:
-            other = load4(cell + CELL_WRITE_WARPS) & ~bit != 0
+    if writer != 0 and not (flags & layout.ATOMIC and writer & layout.ATOMIC):
+        other = writer & layout.BLOCK_OF_CELL != block
+        if not other and load4(cell + layout.CELL_WRITE_EPOCH) == epoch:
+            other = load4(cell + layout.CELL_WRITE_WARPS) & ~bit != 0
             among = True
         if other and changes:
             return TWO_WRITES
-    reader = load4(cell + CELL_READER)
+    reader = load4(cell + layout.CELL_READER)
     if reader != 0 and changes:
         if reader != block:
             return WRITE_AFTER_READ
-        if load4(cell + CELL_READ_EPOCH) == epoch and load4(cell + CELL_READ_WARPS) & ~bit != 0:
+        if load4(cell + layout.CELL_READ_EPOCH) == epoch and load4(cell + layout.CELL_READ_WARPS) & ~bit != 0:
             return WRITE_AFTER_READ
     if not changes:
-        if writer & BLOCK_OF_CELL == block and among:
-            store4(cell + CELL_WRITE_WARPS, load4(cell + CELL_WRITE_WARPS) | bit)
+        if writer & layout.BLOCK_OF_CELL == block and among:
+            store4(cell + layout.CELL_WRITE_WARPS, load4(cell + layout.CELL_WRITE_WARPS) | bit)
             return 0
-        if writer != 0 and writer & BLOCK_OF_CELL != block:
+        if writer != 0 and writer & layout.BLOCK_OF_CELL != block:
             return 0
-        flags |= SILENT
-    store4(cell + CELL_WRITER, block | flags)
-    store4(cell + CELL_WRITE_EPOCH, epoch)
-    store4(cell + CELL_WRITE_WARPS, bit)
+        flags |= layout.SILENT
+    store4(cell + layout.CELL_WRITER, block | flags)
+    store4(cell + layout.CELL_WRITE_EPOCH, epoch)
+    store4(cell + layout.CELL_WRITE_WARPS, bit)
     return 0

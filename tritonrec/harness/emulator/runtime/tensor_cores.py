@@ -1,6 +1,6 @@
 """Products of matrices: mma.sync of a warp, wgmma of four warps.
 
-Products of bfloat16 or float16 are exact in float32. Their sum is taken in float64 and rounded once, where the
+Products of bfloat16 or float16 are exact in float32. Their sum is taken in float64 and rounded once; the
 hardware adds in an order and with a width of its own.
 """
 # mypy: ignore-errors
@@ -11,14 +11,7 @@ import numpy as np
 
 from tritonrec.kernels.caches import njit
 
-from ..layout import (
-    BLOCK_SHARED,
-    IO_DATA,
-    LAUNCH_CHECKS,
-    WARP_BLOCK,
-    WARP_INDEX,
-    WARP_LAUNCH,
-)
+from .. import layout
 from .access import bits_of, field, float_of, load2, load4, load8, store4
 from .memory import check_shared, note_shared
 
@@ -42,7 +35,7 @@ def widened(half, kind):
 
 @njit(cache=True)
 def half_at(io, stride, lane, register, k):
-    return load2(io + IO_DATA + stride * lane + 4 * register + 2 * (k & 1))
+    return load2(io + layout.IO_DATA + stride * lane + 4 * register + 2 * (k & 1))
 
 
 @njit(cache=True)
@@ -61,7 +54,7 @@ def multiply(warp, site, lanes, io, kind, out):
     for lane in range(32):
         for i in range(4):
             row, column = (lane >> 2) + 8 * (i >> 1), 2 * (lane & 3) + (i & 1)
-            total = np.float64(float_of(load4(io + IO_DATA + stride * lane + 24 + 4 * i)))
+            total = np.float64(float_of(load4(io + layout.IO_DATA + stride * lane + 24 + 4 * i)))
             for k in range(16):
                 total += a[row, k] * b[k, column]
             store4(io + out + 16 * lane + 4 * i, bits_of(np.float32(total)))
@@ -72,8 +65,8 @@ def multiply(warp, site, lanes, io, kind, out):
 def place_in_shared(descriptor, outer, k, transposed):
     """Byte of element (outer, k) of a matrix of 2-byte elements that a wgmma descriptor describes.
 
-    PTX ISA, "Shared memory matrix layout": start, leading and stride offsets in units of 16 bytes, and a swizzle
-    of 128, 64, 32 or 16 bytes in the two highest bits.
+    PTX ISA, "Shared memory matrix layout": start, leading and stride offsets in units of 16 bytes, and a
+    swizzle of 128, 64, 32 or 16 bytes in the two highest bits.
     """
     start = (descriptor & 0x3FFF) << 4
     leading, stride = ((descriptor >> 16) & 0x3FFF) << 4, ((descriptor >> 32) & 0x3FFF) << 4
@@ -91,34 +84,34 @@ def place_in_shared(descriptor, outer, k, transposed):
 @njit(cache=True)
 def shared_half(warp, site, lane, at):
     """(value, fault) of 2 bytes of shared memory."""
-    launch = field(warp, WARP_LAUNCH)
+    launch = field(warp, layout.WARP_LAUNCH)
     if check_shared(warp, launch, site, lane, at, 2):
         return 0, 4
-    if field(launch, LAUNCH_CHECKS) and note_shared(warp, site, lane, at, 2, 0, 0):
+    if field(launch, layout.LAUNCH_CHECKS) and note_shared(warp, site, lane, at, 2, 0, 0):
         return 0, 4
-    return load2(field(field(warp, WARP_BLOCK), BLOCK_SHARED) + at), 0
+    return load2(field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED) + at), 0
 
 
 @njit(cache=True)
 def multiply_group(warp, site, lanes, io, how, out):
     """wgmma.m64nNk16 with float32 sums, the 16 rows of this warp.
 
-    `how`: N, plus kind << 12, A in registers << 14, A transposed << 15, B transposed << 16, and the signs of A
-    and B << 17 and << 18. A lane's data: whether D counts, descriptors of A and B, A's registers (4), D (N / 2).
+    `how`: N, plus kind << 12, A in registers << 14, A transposed << 15, B transposed << 16, signs of A and B
+    << 17 and << 18. A lane's data: whether D counts, descriptors of A and B, A's registers (4), D (N / 2).
     """
     columns, kind, in_registers = how & 0xFFF, (how >> 12) & 3, (how >> 14) & 1
     turn_a, turn_b = (how >> 15) & 1, (how >> 16) & 1
     sign = -1.0 if ((how >> 17) ^ (how >> 18)) & 1 else 1.0
     stride = 4 + 8 + 8 + 16 + 2 * columns
-    first = 16 * (field(warp, WARP_INDEX) & 3)
-    keep = load4(io + IO_DATA) != 0
-    of_a, of_b = load8(io + IO_DATA + 4), load8(io + IO_DATA + 12)
+    first = 16 * (field(warp, layout.WARP_INDEX) & 3)
+    keep = load4(io + layout.IO_DATA) != 0
+    of_a, of_b = load8(io + layout.IO_DATA + 4), load8(io + layout.IO_DATA + 12)
     a, b = np.empty((16, 16)), np.empty((16, columns))
     for row in range(16):
         for k in range(16):
             if in_registers:
                 lane = (row & 7) * 4 + ((k & 7) >> 1)
-                at = io + IO_DATA + stride * lane + 20 + 4 * ((row >> 3) + 2 * (k >> 3)) + 2 * (k & 1)
+                at = io + layout.IO_DATA + stride * lane + 20 + 4 * ((row >> 3) + 2 * (k >> 3)) + 2 * (k & 1)
                 a[row, k] = widened(load2(at), kind)
             else:
                 value, wrong = shared_half(warp, site, 0, place_in_shared(of_a, first + row, k, turn_a))
@@ -136,7 +129,7 @@ def multiply_group(warp, site, lanes, io, how, out):
             row, column = (lane >> 2) + 8 * ((i >> 1) & 1), 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)
             total = 0.0
             if keep:
-                total = np.float64(float_of(load4(io + IO_DATA + stride * lane + 36 + 4 * i)))
+                total = np.float64(float_of(load4(io + layout.IO_DATA + stride * lane + 36 + 4 * i)))
             for k in range(16):
                 total += a[row, k] * b[k, column]
             store4(io + out + 2 * columns * lane + 4 * i, bits_of(np.float32(total)))
