@@ -5,108 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from .conversions import convert
 from .faults import UnsupportedError
+from .lane import FLOATS, Lane
 from .ptx import BITS, Statement, group
 
-FLOATS = {"f32": ("float", 32), "f64": ("double", 64)}
 _COMPARE = {"lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge"}
-_ROUNDING = {"rmi": "floor", "rpi": "ceil", "rzi": "trunc", "rni": "rint"}
 _APPROXIMATE = {"ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh": "tanh"}
-SPECIAL = {
-    "%tid.x": "%tid", "%tid.y": "0", "%tid.z": "0", "%laneid": "%lane32", "%warpid": "%warp_index",
-    "%ctaid.x": "%block_x", "%ctaid.y": "%block_y", "%ctaid.z": "%block_z", "%ntid.x": "%threads",
-    "%ntid.y": "1", "%ntid.z": "1", "%nctaid.x": "%grid_x", "%nctaid.y": "%grid_y", "%nctaid.z": "%grid_z",
-}  # fmt: skip
-
-
-class Lane:
-    """The code of one lane of a segment, as it grows."""
-
-    def __init__(self, bits: Callable[[str], int], load: Callable[[str, Lane], str]):
-        self.out: list[str] = []
-        self.now: dict[str, str] = {}
-        self.written: set[str] = set()
-        self.bits = bits
-        self.guard: str | None = None
-        self.suffix = ""
-        self._load = load
-        self._count = 0
-
-    def emit(self, code: str) -> str:
-        """A new value."""
-        self._count += 1
-        name = f"%v{self.suffix}_{self._count}"
-        self.out.append(f"  {name} = {code}")
-        return name
-
-    def register(self, name: str) -> str:
-        """The value of a register, in its own width."""
-        if name not in self.now:
-            self.now[name] = self._load(name, self)
-        return self.now[name]
-
-    def get(self, operand: str, bits: int, signed: bool = False) -> str:
-        """An operand as an integer of `bits`."""
-        if operand in SPECIAL:
-            value, width = SPECIAL[operand], 32
-            if value == "%tid":
-                value = f"%tid{self.suffix}"
-            if value == "%lane32":
-                value = f"%lane{self.suffix}"
-        elif operand.startswith("%"):
-            value, width = self.register(operand), self.bits(operand)
-        else:
-            return constant(operand, bits)
-        return self.resize(value, width, bits, signed)
-
-    def resize(self, value: str, width: int, bits: int, signed: bool = False) -> str:
-        if width == bits:
-            return value
-        how = "trunc" if bits < width else "sext" if signed else "zext"
-        return self.emit(f"{how} i{width} {value} to i{bits}")
-
-    def put(self, register: str, value: str, bits: int, signed: bool = False) -> None:
-        """Write an integer of `bits` to a register, where the guard holds."""
-        if register == "_":
-            return
-        width = self.bits(register)
-        value = self.resize(value, bits, width, signed)
-        if self.guard is not None:
-            old = self.register(register)
-            value = self.emit(f"select i1 {self.guard}, i{width} {value}, i{width} {old}")
-        self.now[register] = value
-        self.written.add(register)
-
-    def float(self, operand: str, kind: str, flush: bool = False) -> str:
-        name, bits = FLOATS[kind]
-        value = self.get(operand, bits)
-        if flush and kind == "f32":
-            value = self.emit(f"call i32 @ftz(i32 {value})")
-        return self.emit(f"bitcast i{bits} {value} to {name}")
-
-    def put_float(self, register: str, value: str, kind: str, flush: bool = False) -> None:
-        name, bits = FLOATS[kind]
-        result = self.emit(f"bitcast {name} {value} to i{bits}")
-        if flush and kind == "f32":
-            result = self.emit(f"call i32 @ftz(i32 {result})")
-        self.put(register, result, bits)
-
-
-def constant(text: str, bits: int) -> str:
-    """An immediate operand as LLVM writes it."""
-    if text == "global_smem":
-        return "0"
-    if found := re.fullmatch(r"0[fd]([0-9A-Fa-f]+)", text):
-        number = int(found[1], 16)
-    else:
-        try:
-            number = int(text.rstrip("U"), 0)
-        except ValueError:
-            raise UnsupportedError(f"the emulator does not know the operand {text!r}") from None
-    number &= (1 << bits) - 1
-    if bits > 1 and number >> (bits - 1):
-        number -= 1 << bits
-    return str(number) if bits > 1 else ("true" if number else "false")
 
 
 def lower(lane: Lane, s: Statement) -> None:
@@ -344,68 +249,9 @@ def _convert_address(lane: Lane, s: Statement, parts: list[str], kind: str) -> N
     lane.put(s.operands[0], lane.get(s.operands[1], 64), 64)
 
 
-def _convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
-    to, source = parts[-2], parts[-1]
-    modes, x = parts[1:-2], s.operands
-    flush = "ftz" in modes
-    if set(modes) & {"sat", "relu", "rz", "rm", "rp", "rna"}:
-        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
-    if to in ("bf16x2", "f16x2"):
-        high, low = (_half(lane, lane.get(each, 32), to[:-2]) for each in x[1:])
-        wide = [lane.emit(f"zext i16 {half} to i32") for half in (high, low)]
-        shifted = lane.emit(f"shl i32 {wide[0]}, 16")
-        lane.put(x[0], lane.emit(f"or i32 {shifted}, {wide[1]}"), 32)
-    elif source == "bf16" and to == "f32":
-        wide_half = lane.emit(f"zext i16 {lane.get(x[1], 16)} to i32")
-        lane.put(x[0], lane.emit(f"shl i32 {wide_half}, 16"), 32)
-    elif source == "f16" and to == "f32":
-        half = lane.emit(f"bitcast i16 {lane.get(x[1], 16)} to half")
-        lane.put_float(x[0], lane.emit(f"fpext half {half} to float"), "f32")
-    elif to in ("bf16", "f16") and source == "f32":
-        lane.put(x[0], _half(lane, lane.get(x[1], 32), to), 16)
-    elif to in FLOATS and source in FLOATS:
-        value = lane.float(x[1], source, flush)
-        f = FLOATS[to][0]
-        to_integer = [m for m in modes if m in _ROUNDING]
-        if to == source and to_integer:
-            value = lane.emit(f"call {f} @llvm.{_ROUNDING[to_integer[0]]}.{to}({f} {value})")
-        elif to != source:
-            value = lane.emit(f"{'fpext' if to == 'f64' else 'fptrunc'} {FLOATS[source][0]} {value} to {f}")
-        lane.put_float(x[0], value, to, flush)
-    elif to in FLOATS:
-        bits, code = BITS[source], "sitofp" if source[0] == "s" else "uitofp"
-        value = lane.emit(f"{code} i{bits} {lane.get(x[1], bits)} to {FLOATS[to][0]}")
-        lane.put_float(x[0], value, to)
-    elif source in FLOATS:
-        value, f = lane.float(x[1], source, flush), FLOATS[source][0]
-        whole = next(m for m in modes if m in _ROUNDING)
-        value = lane.emit(f"call {f} @llvm.{_ROUNDING[whole]}.{source}({f} {value})")
-        code, bits = ("s" if to[0] == "s" else "u"), BITS[to]
-        result = lane.emit(f"call i{bits} @llvm.fpto{code}i.sat.i{bits}.{source}({f} {value})")
-        if (source == "f32" and bits == 64) or source == "f64":
-            # a NaN gives the highest bit alone; of float32 to 32 bits, 0
-            nan = lane.emit(f"fcmp uno {f} {value}, {value}")
-            result = lane.emit(f"select i1 {nan}, i{bits} {-(2 ** (bits - 1))}, i{bits} {result}")
-        lane.put(x[0], result, bits, to[0] == "s")
-    elif to in BITS and source in BITS and to[0] in "usb" and source[0] in "usb":
-        value = lane.get(x[1], BITS[source])
-        value = lane.resize(value, BITS[source], BITS[to], source[0] == "s")
-        lane.put(x[0], value, BITS[to], to[0] == "s")
-    else:
-        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
-
-
-def _half(lane: Lane, value: str, kind: str) -> str:
-    """float32 bits to the bits of a bfloat16 or float16."""
-    if kind == "bf16":
-        return lane.emit(f"call i16 @bf16(i32 {value})")
-    single = lane.emit(f"bitcast i32 {value} to float")
-    return lane.emit(f"bitcast half {lane.emit(f'fptrunc float {single} to half')} to i16")
-
-
 _LOWER: dict[str, Callable[[Lane, Statement, list[str], str], None]] = {
     "mov": _move, "not": _not, "neg": _negate, "abs": _negate, "selp": _select, "setp": _compare,
-    "cvt": _convert, "cvta": _convert_address, "shf": _funnel, "prmt": _permute, "brev": _count,
+    "cvt": convert, "cvta": _convert_address, "shf": _funnel, "prmt": _permute, "brev": _count,
     **dict.fromkeys(("add", "sub", "mul", "div", "fma", "mad", "min", "max", "rem"), _arithmetic),
     **dict.fromkeys(("and", "or", "xor"), _logic), **dict.fromkeys(("shl", "shr"), _shift),
     **dict.fromkeys((*_APPROXIMATE, "rcp", "sqrt", "rsqrt"), _approximate),
