@@ -58,9 +58,7 @@ def run(
     """Run a body whose parameters are the tensors' addresses, in %rd0, %rd1, ..."""
     loads = "\n".join(f"\tld.param.b64 %rd{i}, [k_param_{i}];" for i in range(len(tensors)))
     program = compile_program(module(loads + "\n" + body, len(tensors), threads))
-    arguments = [
-        argument(f"t{i}", tensor, i in races, i in varies) for i, tensor in enumerate(tensors)
-    ]
+    arguments = [argument(f"t{i}", tensor, i in races, i in varies) for i, tensor in enumerate(tensors)]
     launch = Launch(
         program,
         (grid, 1, 1),
@@ -75,10 +73,14 @@ def run(
 
 def thread_address(pointer: str, size: int, to: str = "%rd200") -> str:
     """`to` = pointer + size * thread."""
-    return f"\tmov.u32 %r250, %tid.x;\n\tmul.wide.u32 {to}, %r250, {size};\n\tadd.s64 {to}, {to}, {pointer};\n"
+    return (
+        f"\tmov.u32 %r250, %tid.x;\n\tmul.wide.u32 {to}, %r250, {size};\n\tadd.s64 {to}, {to}, {pointer};\n"
+    )
 
 
-def evaluate(instruction: str, kinds: list[str], out: str, inputs: list[np.ndarray], shared: int = 0) -> np.ndarray:
+def evaluate(
+    instruction: str, kinds: list[str], out: str, inputs: list[np.ndarray], shared: int = 0
+) -> np.ndarray:
     """`instruction` for each thread: {0}, {1}, ... are its operands of `kinds`, {d} its result of kind `out`.
 
     Arrays hold one element per thread, with the bits of the operands.

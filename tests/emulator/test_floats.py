@@ -13,7 +13,22 @@ COUNT = 256
 LIBM = ctypes.CDLL(ctypes.util.find_library("m"))
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
 LIBM.fma.restype, LIBM.fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
-EDGES = [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 1e-40, -1e-41, 3.4e38, 2.5, -3.5, 2.0**31, -(2.0**31)]
+EDGES = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e-40,
+    -1e-41,
+    3.4e38,
+    2.5,
+    -3.5,
+    2.0**31,
+    -(2.0**31),
+]
 
 
 def numbers(kind, seed=0):
@@ -36,7 +51,9 @@ def assert_equal(got, expected):
 
 
 def flushed(x):
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(
+        np.float32
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -62,12 +79,15 @@ def test_flush_to_zero(name):
     assert (got.view(np.float32) == 0).any()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_fused_multiply_and_add_rounds_once(kind):
     x, y, z = numbers(kind), numbers(kind, 1), numbers(kind, 2)
     z[:100] = -(x * y)[:100]  # the rounding error of the product is what is left
     function = LIBM.fmaf if kind == "f32" else LIBM.fma
-    expected = np.array([function(float(a), float(b), float(c)) for a, b, c in zip(x, y, z, strict=True)], x.dtype)
+    expected = np.array(
+        [function(float(a), float(b), float(c)) for a, b, c in zip(x, y, z, strict=True)], x.dtype
+    )
     got = evaluate(f"fma.rn.{kind} {{d}}, {{0}}, {{1}}, {{2}};", [kind] * 3, kind, [x, y, z])
     assert_equal(got, expected)
     assert (expected[:100] != 0).any()
@@ -148,16 +168,20 @@ def test_floats_to_integers_saturate(kind, to):
 def test_integers_to_floats_round_to_nearest(kind, source):
     generator = np.random.default_rng(11)
     wide = int(source[1:]) // 8
-    x = generator.integers(0, 256, COUNT * wide, dtype=np.uint8).view(f"{'i' if source[0] == 's' else 'u'}{wide}")
+    x = generator.integers(0, 256, COUNT * wide, dtype=np.uint8).view(
+        f"{'i' if source[0] == 's' else 'u'}{wide}"
+    )
     expected = x.astype("f4" if kind == "f32" else "f8")
     assert_equal(evaluate(f"cvt.rn.{kind}.{source} {{d}}, {{0}};", [source], kind, [x]), expected)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("half", ["bf16", "f16"])
-def test_half_precision_rounds_to_nearest_even(half):
+def test_conversions_to_half_precision_round_to_nearest_even(half):
     x, y = numbers("f32"), numbers("f32", 1)
-    x[:64] = (np.arange(64, dtype=np.uint32) * 0x2000 + 0x3F800000 + 0x1000).view(np.float32)  # ties of float16
+    x[:64] = (np.arange(64, dtype=np.uint32) * 0x2000 + 0x3F800000 + 0x1000).view(
+        np.float32
+    )  # ties of float16
     x[64:128] = (np.arange(64, dtype=np.uint32) * 0x10000 + 0x3F808000).view(np.float32)  # and of bfloat16
     dtype = torch.bfloat16 if half == "bf16" else torch.float16
     halves = [torch.from_numpy(v).to(dtype) for v in (x, y)]
@@ -166,7 +190,9 @@ def test_half_precision_rounds_to_nearest_even(half):
     back = torch.from_numpy(got.copy()).view(dtype).float().numpy()
     assert_equal(back, as_float[0])
     pair = evaluate(f"cvt.rn.{half}x2.f32 {{d}}, {{0}}, {{1}};", ["f32", "f32"], "b32", [x, y]).view(np.int16)
-    low, high = (torch.from_numpy(part.copy()).view(dtype).float().numpy() for part in (pair[::2], pair[1::2]))
+    low, high = (
+        torch.from_numpy(part.copy()).view(dtype).float().numpy() for part in (pair[::2], pair[1::2])
+    )
     assert_equal(high, as_float[0])
     assert_equal(low, as_float[1])
     wide = evaluate(f"cvt.f32.{half} {{d}}, {{0}};", [half], "f32", [halves[0].view(torch.int16).numpy()])
@@ -182,7 +208,8 @@ def test_float64_and_float32():
 
 FUNCTIONS = {
     "ex2.approx": np.exp2, "lg2.approx": np.log2, "sin.approx": np.sin, "cos.approx": np.cos,
-    "tanh.approx": np.tanh, "rcp.rn": lambda x: 1 / x, "sqrt.rn": np.sqrt, "rsqrt.approx": lambda x: 1 / np.sqrt(x),
+    "tanh.approx": np.tanh, "rcp.rn": lambda x: 1 / x, "sqrt.rn": np.sqrt,
+    "rsqrt.approx": lambda x: 1 / np.sqrt(x),
 }  # fmt: skip
 
 
@@ -211,6 +238,7 @@ def test_signs(kind):
     assert (absolute.view(bits(x).dtype) == bits(x) & ~sign).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_immediate_floats():
     x = numbers("f32")
     got = evaluate("mul.rn.f32 {d}, {0}, 0f3FB8AA3B;", ["f32"], "f32", [x])
@@ -218,3 +246,25 @@ def test_immediate_floats():
     y = numbers("f64")
     got = evaluate("add.rn.f64 {d}, {0}, 0d4338000000000000;", ["f64"], "f64", [y])
     assert_equal(got, y + 6755399441055744.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("half", ["bf16", "f16"])
+def test_half_precision_arithmetic(half):
+    dtype = torch.bfloat16 if half == "bf16" else torch.float16
+    x, y, z = (torch.from_numpy(numbers("f32", seed)).to(dtype) for seed in range(3))
+    operands = [v.view(torch.int16).numpy() for v in (x, y, z)]
+    exact = [v.double() for v in (x, y, z)]
+    cases = {
+        "add": exact[0] + exact[1], "sub": exact[0] - exact[1], "mul": exact[0] * exact[1],
+        "fma.rn": exact[0] * exact[1] + exact[2], "neg": -exact[0], "abs": exact[0].abs(),
+    }  # fmt: skip
+    for name, expected in cases.items():
+        count = {"fma.rn": 3, "neg": 1, "abs": 1}.get(name, 2)
+        names = ", ".join(f"{{{i}}}" for i in range(count))
+        got = evaluate(f"{name}.{half} {{d}}, {names};", [half] * count, half, operands[:count])
+        want = expected.float().to(dtype).float().numpy()
+        assert_equal(torch.from_numpy(got.copy()).view(dtype).float().numpy(), want)
+        pairs = [o.view(np.int32) for o in operands[:count]]
+        got = evaluate(f"{name}.{half}x2 {{d}}, {names};", ["b32"] * count, "b32", pairs).view(np.int16)
+        assert_equal(torch.from_numpy(got.copy()).view(dtype).float().numpy(), want)

@@ -98,9 +98,21 @@ def test_shifts_by_more_than_the_width_leave_zeros_or_signs(kind):
     by = np.random.default_rng(2).integers(0, 2 * bits + 3, COUNT).astype(np.uint32)
     by[-3:] = 2**31, 2**32 - 1, bits
     if kind[0] == "b":
-        check(f"shl.{kind} {{d}}, {{0}}, {{1}};", [kind, "u32"], kind, lambda a, n: a << min(n, 64), [values, by])
+        check(
+            f"shl.{kind} {{d}}, {{0}}, {{1}};",
+            [kind, "u32"],
+            kind,
+            lambda a, n: a << min(n, 64),
+            [values, by],
+        )
     if kind[0] != "b":
-        check(f"shr.{kind} {{d}}, {{0}}, {{1}};", [kind, "u32"], kind, lambda a, n: a >> min(n, 64), [values, by])
+        check(
+            f"shr.{kind} {{d}}, {{0}}, {{1}};",
+            [kind, "u32"],
+            kind,
+            lambda a, n: a >> min(n, 64),
+            [values, by],
+        )
         check(f"shr.{kind} {{d}}, {{0}}, 5;", [kind], kind, lambda a: a >> 5, [values])
 
 
@@ -113,7 +125,11 @@ def test_wide_products(kind):
     if kind[1:] == "32":
         inputs.append(numbers(out, 2))
         check(
-            f"mad.wide.{kind} {{d}}, {{0}}, {{1}}, {{2}};", [kind, kind, out], out, lambda a, b, c: a * b + c, inputs
+            f"mad.wide.{kind} {{d}}, {{0}}, {{1}}, {{2}};",
+            [kind, kind, out],
+            out,
+            lambda a, b, c: a * b + c,
+            inputs,
         )
 
 
@@ -150,7 +166,10 @@ def test_comparisons_and_selections(how, kind):
     expected = [COMPARE[how](value(x, kind), value(y, kind)) for x, y in zip(a, b, strict=True)]
     assert got.tolist() == [int(e) for e in expected]
     chosen = evaluate(
-        f"selp.b{kind[1:]} {{d}}, {{0}}, {{1}}, {{2}};", [kind, kind, "pred"], kind, [a, b, got.astype(np.uint8)]
+        f"selp.b{kind[1:]} {{d}}, {{0}}, {{1}}, {{2}};",
+        [kind, kind, "pred"],
+        kind,
+        [a, b, got.astype(np.uint8)],
     )
     assert chosen.astype(a.dtype).tolist() == np.where(expected, a, b).tolist()
 

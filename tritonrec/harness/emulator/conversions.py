@@ -14,18 +14,14 @@ def convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     if set(modes) & {"sat", "relu", "rz", "rm", "rp", "rna"}:
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
     if to in ("bf16x2", "f16x2"):
-        high, low = (_half(lane, lane.get(each, 32), to[:-2]) for each in x[1:])
+        high, low = (rounded_to_half(lane, lane.get(each, 32), to[:-2]) for each in x[1:])
         wide = [lane.emit(f"zext i16 {half} to i32") for half in (high, low)]
         shifted = lane.emit(f"shl i32 {wide[0]}, 16")
         lane.put(x[0], lane.emit(f"or i32 {shifted}, {wide[1]}"), 32)
-    elif source == "bf16" and to == "f32":
-        wide_half = lane.emit(f"zext i16 {lane.get(x[1], 16)} to i32")
-        lane.put(x[0], lane.emit(f"shl i32 {wide_half}, 16"), 32)
-    elif source == "f16" and to == "f32":
-        half = lane.emit(f"bitcast i16 {lane.get(x[1], 16)} to half")
-        lane.put_float(x[0], lane.emit(f"fpext half {half} to float"), "f32")
+    elif source in ("bf16", "f16") and to == "f32":
+        lane.put_float(x[0], widened(lane, lane.get(x[1], 16), source), "f32")
     elif to in ("bf16", "f16") and source == "f32":
-        lane.put(x[0], _half(lane, lane.get(x[1], 32), to), 16)
+        lane.put(x[0], rounded_to_half(lane, lane.get(x[1], 32), to), 16)
     elif to in FLOATS and source in FLOATS:
         value = lane.float(x[1], source, flush)
         f = FLOATS[to][0]
@@ -58,7 +54,15 @@ def convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
 
 
-def _half(lane: Lane, value: str, kind: str) -> str:
+def widened(lane: Lane, half: str, kind: str) -> str:
+    """The bits of a bfloat16 or float16 as a float."""
+    if kind == "f16":
+        return lane.emit(f"fpext half {lane.emit(f'bitcast i16 {half} to half')} to float")
+    wide = lane.emit(f"shl i32 {lane.emit(f'zext i16 {half} to i32')}, 16")
+    return lane.emit(f"bitcast i32 {wide} to float")
+
+
+def rounded_to_half(lane: Lane, value: str, kind: str) -> str:
     """float32 bits to the bits of a bfloat16 or float16."""
     if kind == "bf16":
         return lane.emit(f"call i16 @bf16(i32 {value})")

@@ -12,6 +12,7 @@ import torch
 
 from tritonrec.kernels import caches, dispatch
 
+from .fresh import noted
 from .launch import Argument, Counts, Launch, argument
 from .program import Program, compile_program
 from .settings import Emulation
@@ -189,7 +190,8 @@ def emulated(settings: Emulation) -> Iterator[Session]:
     knobs.runtime.add_stages_inspection_hook = _without_assembler
     dispatch.emulated = settings.capability
     try:
-        yield _session
+        with noted(_session.fresh) if settings.uninitialised else contextlib.nullcontext():
+            yield _session
     finally:
         drivers._active, knobs.runtime.add_stages_inspection_hook, dispatch.emulated = before
         _session = None

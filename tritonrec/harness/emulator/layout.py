@@ -32,8 +32,8 @@ CELL_WRITER, CELL_WRITE_EPOCH, CELL_WRITE_WARPS, CELL_READER, CELL_READ_EPOCH, C
     0, 24, 4
 )
 CELL_BYTES = 24
-ATOMIC, SILENT, ASYNC = 1 << 30, 1 << 29, 1 << 28
-"""Flags of a cell's writer: by an atomic; without changing the value; a copy that has not landed."""
+ATOMIC, ASYNC = 1 << 30, 1 << 29
+"""Flags of a cell's writer: an atomic; an asynchronous copy that has not landed."""
 BLOCK_OF_CELL = ASYNC - 1
 SEVERAL = BLOCK_OF_CELL
 """Readers of several blocks."""

@@ -20,15 +20,22 @@ _STACK: pytest.StashKey[ExitStack] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; what they do is in `settings.Emulation`."""
-    from .settings import Architecture
+    """Add an option for each setting of `settings.Emulation`."""
+    from .settings import Architecture, flag, options
 
     group = parser.getgroup("emulator", "Triton kernels on an emulated GPU")
-    group.addoption("--emulate", choices=get_args(Architecture), help="run Triton kernels as compiled for it")
-    group.addoption("--emulate-schedules", type=int, default=1, help="orders of the warps in each launch")
-    group.addoption("--emulate-seed", type=int, default=0, help="of the schedules")
-    group.addoption("--emulate-uninitialised", action="store_true", help="find reads of unwritten memory")
-    group.addoption("--emulate-without-races", action="store_true", help="do not look for races")
+    group.addoption(
+        "--emulate", choices=get_args(Architecture), help="Run Triton kernels as compiled for it."
+    )
+    for name, default, text in options():
+        if isinstance(default, bool):
+            group.addoption(flag(name, default), dest=_key(name), action="store_true", help=text)
+        else:
+            group.addoption(flag(name, default), dest=_key(name), type=int, default=default, help=text)
+
+
+def _key(name: str) -> str:
+    return f"emulate_{name}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,17 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not arch:
         return
     from .driver import emulated
-    from .settings import Emulation
+    from .settings import Emulation, options
 
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    settings = Emulation(
-        arch=arch,
-        schedules=config.getoption("--emulate-schedules"),
-        seed=config.getoption("--emulate-seed"),
-        races=not config.getoption("--emulate-without-races"),
-        uninitialised=config.getoption("--emulate-uninitialised"),
-    )
+    values = {name: config.getoption(_key(name)) for name, _, _ in options()}
+    turned = {name for name, default, _ in options() if default is True}
+    settings = Emulation(arch, **{name: not v if name in turned else v for name, v in values.items()})
     stack = ExitStack()
     config.stash[_SESSION] = stack.enter_context(emulated(settings))
     config.stash[_STACK] = stack

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .conversions import convert
 from .faults import UnsupportedError
+from .halves import KINDS, lower_halves
 from .lane import FLOATS, Lane
 from .ptx import BITS, Statement, group
 
@@ -47,7 +48,14 @@ def _move(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
 
 
 def _arithmetic(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
-    (_float if kind in FLOATS else _integer)(lane, s, parts, kind)
+    if kind in KINDS:
+        lower_halves(lane, s)
+    elif kind in FLOATS:
+        _float(lane, s, parts, kind)
+    elif kind[0] in "us":
+        _integer(lane, s, parts, kind)
+    else:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
 
 
 def _float(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
@@ -128,6 +136,9 @@ def _not(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
 
 
 def _negate(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    if kind in KINDS:
+        lower_halves(lane, s)
+        return
     bits, x = BITS[kind], lane.get(s.operands[1], BITS[kind])
     if kind[0] == "f":
         if "ftz" in parts:
@@ -184,7 +195,7 @@ def _select(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
 def _compare(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     how = parts[1]
     to, a, b = s.operands[:3]
-    if len(s.operands) > 3 or "|" in to:
+    if len(s.operands) > 3 or "|" in to or kind in KINDS:
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
     if kind in FLOATS:
         flush = "ftz" in parts

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from ...settings import seed_setting, setting
+from ...settings import KEY, seed_setting, setting
 
 Architecture = Literal["sm_80", "sm_90"]
 
@@ -32,3 +32,25 @@ class Emulation:
     def capability(self) -> tuple[int, int]:
         """NVIDIA's compute capability."""
         return divmod(int(self.arch.removeprefix("sm_")), 10)
+
+
+def pytest_options(settings: Emulation) -> list[str]:
+    """The options of `plugin` that stand for settings."""
+    found = ["--emulate", settings.arch]
+    for name, default, _ in options():
+        value = getattr(settings, name)
+        if isinstance(default, bool):
+            found += [flag(name, default)] if value != default else []
+        else:
+            found += [flag(name, default), str(value)]
+    return found
+
+
+def options() -> list[tuple[str, bool | int, str]]:
+    """(name, default, help) of the settings besides the architecture."""
+    return [(each.name, each.default, each.metadata[KEY].help) for each in fields(Emulation)[1:]]  # type: ignore
+
+
+def flag(name: str, default: bool | int) -> str:
+    """Of pytest: ``--emulate-schedules``, ``--emulate-no-races``."""
+    return f"--emulate-{'no-' if default is True else ''}{name}"

@@ -1,13 +1,13 @@
 """Which warp used a place of memory last: races, and reads of shared memory that nobody wrote.
 
 A cell of the shadow knows the last writer and the readers since: their block, the number of barriers that the
-block had passed, and a bit for each warp. What a hardware fixes, and so is no race:
+block had passed, and a bit for each warp. What the hardware fixes, and so is no race:
 
 - accesses of one warp: its lanes execute an instruction together, and the next one after it;
 - accesses of one block with a barrier between them;
-- stores of a value that the place already has: Triton gives one element to several threads, which all
-  compute and store the same;
-- atomics among each other.
+- stores of the value that another warp has just stored: Triton gives one element to several threads, which
+  all compute and store the same;
+- atomics among each other; one that changes nothing, such as a lost compare-and-swap, is a read.
 """
 # mypy: ignore-errors
 
@@ -27,7 +27,7 @@ def note_read(cell, block, epoch, warp, atomic):
     """Note a read by a warp of block number `block` (from 1); 0, or how it collides."""
     bit = 1 << warp
     writer = load4(cell + layout.CELL_WRITER)
-    if writer != 0 and not writer & layout.SILENT and not (atomic and writer & layout.ATOMIC):
+    if writer != 0 and not (atomic and writer & layout.ATOMIC):
         if writer & layout.BLOCK_OF_CELL != block:
             return READ_AFTER_WRITE
         if load4(cell + layout.CELL_WRITE_EPOCH) == epoch and not load4(cell + layout.CELL_WRITE_WARPS) & bit:
@@ -51,30 +51,26 @@ def note_read(cell, block, epoch, warp, atomic):
 
 @njit(cache=True)
 def note_write(cell, block, epoch, warp, changes, flags):
-    """Note a write; `flags` are layout.ATOMIC or layout.ASYNC. 0, or how it collides."""
+    """Note a write, which `changes` the value or not; `flags` are ATOMIC or ASYNC. 0, or how it collides."""
+    if flags & layout.ATOMIC and not changes:
+        return note_read(cell, block, epoch, warp, True)
     bit = 1 << warp
     writer = load4(cell + layout.CELL_WRITER)
-    among = False
     if writer != 0 and not (flags & layout.ATOMIC and writer & layout.ATOMIC):
-        other = writer & layout.BLOCK_OF_CELL != block
-        if not other and load4(cell + layout.CELL_WRITE_EPOCH) == epoch:
-            other = load4(cell + layout.CELL_WRITE_WARPS) & ~bit != 0
-            among = True
-        if other and changes:
-            return TWO_WRITES
+        of_block = writer & layout.BLOCK_OF_CELL == block
+        warps = load4(cell + layout.CELL_WRITE_WARPS)
+        if not of_block or (load4(cell + layout.CELL_WRITE_EPOCH) == epoch and warps & ~bit):
+            if changes:
+                return TWO_WRITES
+            if of_block:
+                store4(cell + layout.CELL_WRITE_WARPS, warps | bit)
+            return 0
     reader = load4(cell + layout.CELL_READER)
-    if reader != 0 and changes:
+    if reader != 0:
         if reader != block:
             return WRITE_AFTER_READ
-        if load4(cell + layout.CELL_READ_EPOCH) == epoch and load4(cell + layout.CELL_READ_WARPS) & ~bit != 0:
+        if load4(cell + layout.CELL_READ_EPOCH) == epoch and load4(cell + layout.CELL_READ_WARPS) & ~bit:
             return WRITE_AFTER_READ
-    if not changes:
-        if writer & layout.BLOCK_OF_CELL == block and among:
-            store4(cell + layout.CELL_WRITE_WARPS, load4(cell + layout.CELL_WRITE_WARPS) | bit)
-            return 0
-        if writer != 0 and writer & layout.BLOCK_OF_CELL != block:
-            return 0
-        flags |= layout.SILENT
     store4(cell + layout.CELL_WRITER, block | flags)
     store4(cell + layout.CELL_WRITE_EPOCH, epoch)
     store4(cell + layout.CELL_WRITE_WARPS, bit)
