@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from tritonrec.harness.emulator import Emulation
-from tritonrec.harness.emulator.launch import Counts, Launch, argument
+from tritonrec.harness.emulator.arguments import argument
+from tritonrec.harness.emulator.counts import Counts
+from tritonrec.harness.emulator.launch import Launch
 from tritonrec.harness.emulator.program import compile_program
 
 BITS = {"pred": 8, "f32": 32, "f64": 64, "bf16": 16, "f16": 16}

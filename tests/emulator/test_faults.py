@@ -275,7 +275,7 @@ $OUT:
 \tmov.b32 %r1, 0;
 """
     )
-    found_in_each_seed(BarrierError, "this barrier, while other warps wait at", body, [zeros(1)], threads=64)
+    found_in_each_seed(BarrierError, "barrier, while other warps wait at", body, [zeros(1)], threads=64)
 
 
 SPIN = """

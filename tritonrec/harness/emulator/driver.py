@@ -12,21 +12,12 @@ import torch
 
 from tritonrec.kernels import caches, dispatch
 
+from .arguments import Argument, argument
+from .counts import Counts, Row
 from .fresh import noted
-from .launch import Argument, Counts, Launch, argument
+from .launch import Launch
 from .program import Program, compile_program
 from .settings import Emulation
-
-
-@dataclass
-class Row:
-    """What ran of one kernel."""
-
-    launches: int = 0
-    programs: int = 0
-    compiled: int = 0
-    seconds: float = 0.0
-    counts: Counts = field(default_factory=Counts)
 
 
 @dataclass

@@ -3,131 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import random
 import struct
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from . import layout
+from .arguments import ARENA, LARGE, Argument, Range, ranges_of, zeros
+from .counts import Counts
 from .faults import ScheduleError
+from .messages import fault_of
 from .program import Program
-from .report import fault_of
 from .settings import Emulation
 
 _MOST_COPIES = 1 << 14
 """Asynchronous copies of a warp that may be under way."""
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""mmap's flag for memory that is counted when it is used; Python has no name for it."""
-_LARGE = 1 << 30
-"""Bytes of an argument from which on a launch runs in one schedule: it is too large to copy and compare."""
-
-
-@dataclass
-class Argument:
-    """A tensor argument: its name, and where its elements lie.
-
-    Args:
-        races: accesses without an order are declared harmless. varies: so is a result that depends on it.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    begin: int
-    end: int
-    races: bool = False
-    varies: bool = False
-
-    def element(self, address: int) -> int:
-        """Of the storage that begins with the tensor's first element."""
-        return (address - self.begin) // self.tensor.element_size()
-
-
-def argument(name: str, tensor: torch.Tensor, races: bool, varies: bool) -> Argument | None:
-    """None for a tensor without elements."""
-    if tensor.numel() == 0:
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return Argument(name, tensor, begin, begin + (last + 1) * tensor.element_size(), races, varies)
-
-
-@dataclass
-class Range:
-    """Memory of arguments that overlap."""
-
-    begin: int
-    end: int
-    item: int
-    races: bool
-    fresh: bool
-
-
-def ranges_of(arguments: list[Argument], fresh: set[int]) -> list[Range]:
-    """Overlapping arguments are one range. `fresh`: storages of ``torch.empty``, by address."""
-    found: list[Range] = []
-    for each in sorted(arguments, key=lambda a: a.begin):
-        item = min(8, each.tensor.element_size())
-        new = each.tensor.untyped_storage().data_ptr() in fresh
-        if found and each.begin < found[-1].end:
-            last = found[-1]
-            last.end, last.item = max(last.end, each.end), min(last.item, item)
-            last.races, last.fresh = last.races or each.races, last.fresh or new
-        else:
-            found.append(Range(each.begin, each.end, item, each.races, new))
-    return found
-
-
-@dataclass
-class Counts:
-    """Of one launch: instructions of warps, bytes of global memory, barriers of blocks."""
-
-    instructions: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    barriers: int = 0
-
-    def add(self, other: Counts) -> None:
-        self.instructions += other.instructions
-        self.bytes_read += other.bytes_read
-        self.bytes_written += other.bytes_written
-        self.barriers += other.barriers
-
-
-class Arena:
-    """Memory that launches use one after the other."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-        self.epoch = 0
-
-    def take(self, name: str, size: int) -> int:
-        """The address of `size` bytes, aligned to 128; zeros at first."""
-        if name not in self._arrays or self._arrays[name].nbytes < size + 128:
-            self._arrays[name] = np.zeros(size + 128, np.uint8)
-        return -(-self._arrays[name].ctypes.data // 128) * 128
-
-    def words(self, name: str, count: int) -> tuple[int, np.ndarray]:
-        """`count` zeros of int64, and their address."""
-        at = self.take(name, 8 * count)
-        words = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(at))
-        words[:] = 0
-        return at, words
-
-
-ARENA = Arena()
-
-
-def zeros(size: int) -> np.ndarray:
-    """Bytes that take memory only where they are used: an argument may span more than the machine has."""
-    if size < _LARGE:
-        return np.zeros(size, np.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -198,7 +90,7 @@ class Launch:
     def run(self, number: int) -> Counts:
         """Run every schedule from the same memory, and compare; the counts of the first one."""
         schedules = schedules_of(self.settings, number)
-        if len(schedules) == 1 or any(each.end - each.begin > _LARGE for each in self.ranges):
+        if len(schedules) == 1 or any(each.end - each.begin > LARGE for each in self.ranges):
             return self._once(schedules[-1])
         before = [self._copy(each) for each in self.ranges]
         first, counts = None, Counts()
@@ -237,14 +129,14 @@ class Launch:
         from .runtime.functions import compiled
         from .runtime.scheduler import run_grid
 
-        arena, program = ARENA, self.program
+        program = self.program
         _, functions = compiled()
         blocks = self.grid[0] * self.grid[1] * self.grid[2]
         if blocks == 0:
             return Counts()
         warps = -(-program.threads // 32)
         slots = min(schedule.resident, blocks)
-        at, launch = arena.words("launch", layout.LAUNCH_WORDS)
+        at, launch = ARENA.words("launch", layout.LAUNCH_WORDS)
         parameters = np.frombuffer(self.parameters, np.uint8)
         launch[layout.LAUNCH_PROGRAM] = program.address
         launch[layout.LAUNCH_FUNCTIONS] = functions.ctypes.data
@@ -264,10 +156,10 @@ class Launch:
         shadows = self._place_ranges(launch)
         self._place_blocks(launch, slots, warps)
         kind = run_grid(at)
-        arena.epoch = int(self._epochs(slots)) + 1
+        ARENA.epoch = int(self._epochs(slots)) + 1
         del shadows, parameters
         if kind:
-            raise fault_of(self, launch)
+            raise fault_of(launch, program, self.arguments, self.grid)
         return Counts(
             int(launch[layout.LAUNCH_INSTRUCTIONS]), int(launch[layout.LAUNCH_BYTES_READ]),
             int(launch[layout.LAUNCH_BYTES_WRITTEN]), int(launch[layout.LAUNCH_BARRIERS]),

@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """A table of the kernels that ran."""
     session = config.stash.get(_SESSION, None)
     if session is not None and session.rows:
-        from .report import table
+        from .counts import table
 
         terminalreporter.section(f"emulated {session.settings.arch}")
         terminalreporter.write_line(table(session.rows))

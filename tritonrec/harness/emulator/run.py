@@ -33,8 +33,8 @@ def run(command: list[str], settings: Emulation) -> int:
 
 
 def _run_script(arguments: list[str], settings: Emulation) -> int:
+    from .counts import table
     from .driver import emulated
-    from .report import table
 
     before = sys.argv
     sys.argv = arguments
