@@ -39,6 +39,12 @@ def numbers(kind, seed=0):
     return drawn.astype("f4" if kind == "f32" else "f8")
 
 
+def pairs(kind):
+    """Every edge with every other."""
+    edges = np.array(EDGES).astype("f4" if kind == "f32" else "f8")
+    return np.repeat(edges, len(edges)), np.tile(edges, len(edges))
+
+
 def bits(x):
     return x.view(f"u{x.itemsize}")
 
@@ -105,7 +111,7 @@ def smaller(a, b, sign):
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 @pytest.mark.parametrize("name", ["min", "max"])
 def test_minimum_and_maximum_know_signed_zeros_and_nan(name, kind):
-    x, y = np.repeat(numbers(kind)[-16:], 16), np.tile(numbers(kind, 1)[-16:], 16)
+    x, y = pairs(kind)
     sign = 1 if name == "min" else -1
     expected = np.array([smaller(float(a), float(b), sign) for a, b in zip(x, y, strict=True)], x.dtype)
     assert_equal(evaluate(f"{name}.{kind} {{d}}, {{0}}, {{1}};", [kind] * 2, kind, [x, y]), expected)
@@ -122,7 +128,7 @@ COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equa
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 @pytest.mark.parametrize("how", COMPARE)
 def test_comparisons_with_nan(how, kind):
-    x, y = np.repeat(numbers(kind)[-16:], 16), np.tile(numbers(kind, 1)[-16:], 16)
+    x, y = pairs(kind)
     unordered = np.isnan(x) | np.isnan(y)
     ordered = COMPARE[how](x, y) & ~unordered
     got = evaluate(f"setp.{how}.{kind} {{d}}, {{0}}, {{1}};", [kind] * 2, "pred", [x, y])
@@ -131,6 +137,12 @@ def test_comparisons_with_nan(how, kind):
     assert got.astype(bool).tolist() == (ordered | unordered).tolist()
     for name, expected in (("nan", unordered), ("num", ~unordered)):
         got = evaluate(f"setp.{name}.{kind} {{d}}, {{0}}, {{1}};", [kind] * 2, "pred", [x, y])
+        assert got.astype(bool).tolist() == expected.tolist()
+    for half, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+        a, b = (torch.from_numpy(v.astype("f4")).to(dtype) for v in (x, y))
+        expected = COMPARE[how](a.float().numpy(), b.float().numpy()) & ~unordered
+        operands = [v.view(torch.int16).numpy() for v in (a, b)]
+        got = evaluate(f"setp.{how}.{half} {{d}}, {{0}}, {{1}};", [half] * 2, "pred", operands)
         assert got.astype(bool).tolist() == expected.tolist()
 
 

@@ -151,6 +151,15 @@ def test_negation_absolute_value_and_relu(kind):
         check("min.relu.s32 {d}, {0}, {1};", [kind] * 2, kind, lambda a, b: max(min(a, b), 0), [x, y])
 
 
+@pytest.mark.parametrize("name", ["add", "sub", "min", "max"])
+@pytest.mark.parametrize("kind", ["s16x2", "u16x2"])
+def test_pairs_of_16_bits(kind, name):
+    x, y = numbers("b32"), numbers("b32", 1)
+    got = evaluate(f"{name}.{kind} {{d}}, {{0}}, {{1}};", ["b32"] * 2, "b32", [x, y]).view(np.uint16)
+    halves = [[value(v, f"{kind[0]}16") for v in operand.view(np.uint16)] for operand in (x, y)]
+    assert got.tolist() == [TWO[name](a, b, 16) & 0xFFFF for a, b in zip(*halves, strict=True)]
+
+
 COMPARE = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,

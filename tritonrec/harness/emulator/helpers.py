@@ -200,7 +200,7 @@ def used(program: str) -> list[str]:
     texts = [_TEXTS[name] for name in sorted(names & _TEXTS.keys())]
     intrinsics = {}
     for line in [*program.splitlines(), *(line for text in texts for line in text.splitlines())]:
-        for result, name, arguments in re.findall(r"call (\S+) (@llvm\.[\w.]+)\(([^)]*)\)", line):
-            kinds = ", ".join(argument.split()[0] for argument in arguments.split(","))
+        for result, name, arguments in re.findall(r"call (<.*?>|\S+) (@llvm\.[\w.]+)\(([^)]*)\)", line):
+            kinds = ", ".join(argument.strip().rpartition(" ")[0] for argument in arguments.split(","))
             intrinsics[name] = f"declare {result} {name}({kinds})"
     return [*texts, *intrinsics.values()]

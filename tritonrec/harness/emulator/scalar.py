@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from .conversions import convert
+from .conversions import convert, widened
 from .faults import UnsupportedError
 from .halves import KINDS, lower_halves
 from .lane import FLOATS, Lane
 from .ptx import BITS, Statement, group
 
 _COMPARE = {"lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge"}
+_TYPE = re.compile(r"[a-z]+\d+(x\d+)?")
 _APPROXIMATE = {"ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh": "tanh"}
 
 
@@ -19,10 +20,9 @@ def lower(lane: Lane, s: Statement) -> None:
     """Add the code of a statement that concerns its lane only."""
     parts, kind = s.parts, s.parts[-1]
     name = parts[0]
-    if name in _LOWER:
-        _LOWER[name](lane, s, parts, kind)
-    else:
+    if name not in _LOWER or not {part for part in parts[1:] if _TYPE.fullmatch(part)} <= BITS.keys():
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    _LOWER[name](lane, s, parts, kind)
 
 
 def _move(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
@@ -52,10 +52,25 @@ def _arithmetic(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         lower_halves(lane, s)
     elif kind in FLOATS:
         _float(lane, s, parts, kind)
+    elif kind in ("s16x2", "u16x2"):
+        _pairs(lane, s, parts, kind)
     elif kind[0] in "us":
         _integer(lane, s, parts, kind)
     else:
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+
+
+def _pairs(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
+    """Two integers of 16 bits in a register of 32."""
+    if parts[0] not in ("add", "sub", "min", "max") or len(parts) > 2:
+        raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
+    pair = "<2 x i16>"
+    a, b = (lane.emit(f"bitcast i32 {lane.get(x, 32)} to {pair}") for x in s.operands[1:])
+    if parts[0] in ("min", "max"):
+        result = lane.emit(f"call {pair} @llvm.{kind[0]}{parts[0]}.v2i16({pair} {a}, {pair} {b})")
+    else:
+        result = lane.emit(f"{parts[0]} {pair} {a}, {b}")
+    lane.put(s.operands[0], lane.emit(f"bitcast {pair} {result} to i32"), 32)
 
 
 def _float(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
@@ -195,15 +210,17 @@ def _select(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
 def _compare(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     how = parts[1]
     to, a, b = s.operands[:3]
-    if len(s.operands) > 3 or "|" in to or kind in KINDS:
+    if len(s.operands) > 3 or "|" in to or kind.endswith("x2"):
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
-    if kind in FLOATS:
-        flush = "ftz" in parts
-        x, y = lane.float(a, kind, flush), lane.float(b, kind, flush)
+    if kind in FLOATS or kind in KINDS:
+        if kind in KINDS:
+            x, y = (widened(lane, lane.get(operand, 16), kind) for operand in (a, b))
+        else:
+            x, y = (lane.float(operand, kind, "ftz" in parts) for operand in (a, b))
         code = {"num": "ord", "nan": "uno"}.get(how)
         if code is None:
             code = ("u" if how.endswith("u") and len(how) == 3 else "o") + how[:2]
-        result = lane.emit(f"fcmp {code} {FLOATS[kind][0]} {x}, {y}")
+        result = lane.emit(f"fcmp {code} {'double' if kind == 'f64' else 'float'} {x}, {y}")
     else:
         bits = BITS[kind]
         x, y = lane.get(a, bits), lane.get(b, bits)
