@@ -34,8 +34,8 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
         return "cpu" if on_cpu else "triton"
     if impl == "triton" and on_cpu and emulated is None and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "impl='triton' on a CPU tensor runs in Triton's interpreter only: set TRITON_INTERPRET=1 before "
-            "the first import of triton, or use impl='cpu'"
+            "impl='triton' on a CPU tensor runs in Triton's interpreter or emulated only: set "
+            "TRITON_INTERPRET=1 before the first import of triton, use `tritonrec emulate`, or impl='cpu'"
         )
     if impl == "cpu" and not on_cpu:
         raise ValueError(f"impl='cpu' needs a CPU tensor, got one on {tensor.device}")

@@ -207,7 +207,7 @@ def fuel_of(launch):
     return 1 + (number >> 8) % (1 << (number & 7))
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def run_grid(launch):
     """Run every block of a launch; the kind of the fault, or 0."""
     x, y, z = (
