@@ -293,10 +293,13 @@ $OUT:
 """
 
 
-def test_a_wait_for_a_flag_ends_when_somebody_sets_it():
-    # blocks that run at the same time: the emulator keeps at least as many as one wave in any order
-    for seed in SEEDS:
-        run(SPIN.format(setter=0), [zeros(1)], grid=1, settings=Emulation(seed=seed))
+@pytest.mark.parametrize("setter", range(4))
+def test_a_warp_that_waits_for_another_one_of_its_block_goes_on(setter):
+    body = SPIN.format(setter=setter).replace(
+        "mov.u32 %r1, %ctaid.x;", "mov.u32 %r1, %tid.x;\n\tshr.u32 %r1, %r1, 5;"
+    )
+    for seed in range(12):
+        run(body, [zeros(1)], threads=128, settings=Emulation(seed=seed))
 
 
 def test_a_wait_for_a_flag_that_nobody_sets_is_a_hang():

@@ -30,13 +30,19 @@ _OF_WARP = types.int64(*[types.int64] * 6)
 _OF_FLOAT = types.float32(types.float32)
 
 
+def _callable(signature, function):
+    """A C function; kept by numba where it can write."""
+    try:
+        return cfunc(signature, nopython=True, cache=True)(function.py_func)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+    return cfunc(signature, nopython=True)(function.py_func)
+
+
 @cache
 def compiled():
-    """The functions as C callables, kept alive with their addresses."""
-    made = [
-        cfunc(_OF_WARP, nopython=True, cache=True)(function.py_func) for function in WARP_FUNCTIONS.values()
-    ]
-    made += [
-        cfunc(_OF_FLOAT, nopython=True, cache=True)(function.py_func) for function in FLOAT_FUNCTIONS.values()
-    ]
+    """The functions as C callables, kept alive, and their addresses."""
+    made = [_callable(_OF_WARP, function) for function in WARP_FUNCTIONS.values()]
+    made += [_callable(_OF_FLOAT, function) for function in FLOAT_FUNCTIONS.values()]
     return made, np.array([each.address for each in made], dtype=np.int64)

@@ -111,9 +111,9 @@ def ready_warps(launch, total, chosen):
 
 
 @njit(cache=True)
-def next_warp(launch, total, after):
-    """The warp to run, or -1; in order, from the one after `after` on."""
-    policy = field(launch, layout.LAUNCH_POLICY)
+def next_warp(launch, total, after, fair):
+    """The warp to run, or -1; in order, from the one after `after` on. `fair`: each has its turn."""
+    policy = layout.IN_ORDER if fair else field(launch, layout.LAUNCH_POLICY)
     ready, special = ready_warps(launch, total, 0)
     if ready == 0:
         return -1
@@ -229,7 +229,8 @@ def run_grid(launch):
                 start_block(launch, slot, total - 1 - number if policy == layout.REVERSED else number, warps)
                 started += 1
                 running += 1
-        number = next_warp(launch, slots * warps, last)
+        # resident warps make progress, so one that waits for another does not keep it from running
+        number = next_warp(launch, slots * warps, last, quiet > LONG)
         if number < 0:  # every warp waits, which `open_barrier` has judged already
             return field(launch, layout.FAULT_KIND)
         warp = field(launch, layout.LAUNCH_WARPS) + 8 * layout.WARP_WORDS * number
