@@ -50,6 +50,17 @@ class Call:
         return sum(bits for _, bits in self.outputs) // 8
 
     @property
+    def shared_bytes(self) -> int | None:
+        """The smallest piece of shared memory that it accesses; None if it accesses none."""
+        if self.function in ("load_matrix", "store_matrix", "multiply_group"):
+            return 2
+        if self.function == "copy_async":
+            return self.argument
+        if self.address is None or self.address[2] != 32:
+            return None
+        return (self.outputs or self.inputs)[0][1] // 8
+
+    @property
     def outputs_at(self) -> int:
         return IO_DATA + (0 if self.in_place else 32 * self.input_bytes)
 

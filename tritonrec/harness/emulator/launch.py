@@ -153,6 +153,7 @@ class Launch:
         launch[layout.LAUNCH_THREADS] = program.threads
         launch[layout.LAUNCH_PARAMETERS] = parameters.ctypes.data
         launch[layout.LAUNCH_SHARED_BYTES] = self.shared
+        launch[layout.LAUNCH_SHARED_SHIFT] = program.shared_bytes.bit_length() - 1
         launch[layout.LAUNCH_CHECKS] = self.settings.races
         launch[layout.LAUNCH_RANDOM] = schedule.seed
         launch[layout.LAUNCH_LATE_COPIES] = schedule.late_copies

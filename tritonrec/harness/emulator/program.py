@@ -25,6 +25,7 @@ class Program:
 
     Args:
         frame_bytes: of memory that each warp needs. address: of the function.
+        shared_bytes: the smallest piece of shared memory that an instruction accesses.
         cached: whether an earlier process compiled it.
     """
 
@@ -34,6 +35,7 @@ class Program:
     parameter_bytes: int
     threads: int
     frame_bytes: int
+    shared_bytes: int
     cached: bool
     address: int = 0
     keep: Any = field(default=None, repr=False)
@@ -96,7 +98,7 @@ def compile_program(ptx: str) -> Program:
     fields = {
         "name": kernel.name, "parameters": [asdict(each) for each in kernel.parameters],
         "parameter_bytes": kernel.parameter_bytes, "threads": kernel.threads,
-        "frame_bytes": translation.frame_bytes,
+        "frame_bytes": translation.frame_bytes, "shared_bytes": translation.shared_bytes,
     }  # fmt: skip
     manager.put(json.dumps(fields).encode() + b"\n" + code, "program")
     fields["parameters"] = kernel.parameters

@@ -29,11 +29,13 @@ class Translation:
 
     Args:
         text: a module with one function, `program`. frame_bytes: of memory that each warp needs.
+        shared_bytes: the smallest piece of shared memory that an instruction accesses.
         sites: the statement of each number. lines: pc -> the first statement from there on.
     """
 
     text: str
     frame_bytes: int
+    shared_bytes: int
     sites: list[Statement]
     lines: dict[int, Statement]
 
@@ -67,7 +69,9 @@ class _Translator(Flow):
             self._segment(segment)
         body = "\n".join(self.out)
         text = "\n".join([*self.head(body), body, "}"])
-        return Translation("\n".join([*used(text), text]), self.frame.size, self.sites, self.lines)
+        pieces = [call.shared_bytes for each in self.segments for call in each.calls]
+        smallest = min((piece for piece in pieces if piece), default=1)
+        return Translation("\n".join([*used(text), text]), self.frame.size, smallest, self.sites, self.lines)
 
     def _segment(self, segment: Segment) -> None:
         n = segment.number

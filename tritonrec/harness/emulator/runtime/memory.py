@@ -97,18 +97,20 @@ def note_global(warp, site, lane, address, size, at, value, flags):
 
 @njit(cache=True)
 def note_shared(warp, site, lane, at, size, value, flags):
-    """Check an access of shared memory, as `note_global` does."""
-    block = field(warp, layout.WARP_BLOCK)
+    """Check an access of shared memory, as `note_global` does; `value` -1: bytes that a copy will bring."""
+    block, launch = field(warp, layout.WARP_BLOCK), field(warp, layout.WARP_LAUNCH)
     epoch, own = field(block, layout.BLOCK_EPOCH), field(warp, layout.WARP_INDEX)
     first, shared = field(block, layout.BLOCK_FIRST_EPOCH), field(block, layout.BLOCK_SHARED)
-    cell = field(block, layout.BLOCK_SHADOW) + at * layout.CELL_BYTES
-    for i in range(size):
+    shift = field(launch, layout.LAUNCH_SHARED_SHIFT)
+    step = 1 << shift
+    cell = field(block, layout.BLOCK_SHADOW) + (at >> shift) * layout.CELL_BYTES
+    for i in range(0, size, step):
         if value == 0:
             if load4(cell + layout.CELL_WRITER) == 0 or load4(cell + layout.CELL_WRITE_EPOCH) < first:
                 return fault(warp, layout.UNINITIALISED, site, lane, at + i, size, 0, 0)
             how = note_read(cell, 1, epoch, own, False)
         else:
-            changes = value < 0 or load1(value + i) != load1(shared + at + i)
+            changes = value < 0 or not equal_bytes(value + i, shared + at + i, step)
             how = note_write(cell, 1, epoch, own, changes, flags)
         if how:
             return fault(warp, layout.RACE, site, lane, at + i, size, cell, how)
