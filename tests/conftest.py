@@ -1,4 +1,4 @@
-"""Triton kernels run in the interpreter where there is no GPU; one pool of ranks serves all tests."""
+"""Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
 import os
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # decided before anything imports triton
+from tritonrec.kernels import dispatch
+
+if not torch.cuda.is_available() and dispatch.emulated is None:  # decided before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))

@@ -11,6 +11,9 @@ from .caches import prepare_triton
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
 
+emulated: tuple[int, int] | None = None
+"""Compute capability of the GPU that an emulator stands in for, on CPU tensors; None without an emulator."""
+
 
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
@@ -21,18 +24,18 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     """Name the implementation that runs for `tensor`: ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     ``"auto"`` takes Triton on an accelerator and the CPU kernel on a CPU tensor. An explicit choice is
-    honoured or refused, it never falls back: Triton on a CPU tensor needs ``TRITON_INTERPRET=1``, and the
-    CPU kernel needs a CPU tensor.
+    honoured or refused, it never falls back: Triton on a CPU tensor needs ``TRITON_INTERPRET=1`` or an
+    emulator, and the CPU kernel needs a CPU tensor.
     """
     on_cpu = tensor.is_cpu
     if not on_cpu and not torch.compiler.is_compiling():
         prepare_triton()
     if impl == "auto":
         return "cpu" if on_cpu else "triton"
-    if impl == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if impl == "triton" and on_cpu and emulated is None and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "impl='triton' on a CPU tensor runs in Triton's interpreter only: set TRITON_INTERPRET=1 before "
-            "the first import of triton, or use impl='cpu'"
+            "impl='triton' on a CPU tensor runs in Triton's interpreter or emulated only: set "
+            "TRITON_INTERPRET=1 before the first import of triton, use `tritonrec emulate`, or impl='cpu'"
         )
     if impl == "cpu" and not on_cpu:
         raise ValueError(f"impl='cpu' needs a CPU tensor, got one on {tensor.device}")
@@ -43,6 +46,8 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """NVIDIA's compute capability of the tensor's GPU, (0, 0) elsewhere, as in Triton's interpreter."""
+    if emulated is not None and tensor.is_cpu:
+        return emulated
     if not tensor.is_cuda or torch.version.hip:
         return (0, 0)
     return torch.cuda.get_device_capability(tensor.device)

@@ -14,11 +14,14 @@ import triton.language as tl
 
 from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.triton_murmur import mix64
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK, NUM_WARPS = 256, 4
 
 
+# any of equal keys may hold the slot, and which slots neighbours get depends on who comes first
+@declared(races=("holders_ptr",), varies=("holders_ptr", "slots_ptr"))
 @triton.jit
 def _build_kernel(
     keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, secret, BLOCK: tl.constexpr

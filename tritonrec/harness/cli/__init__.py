@@ -24,6 +24,7 @@ COMMANDS = {
     "simulate": "Model the cluster of the NestPipe paper; print paper, model and error side by side.",
     "plan": "Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.",
     "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
+    "emulate": "Run tests or a script with Triton's kernels compiled for a GPU and executed on the CPU.",
     "doctor": "Describe this machine, and test whether batch invariance holds on it.",
 }
 """By name the first sentence of its help; the function of that name is in the module of that name."""

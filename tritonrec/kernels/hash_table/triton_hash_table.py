@@ -13,12 +13,15 @@ import triton.language as tl
 from tritonrec.kernels.hash_table.errors import finish_insert
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_padding import num_valid
 
 # A lane loads a group of 8 slots, so 128 keys make tiles of 1,024 elements.
 BLOCK, NUM_WARPS = 128, 4
 
 
+# a row that another program assigns or frees is no row of this program's keys
+@declared(races=("slot_rows_ptr",))
 @triton.jit
 def _find_kernel(
     slot_keys_ptr,
@@ -74,6 +77,8 @@ def _find_kernel(
     tl.store(rows_ptr + offsets, found.to(tl.int64), mask=offsets < num_keys)
 
 
+# the slot of a key depends on who claims first, its row does not
+@declared(races=("slot_rows_ptr",), varies=("slot_keys_ptr", "slot_rows_ptr"))
 @triton.jit
 def _claim_kernel(
     slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, wanted_ptr, num_keys, num_groups, BLOCK: tl.constexpr

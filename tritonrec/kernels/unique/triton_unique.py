@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK, NUM_WARPS = 256, 4
 
 
+# a stale minimum costs an atomic and no more
+@declared(races=("first_ptr",))
 @triton.jit
 def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr):
     """``first[s]`` = the smallest position whose key lives in slot s."""

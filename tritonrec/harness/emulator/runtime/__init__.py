@@ -1,0 +1,1 @@
+"""What compiled programs call, in numba: memory, instructions of a whole warp, the scheduler."""
