@@ -6,8 +6,8 @@
 Where a tile has fewer elements than a program has threads, several threads load one element; where two
 layouts need it, Triton loads it twice. A thread that stores the element must not come before any of these
 loads. So between a load and a later store of one tensor there is a barrier (`tl.debug_barrier`), or both have
-the same addresses in the same layout, in which every element belongs to one thread. `HARMLESS` names other
-pairs.
+the same addresses in the same layout, in which every element belongs to one thread. Races that a kernel
+declares (`kernels/races.py`) are its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ from typing import Any
 from triton_ir import VALUE, Function, Operation, Region, parse, texts_of
 
 TARGETS = {"sm_80": 80, "sm_90": 90}
-# Kernel and argument, with the reason why it does not matter who comes first.
-HARMLESS = {
-    ("hash_table.find_kernel", "slot_rows_ptr"): "keys are distinct, and a search for one passes over the "
-    "slot of another whether its row is old, new or gone",
-}
 # Arguments that may be one tensor.
 ONE_TENSOR = {"silu.backward_kernel": {"%dx_ptr": "%dy_ptr"}}
 LOADS = ("tt.load", "ttg.async_copy_global_to_local")
@@ -176,7 +171,8 @@ def faults_of(launch: Any, target: str) -> dict[str, list[str]]:
     for aligned in (launch.aligned, ()):
         text = texts_of(launch, TARGETS[target], "ttgir", aligned)["ttgir"]
         found |= Kernel(text, aliases).overtaken()
-    return {name: where for name, where in found.items() if (launch.name, name) not in HARMLESS}
+    declared = getattr(launch.kernel, "declared", {})
+    return {name: where for name, where in found.items() if not declared.get(name, (False, False))[0]}
 
 
 def check(launches: Iterable[Any], target: str) -> list[str]:

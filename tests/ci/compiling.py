@@ -9,6 +9,11 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "ci" / "compile"
 sys.path.insert(0, str(COMPILE))
 
+import intervals  # noqa: E402
+import triton_ir  # noqa: E402
+
+__all__ = ["compiled", "intervals", "triton_ir"]
+
 
 def compiled(*command: object) -> str:
     """What a Python program with these arguments prints; it can import the modules of ci/compile."""

@@ -4,10 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import intervals
 import pytest
-import triton_ir
-from compiling import compiled
+from compiling import compiled, intervals, triton_ir
 from hypothesis import given
 from hypothesis import strategies as st
 
