@@ -356,3 +356,28 @@ def test_a_view_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match="du is written in place and must have contiguous rows"):
         into(torch.empty(37, 13).t(), *rest)
     torch.library.opcheck(into.default, (torch.empty(13, 37), *rest))
+
+
+@pytest.mark.parametrize("dim", [130, 256])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_means_and_deviations_have_one_order_of_sums(impl, dim):
+    """Whatever else is computed, and wherever the tensors begin: recomputing changes no bit."""
+    from tritonrec.kernels.norm_mul_dropout.triton_norm import normalise
+
+    generator = torch.Generator().manual_seed(dim)
+    x, u, weight, bias = (
+        on(impl, torch.randn(shape, generator=generator)) for shape in ((6, dim), (6, dim), (dim,), (dim,))
+    )
+    ids = on(impl, torch.arange(6))
+    shifted = x.new_empty(6 * dim + 1)[1:].view(6, dim).copy_(x)
+    apart = x.new_empty(6, 2 * dim)[:, ::2].copy_(x)
+    sums = []
+    for rows, gate, p, y in (
+        (x, None, 0.0, None), (x, None, 0.0, torch.empty_like(x)), (x, u, 0.0, torch.empty_like(x)),
+        (x, u, P, torch.empty_like(x)), (shifted, None, 0.0, None), (apart, None, 0.0, None),
+    ):  # fmt: skip
+        means, rstds = x.new_empty(6), x.new_empty(6)
+        normalise(rows, gate, weight, bias, 1e-6, p, SEED, ids, ids, y, means, rstds)
+        sums.append(torch.stack([means, rstds]))
+    for other in sums[1:]:
+        assert torch.equal(other, sums[0])

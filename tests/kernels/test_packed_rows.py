@@ -357,3 +357,17 @@ def test_registration():
 def test_bytes_of_rows_that_have_less_than_no_columns():
     with pytest.raises(ValueError, match="dim must not be negative, got -2"):
         packed_bytes(torch.tensor([3], dtype=torch.uint8), [1], -2)
+
+
+@pytest.mark.parametrize("dim", [5, 33, 64, 128])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_that_just_fits_is_added_once(impl, dim):
+    """With few columns several threads of a GPU load one element: none may load what another has stored."""
+    segments = torch.randperm(7, generator=torch.Generator().manual_seed(dim))
+    values = 2**61 + torch.arange(7 * dim).reshape(7, dim)
+    widths, packed = (on(impl, part) for part in pack_rows(values, torch.arange(7), impl="cpu"))
+    out = on(impl, torch.full((7, dim), 2**62))
+    add_packed_rows(out, on(impl, segments), widths, packed, impl=impl)
+    expected = torch.empty_like(values)
+    expected[segments] = values + 2**62
+    assert torch.equal(out.cpu(), expected)

@@ -204,3 +204,24 @@ def test_registration():
     backward = torch.ops.tritonrec.sampled_softmax_backward.default
     torch.library.opcheck(backward, (dloss, *tensors, valid, 1.4, "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.sampled_softmax.default, (*tensors, valid, 1.4, "cpu"))
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_bits_do_not_depend_on_where_tensors_begin(impl, dim):
+    generator = torch.Generator().manual_seed(dim)
+    shapes = (5, dim), (5, dim), (5, 32, dim), (5,)
+    tensors = [on(impl, torch.randn(shape, generator=generator)) for shape in shapes]
+    valid = on(impl, torch.rand(5, 32, generator=generator) < 0.8)
+
+    def computed(hidden, positive, negatives, dloss):
+        leaves = [tensor.detach().requires_grad_() for tensor in (hidden, positive, negatives)]
+        loss = sampled_softmax(*leaves, valid, impl=impl)
+        return [loss, *torch.autograd.grad(loss, leaves, dloss)]
+
+    shifted = [t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in tensors]
+    expected = computed(*tensors)
+    for moved in ({0}, {1}, {2}, {0, 1, 2, 3}):
+        arguments = [shifted[i] if i in moved else tensor for i, tensor in enumerate(tensors)]
+        for got, one in zip(computed(*arguments), expected, strict=True):
+            assert torch.equal(got, one), moved

@@ -268,3 +268,16 @@ def test_registration(consistency):
     out = torch.zeros(count, 13, dtype=torch.float32 if consistency == "window" else torch.int64)
     into = torch.ops.tritonrec.segment_sum_into.default
     torch.library.opcheck(into, (out, values, segments, count, consistency, 36, "rows", None, None, "cpu"))
+
+
+@pytest.mark.parametrize("dim", [5, 33, 64, 128])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_that_just_fits_is_added_once(impl, dim):
+    """With few columns several threads of a GPU load one element: none may load what another has stored."""
+    segments = torch.randperm(7, generator=torch.Generator().manual_seed(dim))
+    values = 2**61 + torch.arange(7 * dim).reshape(7, dim)
+    out = on(impl, torch.full((7, dim), 2**62))
+    segment_sum(on(impl, values), on(impl, segments), 7, consistency="batch", out=out, impl=impl)
+    expected = torch.empty_like(values)
+    expected[segments] = values + 2**62
+    assert torch.equal(out.cpu(), expected)
