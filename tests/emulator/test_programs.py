@@ -159,13 +159,3 @@ def test_counts_are_those_of_the_kernel():
             512,
             1,
         )
-
-
-def test_lanes_that_part_at_an_interruption_give_the_same_result():
-    memory, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
-    body = thread_address("%rd0", 4) + "\tld.global.b32 %r1, [%rd200];\n"
-    body += thread_address("%rd1", 4) + "\tadd.s32 %r1, %r1, 5;\n\tst.global.b32 [%rd200], %r1;\n"
-    body += "\tshfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;\n\tst.global.b32 [%rd200], %r2;\n"
-    for seed in range(10):
-        run(body, [memory, out], threads=128, settings=Emulation(seed=seed, lockstep=False))
-        assert torch.equal(out, (torch.arange(128) ^ 1).int() + 5)

@@ -206,7 +206,7 @@ def test_a_declaration_names_arguments():
 
 def test_memory_of_torch_empty_is_no_argument_to_read():
     if not current().settings.uninitialised:
-        pytest.skip("needs --emulate-uninitialised")
+        pytest.skip("switched off by --emulate-no-uninitialised")
     with pytest.raises(UninitialisedError, match=r"x_ptr\[\d+\], which nobody wrote"):
         unmasked_kernel[(1,)](torch.empty(128), torch.zeros(128), BLOCK=128)
     x = torch.empty(128)

@@ -160,7 +160,6 @@ class Launch:
         launch[layout.LAUNCH_POLICY] = schedule.policy
         launch[layout.LAUNCH_RESIDENT] = slots
         launch[layout.LAUNCH_PATIENCE] = self.settings.patience
-        launch[layout.LAUNCH_SPLIT] = not self.settings.lockstep
         launch[layout.LAUNCH_MAX_COPIES] = _MOST_COPIES
         launch[layout.LAUNCH_POISON] = self.settings.uninitialised
         shadows = self._place_ranges(launch)

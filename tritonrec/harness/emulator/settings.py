@@ -21,10 +21,7 @@ class Emulation:
     seed: int = seed_setting()
     races: bool = setting(True, "Look for races, and for reads of shared memory that nobody wrote.")
     uninitialised: bool = setting(
-        False, "Look for reads of what torch.empty left as it was: it is filled with a NaN."
-    )
-    lockstep: bool = setting(
-        True, "Lanes of a warp that agree where to go stay together, as on the hardware."
+        True, "Look for reads of what torch.empty left as it was: it is filled with a NaN."
     )
     patience: int = setting(4_000_000, "Accesses that change nothing after which warps hang.", 1_000, 10**12)
 

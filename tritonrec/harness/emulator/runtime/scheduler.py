@@ -184,16 +184,6 @@ def missed_barrier(launch, block, warps):
 
 
 @njit(cache=True)
-def split_lanes(launch, warp):
-    """Some lanes of an interrupted warp go on alone; the others follow where the warp meets again."""
-    mask = field(warp, layout.WARP_MASK)
-    some = mask & draw(launch, layout.LAUNCH_RANDOM)
-    if some and some != mask:
-        move_lanes(warp, mask, field(warp, layout.WARP_PC))
-        put(warp, layout.WARP_MASK, some)
-
-
-@njit(cache=True)
 def fuel_of(launch):
     """Accesses that a warp makes before another one runs."""
     if field(launch, layout.LAUNCH_POLICY) in (
@@ -240,8 +230,6 @@ def run_grid(launch):
         reason = resume(field(launch, layout.LAUNCH_PROGRAM), warp)
         if reason == layout.PREEMPTED:
             last = number
-            if field(launch, layout.LAUNCH_SPLIT):
-                split_lanes(launch, warp)
             if field(launch, layout.LAUNCH_PROGRESS) == progress:
                 quiet += fuel
                 if quiet > field(launch, layout.LAUNCH_PATIENCE):
