@@ -31,7 +31,11 @@ def forward(op, impl):
         return [indices(impl)]
     tensors, rest = OPS[op]
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return [*tensors_of(op(**copies, **rest, impl=impl)), *copies.values()]
+    results = tensors_of(op(**copies, **rest, impl=impl))
+    if op is ops.hash_insert:  # of keys with one home, any may take the first slot
+        slots = torch.stack([copies.pop("slot_keys"), copies.pop("slot_rows")])
+        results.append(slots[:, slots[0].argsort()])
+    return [*results, *copies.values()]
 
 
 def backward(name):

@@ -126,13 +126,11 @@ def mark_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mark pairs seen, pairs walked by rows and by columns (once each), and pairs in whole blocks."""
-    row = tl.arange(0, BLOCK)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < length) & (column < length)
-    tl.store(
-        seen_ptr + row * length + column, visible_block(row, column, history, contexts, rules).to(tl.int32),
-        mask=inside,
-    )  # fmt: skip
+    every_row = tl.arange(0, BLOCK)[:, None]
+    every_column = tl.arange(0, BLOCK)[None, :]
+    seen = visible_block(every_row, every_column, history, contexts, rules).to(tl.int32)
+    everywhere = (every_row < length) & (every_column < length)
+    tl.store(seen_ptr + every_row * length + every_column, seen, mask=everywhere)
     for first in range(hidden // BLOCK_M * BLOCK_M, length, BLOCK_M):
         least = tl.maximum(first, hidden)
         stop = tl.minimum(first + BLOCK_M, length)
@@ -143,7 +141,7 @@ def mark_kernel(
             column = start + tl.arange(0, BLOCK_N)[None, :]
             inside = (row >= least) & (row < stop) & (column < length)
             at = row * length + column
-            tl.store(by_rows_ptr + at, tl.load(by_rows_ptr + at, mask=inside) + 1, mask=inside)
+            tl.atomic_add(by_rows_ptr + at, 1, mask=inside)
             if whole(least, stop - 1, start, start + BLOCK_N, history, rules):
                 tl.store(whole_ptr + at, 1, mask=inside)
     for first in range(0, length, BLOCK_M):
@@ -155,7 +153,7 @@ def mark_kernel(
             row = start + tl.arange(0, BLOCK_N)[:, None]
             inside = (row < length) & (column < stop)
             at = row * length + column
-            tl.store(by_columns_ptr + at, tl.load(by_columns_ptr + at, mask=inside) + 1, mask=inside)
+            tl.atomic_add(by_columns_ptr + at, 1, mask=inside)
             if whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, stop, history, rules):
                 tl.store(whole_ptr + at, 1, mask=inside)
 

@@ -13,10 +13,12 @@ from murmur_inverse import key_with_hash
 from schedules import scheduled
 
 from tritonrec import ops
+from tritonrec.kernels import dispatch
 
 pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws its own schedules"),
+    pytest.mark.skipif(dispatch.emulated is not None, reason="the emulator draws its own schedules"),
 ]
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0]
 # keys that meet: one home and step in the hash table, neighbouring homes in the scratch table
