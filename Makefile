@@ -1,7 +1,8 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
 # make test     the test suite, 800 CPU seconds: of slow tests their quick counterparts
-# make test-all    every test: all mutants and injected faults, long interpretations, compilations
+# make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
+# make emulate  the tests of Triton kernels on emulated sm_80 and sm_90, in three schedules (docs/emulator.md)
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
@@ -14,7 +15,7 @@ TRACES ?= out/traces
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: verify smoke test test-all lint bench compile-matrix clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -28,6 +29,11 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(PYTEST)
+	$(MAKE) emulate
+
+emulate: .venv/installed
+	$(PYTEST) --emulate sm_80 --emulate-schedules 3 -m "interpreter and not slow" tests/kernels
+	$(PYTEST) --emulate sm_90 --emulate-schedules 3 -m "interpreter and not slow" tests/kernels
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
