@@ -41,7 +41,8 @@ def test_sizes_from_two_to_the_31_on_are_compiled_too(planted):
         assert [one.rpartition(", ")[2] for one in where] == ["sizes below 2**31", "sizes up to 2**40"]
 
 
-@pytest.mark.parametrize("only", ["hash_table", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["hash_table", ""])
 def test_no_launch_can_leave_32_bits(only):
     done = compiled("ci/compile/index_widths.py", "--only", only)
     assert re.search(r"\d+ launches, 0 lines of Python can leave 32 bits", done)

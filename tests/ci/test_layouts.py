@@ -42,18 +42,20 @@ def test_an_argument_that_is_not_summed_can_change_the_order_too(planted):
     assert re.search(r"sizePerThread = \[1\].*: \S+, (y_ptr not aligned|nothing aligned)$", message, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("only", "targets"),
-    [("sparse_optimizers d50", "sm_90"), pytest.param("", "sm_80,sm_90", marks=pytest.mark.slow)],
+    [("sparse_optimizers d50", "sm_90"), ("", "sm_80,sm_90")],
 )
 def test_no_store_of_a_launch_overtakes_a_load(only, targets):
     done = compiled("ci/compile/in_place.py", "--only", only, "--targets", targets)
     assert done.endswith("0 loads may be overtaken by a store\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("only", "targets"),
-    [("sampled_softmax d256", "sm_90"), pytest.param("", "sm_80,sm_90", marks=pytest.mark.slow)],
+    [("sampled_softmax d256", "sm_90"), ("", "sm_80,sm_90")],
 )
 def test_no_sum_of_a_launch_has_two_orders(only, targets):
     done = compiled("ci/compile/sum_layouts.py", "--only", only, "--targets", targets)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from ptx_kit import evaluate
 
+pytestmark = pytest.mark.slow  # compiles the emulator's runtime
+
 COUNT = 256
 LIBM = ctypes.CDLL(ctypes.util.find_library("m"))
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3

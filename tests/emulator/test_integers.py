@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from ptx_kit import evaluate
 
+pytestmark = pytest.mark.slow  # compiles the emulator's runtime
+
 COUNT = 160
 
 

@@ -7,6 +7,8 @@ from ptx_kit import run, thread_address
 
 from tritonrec.harness.emulator import Emulation
 
+pytestmark = pytest.mark.slow  # compiles the emulator's runtime
+
 SEEDS = range(4)
 
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from speeds import slow_except
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
@@ -24,7 +23,8 @@ def run(*command, **changes):
     )
 
 
-@pytest.mark.parametrize("arch", slow_except(["sm_90"], ["sm_80", "sm_90"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_small_triton_kernels_pass_in_three_schedules(arch):
     options = ["--emulate", arch, "--emulate-schedules", "3"]
     done = run("pytest", "-q", str(KERNELS), *options)
@@ -34,6 +34,7 @@ def test_small_triton_kernels_pass_in_three_schedules(arch):
     assert "product_kernel" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_the_option_nothing_is_emulated():
     done = run("pytest", "-q", str(KERNELS), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,6 +51,7 @@ def test_the_interpreter_and_the_emulator_exclude_each_other():
     assert "TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_runs_pytest(tmp_path):
     test = tmp_path / "test_silu.py"
     test.write_text(

@@ -77,6 +77,7 @@ def test_what_is_no_kernel_is_refused():
         parse(".version 8.0\n")
 
 
+@pytest.mark.slow
 def test_a_program_is_kept_for_the_next_process(tmp_path):
     code = (
         "import sys; sys.path.insert(0, 'tests/emulator')\nfrom ptx_kit import module\n"
@@ -120,6 +121,7 @@ def test_overlapping_arguments_are_one_range():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_argument_may_span_more_than_the_machine_has():
     """Its shadow takes memory only where it is used, and nobody copies it to compare schedules."""
     memory = torch.zeros(128, dtype=torch.int32)
@@ -146,6 +148,7 @@ def test_schedules_depend_on_seed_and_launch_alone():
     assert len(policies) == 5
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_kernel():
     memory = torch.zeros(256, dtype=torch.int32)
     body = thread_address("%rd0", 4)

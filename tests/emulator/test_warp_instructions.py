@@ -7,6 +7,8 @@ from ptx_kit import evaluate, run, thread_address
 
 from tritonrec.harness.emulator import BarrierError, UnsupportedError
 
+pytestmark = pytest.mark.slow  # compiles the emulator's runtime
+
 LANES = np.arange(32)
 
 

@@ -49,6 +49,7 @@ def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
     clean = run_case.injection_of
     monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators
+    from tritonrec.harness.verify import contract
     from tritonrec.harness.verify.contract import Verifier
     from tritonrec.harness.verify.report import CaseResult
 
@@ -58,6 +59,7 @@ def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
         return CaseResult(case, report.first_difference is None, report.first_difference)
 
     monkeypatch.setattr(Verifier, "run", run)
+    monkeypatch.setattr(contract, "MAX_SHRINKS", 2)
     result = invoke(
         "verify", "--data", SMALL, "--quick", "--modes", "dbp", "--world-size", 1, "--micro-batches", 2,
         "--steps", 2,

@@ -190,9 +190,8 @@ for launch in launches.launches("sm_90", sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize(
-    "only", ["unique padded", *(pytest.param(one, marks=pytest.mark.slow) for one in ("intersect", "hash"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["unique padded", "intersect", "hash"])
 def test_atomics_order_nothing_but_themselves(only, tmp_path):
     """An ordered one waits for all memory and empties the first-level cache."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -18,12 +18,12 @@ def run(command: list[str], settings: Emulation) -> int:
     Raises:
         ValueError: the command is another one, or pytest is not installed.
     """
-    os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
     if command[:1] == ["pytest"]:
         if importlib.util.find_spec("pytest") is None:
             raise ValueError("pytest is not installed: pip install 'tritonrec[test]'")
         import pytest
 
+        os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
         return int(pytest.main(["-p", PLUGIN, *pytest_options(settings), *command[1:]]))
     if command[:1] == ["python"] and len(command) > 1:
         return _run_script(command[1:], settings)
@@ -36,6 +36,7 @@ def _run_script(arguments: list[str], settings: Emulation) -> int:
     from .counts import table
     from .driver import emulated
 
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
     before = sys.argv
     sys.argv = arguments
     try:
