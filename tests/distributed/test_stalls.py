@@ -24,8 +24,9 @@ BOUND = 40.0
 
 @pytest.mark.parametrize(
     "where, stage",
-    [pytest.param("compute", "in compute(3, 0)", marks=pytest.mark.slow), ("save", "save(4)")],
+    [("compute", "in compute(3, 0)"), ("save", "save(4)")],
 )
+@pytest.mark.slow
 def test_a_pool_names_a_stopped_rank_and_its_stage(tmp_path, where, stage):
     with RankPool((2,), timedelta(seconds=TIMEOUT)) as pool:
         assert pool.run(work, 2, "", 1, None, 2) == [2, 2]  # all kernels are loaded

@@ -42,10 +42,11 @@ def test_verify_writes_its_report(tmp_path):
 
 @pytest.mark.multi_rank
 def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
-    from tritonrec.harness.verify import cases, run_case
+    from tritonrec.harness.cli import verify
+    from tritonrec.harness.verify import run_case
 
-    table = cases.contract_table
-    monkeypatch.setattr(cases, "contract_table", lambda *options: table(*options)[:2])
+    table = verify.contract_table
+    monkeypatch.setattr(verify, "contract_table", lambda *options: table(*options)[:2])
     clean = run_case.injection_of
     monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
     from tritonrec.distributed import Communicators

@@ -4,12 +4,24 @@ import re
 
 import pytest
 import torch
-from trainer_parts import DIM, EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
+from trainer_parts import (
+    DIM,
+    EVERY,
+    EVERY_MODE,
+    STAGED_MODES,
+    NoParameters,
+    Ranker,
+    batches,
+    parts,
+    same,
+    state,
+    trained,
+    trainer,
+)
 
 from tritonrec import checkpoint, nn, verify
 from tritonrec.embedding import FeatureConfig
 from tritonrec.harness.verify.user_model import first_not_invariant
-from tritonrec.pipeline import MODES
 
 FEATURES = [FeatureConfig("item", DIM)]
 REFERENCE = {"batch": "reference", "window": "sequential"}
@@ -39,7 +51,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize(("of", "said"), WRONG.values(), ids=WRONG)
 def test_anything_but_a_loss_per_sample_is_refused(mode, of, said):
     made = parts(lambda: Returning(of))
@@ -142,7 +154,7 @@ class Mixed(Ranker):
         return self.plain(super().hidden(batch, rows)).float()
 
 
-@pytest.mark.parametrize("mode", list(MODES)[1:])
+@pytest.mark.parametrize("mode", STAGED_MODES)
 def test_autocast_casts_the_weights_of_every_step(mode):
     """autocast keeps cast weights until its context ends, and here it spans the steps."""
 
@@ -161,7 +173,7 @@ def test_autocast_casts_the_weights_of_every_step(mode):
     assert same(steps(True), steps(False))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_training_without_gradients_is_refused_by_name(mode, context):
     with trainer(parts(), mode) as training:

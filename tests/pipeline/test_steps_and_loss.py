@@ -4,14 +4,25 @@ import math
 
 import pytest
 import torch
-from trainer_parts import EVERY, NoParameters, Ranker, batches, parts, same, state, trained, trainer
+from trainer_parts import (
+    EVERY,
+    EVERY_MODE,
+    STAGED_MODES,
+    NoParameters,
+    Ranker,
+    batches,
+    parts,
+    same,
+    state,
+    trained,
+    trainer,
+)
 
 from tritonrec import ops
-from tritonrec.pipeline import MODES
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("order", [(0, 1, 1), (0, 2, 1), (3, 0)])
 def test_steps_that_do_not_rise_are_refused_and_what_was_read_is_trained(mode, order):
     made = parts()
@@ -78,7 +89,7 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 9])
-@pytest.mark.parametrize("mode", list(MODES)[1:])
+@pytest.mark.parametrize("mode", STAGED_MODES)
 def test_the_mean_loss_has_the_bits_of_synchronous_training(mode, micro_batches):
     expected = [result.loss for result in trained(parts(), "reference", "batch", batches(3))[1]]
     got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, clustering=True)[1]

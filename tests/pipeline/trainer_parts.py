@@ -14,18 +14,19 @@ from tritonrec.pipeline import MODES, Trainer, WindowConfig
 
 DIM = 6
 EVERY = slow_except(
-    [
-        ("reference", "batch"), ("sequential", "window"), ("dbp", "batch"), ("fwp", "window"),
-        ("nestpipe", "batch"), ("nestpipe", "window"),
-    ],
+    [("reference", "batch"), ("fwp", "window"), ("nestpipe", "batch")],
     [("reference", "batch"), *product(list(MODES)[1:], ("batch", "window"))],
 )  # fmt: skip
 """Every mode at every consistency."""
+EVERY_MODE = slow_except(["reference", "nestpipe"], MODES)
+STAGED_MODES = slow_except(["sequential", "nestpipe"], list(MODES)[1:])
 ONE_IN_FLIGHT = slow_except(
-    [("reference", "batch"), ("sequential", "window"), ("fwp", "window")],
+    [("reference", "batch"), ("sequential", "window")],
     [("reference", "batch"), *product(("sequential", "fwp"), ("batch", "window"))],
 )
-READS_AHEAD = [(mode, consistency) for mode in ("dbp", "nestpipe") for consistency in ("batch", "window")]
+READS_AHEAD = slow_except(
+    [("dbp", "window"), ("nestpipe", "batch")], product(("dbp", "nestpipe"), ("batch", "window"))
+)
 
 
 class Ranker(torch.nn.Module):

@@ -79,6 +79,7 @@ def test_messages_are_as_large_as_both_sides_say():
         assert max(map(max, sent)) * 16 * 4 <= models[0].capacity(7)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_small_run_prints_saves_and_draws(tmp_path):
     words = [
