@@ -10,7 +10,7 @@ from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, HSTUConfig
-from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import MODES, PIPELINED, StageFailedError, Trainer, WindowConfig
 
 DIM = 8
 CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.1)
