@@ -67,6 +67,7 @@ def test_int64_sums_are_exact(pool):
     assert pool.run(reduce_near_the_end, 2, 2**60 + 1) == [[2, 2**60 + 3]] * 2
 
 
+@pytest.mark.slow
 def test_a_sum_that_could_wrap_names_the_tensor():
     with RankPool((2,), timedelta(seconds=3)) as own, pytest.raises(RankDiedError) as caught:
         own.run(reduce_near_the_end, 2, -(2**62))
@@ -154,7 +155,11 @@ def test_a_rank_that_hangs_before_the_rendezvous_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        (leave, "rank 0 died (exit code 9): it was in `enter`, before the rendezvous"),
+        pytest.param(
+            leave,
+            "rank 0 died (exit code 9): it was in `enter`, before the rendezvous",
+            marks=pytest.mark.slow,
+        ),
         (fail, "rank 0: OSError: cannot enter namespace 7"),
     ],
 )

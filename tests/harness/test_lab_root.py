@@ -89,6 +89,7 @@ def test_a_lab_from_end_to_end(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_an_exchange_takes_the_time_of_its_bytes():
     count, rate = 250_000, 40.0  # 1 MB from each rank to the other

@@ -110,6 +110,7 @@ def test_online_the_last_inputs_are_classified_by_what_the_first_have_shown():
         compare(a_run(), SlipstreamRun(replace(CONFIG, warmup=31), online=0.4))
 
 
+@pytest.mark.slow
 def test_the_control_drops_as_many_inputs_at_random():
     exact, few, control = compare(a_run(), SlipstreamRun(CONFIG, (0.7,), control=True))["runs"]
     assert not few["at_random"] and control["at_random"]
