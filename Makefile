@@ -1,6 +1,6 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite, 800 CPU seconds: of slow tests their quick counterparts
+# make test     the test suite, under five minutes on two cores: of slow tests their quick counterparts
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  the tests of Triton kernels on emulated sm_80 and sm_90, in three schedules (docs/emulator.md)
 # make lint     ruff and mypy
@@ -14,6 +14,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Two processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: verify smoke test test-all emulate lint bench compile-matrix clean
 
