@@ -15,8 +15,6 @@ from tritonrec.harness.emulator import (
     UninitialisedError,
 )
 
-pytestmark = pytest.mark.slow  # compiles the emulator's runtime
-
 SEEDS = range(6)
 BARRIER = "\tbar.sync 0;\n"
 TID = "\tmov.u32 %r250, %tid.x;\n"

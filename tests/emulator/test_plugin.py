@@ -51,7 +51,6 @@ def test_the_interpreter_and_the_emulator_exclude_each_other():
     assert "TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_the_command_runs_pytest(tmp_path):
     test = tmp_path / "test_silu.py"
     test.write_text(
