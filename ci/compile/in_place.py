@@ -12,15 +12,13 @@ declares (`kernels/races.py`) are its own.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from triton_ir import VALUE, Function, Operation, Region, parse, texts_of
+from triton_ir import TARGETS, VALUE, Function, Operation, Region, check_launches, parse, texts_of
 
-TARGETS = {"sm_80": 80, "sm_90": 90}
 # Arguments that may be one tensor.
 ONE_TENSOR = {"silu.backward_kernel": {"%dx_ptr": "%dy_ptr"}}
 LOADS = ("tt.load", "ttg.async_copy_global_to_local")
@@ -184,22 +182,5 @@ def check(launches: Iterable[Any], target: str) -> list[str]:
     ]
 
 
-def main() -> int:
-    import launches
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="cases whose label contains this")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
-    arguments = parser.parse_args()
-    targets = arguments.targets.split(",")
-    if unknown := set(targets) - set(TARGETS):
-        parser.error(f"--targets takes some of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
-    found = [line for target in targets for line in check(launches.launches(target, arguments.only), target)]
-    print(*found, f"{len(found)} loads may be overtaken by a store", sep="\n")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_launches(__doc__, check, "loads may be overtaken by a store"))

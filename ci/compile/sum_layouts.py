@@ -12,17 +12,15 @@ other products add along K in order, whatever the layout.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from triton_ir import Operation, parse, texts_of
+from triton_ir import TARGETS, Operation, check_launches, parse, texts_of
 
 Layouts = dict[str, set[str]]
-TARGETS = {"sm_80": 80, "sm_90": 90}
 DOTS = ("tt.dot", "ttng.warp_group_dot")
 
 
@@ -111,22 +109,5 @@ def floats_of(launch: Any) -> str:
     return " ".join(sorted(set(re.findall(r"\*((?:fp|bf)\d+)", str(launch.signature)))))
 
 
-def main() -> int:
-    import launches
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="cases whose label contains this")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
-    arguments = parser.parse_args()
-    targets = arguments.targets.split(",")
-    if unknown := set(targets) - set(TARGETS):
-        parser.error(f"--targets takes some of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
-    found = [line for target in targets for line in check(launches.launches(target, arguments.only), target)]
-    print(*found, f"{len(found)} sums or products have more than one order", sep="\n")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_launches(__doc__, check, "sums or products have more than one order"))

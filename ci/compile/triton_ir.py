@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 NAME = r"%[\w$.-]+"
 VALUE = NAME + r"(?:#\d+)?"  # one of the results of an operation with several
+TARGETS = {"sm_80": 80, "sm_90": 90}
 
 
 @dataclass
@@ -224,3 +226,23 @@ class Reader:
 def variable(value: str) -> str:
     """The Python variable that a value is named after: ``%lanes_25~2`` -> ``lanes``; "" without one."""
     return re.sub(r"(^\d+)?(_\d+)?(~\d+)?(#\d+)?$", "", value.removeprefix("%"))
+
+
+def check_launches(
+    description: str | None, check: Callable[[list[Any], str], list[str]], summary: str
+) -> int:
+    """The command of a check of every launch for every target: prints what it finds; the exit status."""
+    import launches
+
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
+    arguments = parser.parse_args()
+    targets = arguments.targets.split(",")
+    if unknown := set(targets) - set(TARGETS):
+        parser.error(f"--targets takes some of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
+    found = [line for target in targets for line in check(launches.launches(target, arguments.only), target)]
+    print(*found, f"{len(found)} {summary}", sep="\n")
+    return 1 if found else 0
