@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from .change_log import ChangeLog
+from .device_index import DeviceIndex
 from .key_index import KeyIndex
 from .row_column import RowColumn
+from .selection import Selection, select
 
 
 class Candidates:
@@ -16,13 +18,15 @@ class Candidates:
         admission: steps after which a key gets a row.
         window: steps; a key without a lookup for longer is forgotten.
         slots: initial slots of the key structure.
+        device: of the keys of a padded table; None: the host's memory.
     """
 
-    def __init__(self, admission: int, window: int, slots: int):
+    def __init__(self, admission: int, window: int, slots: int, device: torch.device | None = None):
         self.admission, self.window = admission, window
-        self._index = KeyIndex(slots)
-        self._columns = {"counts": RowColumn(torch.int32), "last": RowColumn(torch.int32)}
-        self._changes = ChangeLog()
+        self._padded = device is not None
+        self._index = KeyIndex(slots) if device is None else DeviceIndex(slots, device)
+        self._columns = {name: RowColumn(torch.int32, device=device) for name in ("counts", "last")}
+        self._changes = ChangeLog(device)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -42,18 +46,23 @@ class Candidates:
             keys, handles = self._index.items()
             self.erase(keys[step - self._columns["last"][handles] > self.window])
 
-    def count(self, keys: torch.Tensor, step: int) -> torch.Tensor:
+    def count(self, keys: torch.Tensor, step: int, count: torch.Tensor | None = None) -> Selection:
         """Count a lookup at `step` of each of `keys` (K,), distinct.
 
         Returns:
-            (R,) int64, positions of the keys that are now admitted; they are candidates no longer.
+            Those keys that are now admitted; they are candidates no longer.
         """
-        handles = self._add(keys)
+        handles = self._add(keys, count)
         counts = self._columns["counts"][handles] + 1
         self._columns["counts"][handles] = counts
         self._columns["last"][handles] = step
-        admitted = (counts >= self.admission).nonzero().squeeze(1)
-        self.erase(keys[admitted])
+        admitted = select((counts >= self.admission) & (handles >= 0), self._padded)
+        if admitted.count is None:
+            self.erase(admitted.take(keys))
+        else:
+            gone = admitted.take(keys)
+            self._index.release(self._index.erase(gone, admitted.count), admitted.count)
+            self._changes.erase(gone, admitted.count)
         return admitted
 
     def erase(self, keys: torch.Tensor) -> None:
@@ -88,12 +97,12 @@ class Candidates:
         keys, order = keys.sort()
         return {"keys": keys} | {name: column[handles[order]] for name, column in self._columns.items()}
 
-    def _add(self, keys: torch.Tensor) -> torch.Tensor:
+    def _add(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys`, with a count of 0 where new."""
-        handles, inserted = self._index.find_or_insert(keys)
+        handles, inserted = self._index.find_or_insert(keys, count)
         self._changes.grow(self._index.end)
         for column in self._columns.values():
             column.grow(self._index.end)
-        self._columns["counts"][handles[inserted]] = 0
+        self._columns["counts"][torch.where(inserted, handles, -1)] = 0
         self._changes.mark(handles)
         return handles

@@ -22,14 +22,16 @@ class Evictor:
     Args:
         eviction: see `Eviction`.
         layout: maps keys to logical tables.
+        device: of the table.
     """
 
     column = "score"
 
-    def __init__(self, eviction: Eviction, layout: KeyLayout):
-        self.eviction, self._layout = eviction, layout
-        self.values = RowColumn(torch.int32)
-        self._sizes = torch.zeros(len(layout.names), dtype=torch.int64)  # rows of each logical table
+    def __init__(self, eviction: Eviction, layout: KeyLayout, device: torch.device | None = None):
+        self.eviction, self._layout, self._device = eviction, layout, device
+        self.values = RowColumn(torch.int32, device=device)
+        # rows of each logical table
+        self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device)
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -41,7 +43,7 @@ class Evictor:
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
         """Score new rows, which no step has used."""
         self.values[handles] = 0 if self._counts else NO_TIMESTAMP
-        self._sizes += self._layout.count(keys)
+        self._sizes += self._layout.count(keys, handles >= 0)
 
     def remove(self, keys: torch.Tensor) -> None:
         """Subtract erased rows from the sizes."""
@@ -58,7 +60,7 @@ class Evictor:
     def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
         """Give rows without a timestamp the timestamp `step`; returns their handles (n,)."""
         if self._counts or not self._missing_timestamps:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         _keys, handles = rows.items()
         handles = handles[self.values[handles] == NO_TIMESTAMP]
         self.values[handles] = step
@@ -70,21 +72,21 @@ class Evictor:
     ) -> torch.Tensor:
         """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
 
-        Collective over the ranks that share the table, where `all_reduce` is given.
+        Chosen on the host, which waits for a table on a device. Collective over the ranks that share the table, where `all_reduce` is given.
         """
         ttl, capacity = self.eviction.ttl, self.eviction.capacity
         if capacity is not None:
-            sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
+            sizes = self._sizes.cpu() if all_reduce is None else all_reduce(self._sizes.cpu().clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):
-                return torch.empty(0, dtype=torch.int64)
+                return torch.empty(0, dtype=torch.int64, device=self._device)
         keys, _handles, scores = unpinned_rows(rows, pinned, self.values)
         if ttl is not None:
             chosen = step - scores > ttl
         else:
             members, ids = self._layout.unpack(keys)
             chosen = select_smallest(scores, ids, members, excess, all_reduce)
-        return keys[chosen].sort().values
+        return keys[chosen].sort().values.to(self._device)
 
     def keep(self, rows: EmbeddingTable, keys: torch.Tensor) -> None:
         """Copy the rows of `keys` (n,) before their eviction, if `Eviction.keep`."""

@@ -12,7 +12,7 @@ from .. import ops
 from ..kernels import launch
 from .key_layout import KeyLayout
 from .optimizer import RowOptimizer
-from .policy import TablePolicy
+from .policy import Placement, TablePolicy
 from .state_check import check_state
 from .table import DynamicTable
 
@@ -42,6 +42,7 @@ class FeatureConfig:
         scale: initial weights are uniform in [-scale, scale); ``dim ** -0.5`` if left out.
         optimizer: update rule of the rows; by default the collection's.
         policy: eviction, admission and precision tiers.
+        placement: where the table is; by default where the collection's are.
         merge: False keeps the table apart; then all 2**64 ids are legal.
     """
 
@@ -52,6 +53,7 @@ class FeatureConfig:
     scale: float | None = None
     optimizer: RowOptimizer | None = None
     policy: TablePolicy = field(default_factory=TablePolicy)
+    placement: Placement | None = None
     merge: bool = True
 
     def __post_init__(self) -> None:
@@ -81,8 +83,8 @@ class TableGroup:
 class HashTableCollection:
     """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
-    Tables of one dimension, optimizer, scale and policy become one `DynamicTable`; `KeyLayout` keeps their
-    ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its results:
+    Tables of one dimension, optimizer, scale, policy and placement become one `DynamicTable`; `KeyLayout`
+    keeps their ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its results:
     initial values, eviction and owners depend on table name and id only.
 
     Args:
@@ -91,6 +93,7 @@ class HashTableCollection:
         merge: False keeps every table apart.
         seed: of the initial values.
         slots, chunk_rows: see `DynamicTable`.
+        placement: where tables are whose features do not say; in host memory by default.
 
     Raises ValueError where features that share a table disagree about it.
     """
@@ -104,6 +107,7 @@ class HashTableCollection:
         seed: int = 0,
         slots: int = 1024,
         chunk_rows: int = 65536,
+        placement: Placement | None = None,
     ):
         rule = optimizer or RowOptimizer()
         self.features = {feature.name: feature for feature in sorted(features, key=lambda f: f.name)}
@@ -117,7 +121,7 @@ class HashTableCollection:
             if _table_settings(known) != _table_settings(feature):
                 raise ValueError(
                     f"features {known.name!r} and {feature.name!r} share table {name!r} but differ in dim, "
-                    "scale, optimizer, policy or merge: give both the same"
+                    "scale, optimizer, policy, placement or merge: give both the same"
                 )
         members: dict[object, list[str]] = {}
         for name, feature in tables.items():
@@ -138,6 +142,7 @@ class HashTableCollection:
                 slots=slots,
                 chunk_rows=chunk_rows,
                 policy=feature.policy,
+                placement=feature.placement or placement,
             )
             for member, name in enumerate(names):
                 self._location[name] = len(self.groups), member
@@ -166,6 +171,12 @@ class HashTableCollection:
             torch.cat([group.layout.pack(member, lookups[name].ids, name) for name, member in group.features])
             for group in self.groups
         ]
+
+    def validate(self, lookups: Mapping[str, SupportsLookup]) -> None:
+        """Raise ValueError for an id that does not fit into the keys of its table."""
+        for group in self.groups:
+            for name, _member in group.features:
+                group.layout.validate(lookups[name].ids, name)
 
     def by_feature(
         self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
@@ -197,9 +208,10 @@ class HashTableCollection:
         """
         rows = []
         for group, keys in zip(self.groups, self.keys(lookups), strict=True):
-            distinct, inverse, _ = launch.unique(keys)
+            distinct, inverse, _ = launch.unique(keys.to(group.table.device))
             values = group.table.gather(group.table.find(distinct), distinct)
-            rows.append(launch.gather_rows(values[:, : group.table.dim], inverse))
+            found = launch.gather_rows(values[:, : group.table.dim], inverse)
+            rows.append(found.to(keys.device))
         return self.by_feature(rows, lookups)
 
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -20,7 +20,14 @@ class EmbeddingTable(Protocol):
 
     One thread may find, insert and gather while another one updates; a gather may then read a row that is
     half updated. All other calls exclude each other.
+
+    A `count` () int64 is the number of valid keys where only the device knows it (`kernels.padding`); handles
+    behind it are -1.
     """
+
+    device: torch.device
+    padded: bool
+    """Whether lookups leave their lengths on the device, so that the host does not wait for them."""
 
     def __len__(self) -> int: ...
 
@@ -29,14 +36,23 @@ class EmbeddingTable(Protocol):
         """Upper bound of all handles so far: the length of row metadata."""
         ...
 
-    def find(self, keys: torch.Tensor) -> torch.Tensor:
+    def find(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys` (K,), repeats allowed; -1 where absent."""
         ...
 
-    def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_or_insert(
+        self, keys: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values.
 
         Raises MemoryError, or the allocator's error, where they do not fit; the table is then unchanged.
+        """
+        ...
+
+    def prefetch(self, handles: torch.Tensor) -> None:
+        """Bring the rows of a lookup's `handles` (K,), distinct or -1, to where `gather` is fast.
+
+        Call it once a lookup, after the update of the rows of the lookup before the last one.
         """
         ...
 
@@ -80,6 +96,11 @@ class EmbeddingTable(Protocol):
     @property
     def moved(self) -> tuple[int, int]:
         """Rows moved so far to float32, and to 16 bits."""
+        ...
+
+    @property
+    def cache_hits(self) -> tuple[int, int]:
+        """Rows that `prefetch` found in a cache, and all rows given to it."""
         ...
 
     def memory(self) -> dict[str, int]:

@@ -95,11 +95,11 @@ class KeyIndex:
         """Bytes of the list of free handles."""
         return self._handles.nbytes
 
-    def find(self, keys: torch.Tensor) -> torch.Tensor:
+    def find(self, keys: torch.Tensor, count: None = None) -> torch.Tensor:
         """The handle of each key (K,) int64, repeats allowed; -1 where it is absent."""
         return torch.from_numpy(self._find(self._salted(keys)))
 
-    def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_or_insert(self, keys: torch.Tensor, count: None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the handles of `keys` (K,) int64, distinct (not checked); absent keys get new ones in order.
 
         Returns:

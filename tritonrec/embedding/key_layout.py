@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 from ..kernels import launch
+from ..kernels.dispatch import on_host
 
 
 class KeyLayout:
@@ -48,10 +49,19 @@ class KeyLayout:
     def pack(self, member: int, ids: torch.Tensor, feature: str) -> torch.Tensor:
         """Keys (K,) int64 of `ids` (K,) of logical table `member`.
 
-        Raises ValueError naming `feature` and the first id that does not fit.
+        Raises ValueError naming `feature` and the first id that does not fit. Ids on a device are not looked
+        at (`validate`).
         """
         if not self.bits:
             return ids
+        if on_host(ids):
+            self.validate(ids, feature)
+        return ids | (member << self._shift)
+
+    def validate(self, ids: torch.Tensor, feature: str) -> None:
+        """Raise ValueError naming `feature` and the first of `ids` (K,) that does not fit into a key."""
+        if not self.bits:
+            return
         outside = (ids < 0) | (ids >= 1 << self._shift)
         if bool(outside.any()):
             raise ValueError(
@@ -59,7 +69,6 @@ class KeyLayout:
                 f"{len(self.names)}, which leaves ids from 0 to {(1 << self._shift) - 1}; keep the table of "
                 "this feature apart with merge=False"
             )
-        return ids | (member << self._shift)
 
     def unpack(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Member numbers (K,) and ids (K,), both int64."""
@@ -71,9 +80,11 @@ class KeyLayout:
         """The ids (K,) int64 of `keys` (K,) in their own tables."""
         return self.unpack(keys)[1]
 
-    def count(self, keys: torch.Tensor) -> torch.Tensor:
-        """Number of `keys` (K,) in each logical table: (m,) int64."""
-        return torch.bincount(self.unpack(keys)[0], minlength=len(self.names))
+    def count(self, keys: torch.Tensor, which: torch.Tensor | None = None) -> torch.Tensor:
+        """Number of `keys` (K,) in each logical table, of those `which` (K,) bool marks: (m,) int64."""
+        members = self.unpack(keys)[0]
+        ones = torch.ones_like(keys) if which is None else which.to(torch.int64)
+        return keys.new_zeros(len(self.names)).scatter_add_(0, torch.where(ones > 0, members, 0), ones)
 
     def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
         """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
@@ -81,6 +92,11 @@ class KeyLayout:
             return launch.initial_rows(seed, self.table_ids[0], keys, dim, scale)
         members, ids = self.unpack(keys)
         rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
+        if not on_host(keys):  # nothing waits for the number of keys of a table: each draws all rows
+            for member, table_id in enumerate(self.table_ids):
+                own = launch.initial_rows(seed, table_id, ids, dim, scale)
+                rows = own if member == 0 else torch.where((members == member).unsqueeze(1), own, rows)
+            return rows
         for member in torch.unique(members).tolist():
             here = members == member
             rows[here] = launch.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)

@@ -11,7 +11,7 @@ import torch
 class Lookup(NamedTuple):
     """The rows of a step's keys.
 
-    handles: (K,) int64, -1 for a key that is not admitted. Valid until the second lookup after this one
+    handles: (K,) int64, -1 for a key that is not admitted, and behind the count. Valid until the second lookup after this one
         begins; evictions, moves and inserts in between do not change them.
     low_precision: (K,) bool, rows to store in 16 bits, False where not admitted; None without precision
         tiers.
@@ -27,7 +27,7 @@ class Counters:
 
     found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
     are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to
-    16 bits; a new row moves at its first update.
+    16 bits; a new row moves at its first update. cached: rows looked up that were in a device's cache.
     """
 
     found: int = 0
@@ -36,3 +36,4 @@ class Counters:
     evicted: int = 0
     promoted: int = 0
     demoted: int = 0
+    cached: int = 0

@@ -25,7 +25,7 @@ class RowPolicy(Protocol):
         ...
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """Initialise the numbers of new rows, which no step has used."""
+        """Initialise the numbers of new rows, which no step has used; a handle of -1 is left out."""
         ...
 
     def remove(self, keys: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class RowPolicy(Protocol):
         ...
 
     def record(self, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `handles` (K,), distinct."""
+        """Record the access of `step` to the rows of `handles` (K,), distinct or -1."""
         ...
 
 
@@ -41,12 +41,12 @@ class RowMetadata:
     """All metadata of a table's rows.
 
     Args:
-        policies: those with a number for each row.
+        policies: those with a number for each row. device: of the table.
     """
 
-    def __init__(self, policies: Sequence[RowPolicy]):
+    def __init__(self, policies: Sequence[RowPolicy], device: torch.device | None = None):
         self.policies = policies
-        self.changes, self.pinned = ChangeLog(), PinnedRows()
+        self.changes, self.pinned = ChangeLog(device), PinnedRows(device)
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class RowMetadata:
         return sum(policy.values.nbytes for policy in self.policies) + self.changes.nbytes
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
-        """Add new rows; all handles are below `end`."""
+        """Add new rows (K,); all handles are below `end`, and -1 is left out."""
         self.changes.grow(end)
         self.changes.mark(handles)
         for policy in self.policies:
@@ -68,7 +68,8 @@ class RowMetadata:
             policy.remove(keys)
 
     def record(self, handles: torch.Tensor, step: int) -> torch.Tensor:
-        """Record a lookup of the rows of `handles` (K,); returns reserved handles that are free now."""
+        """Record a lookup of the rows of `handles` (K,), distinct or -1; returns reserved handles that are free
+        now."""
         if self.policies:
             self.changes.mark(self.pinned.last)  # their column `recent` changes
         self.changes.mark(handles)

@@ -42,7 +42,14 @@ class RowOptimizer:
         """float32 values of one row: its weights and its state."""
         return {"sgd": dim, "rowwise_adagrad": dim + 1, "adam": 3 * dim}[self.name]
 
-    def update(self, rows: torch.Tensor, indices: torch.Tensor, gradient: torch.Tensor, step: int) -> None:
+    def update(
+        self,
+        rows: torch.Tensor,
+        indices: torch.Tensor,
+        gradient: torch.Tensor,
+        step: int,
+        count: torch.Tensor | None = None,
+    ) -> None:
         """Update ``rows[indices]`` in place.
 
         Args:
@@ -50,6 +57,7 @@ class RowOptimizer:
             indices: (K,) int64, distinct.
             gradient: (K, dim) float32, the mean gradient of the step.
             step: the step's number, counted from 1.
+            count: () int64, the number of valid indices (`kernels.padding`).
 
         Raises ValueError for shapes that do not fit.
         """
@@ -61,13 +69,13 @@ class RowOptimizer:
             )
         weight, state = rows[:, :dim], rows[:, dim:]
         if self.name == "sgd":
-            launch.sparse_sgd(weight, indices, gradient, self.lr)
+            launch.sparse_sgd(weight, indices, gradient, self.lr, count)
         elif self.name == "rowwise_adagrad":
-            launch.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps)
+            launch.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps, count)
         else:
             first, second = state[:, :dim], state[:, dim:]
             launch.sparse_adam(
-                weight, first, second, indices, gradient, self.lr, self.beta1, self.beta2, self.eps, step
+                weight, first, second, indices, gradient, self.lr, self.beta1, self.beta2, self.eps, step, count
             )
 
 

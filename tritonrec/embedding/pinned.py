@@ -15,8 +15,8 @@ class PinnedRows:
     reserved: its pending update must not reach the row of another key.
     """
 
-    def __init__(self) -> None:
-        none = torch.empty(0, dtype=torch.int64)
+    def __init__(self, device: torch.device | None = None) -> None:
+        none = torch.empty(0, dtype=torch.int64, device=device)
         self._before, self.last = none, none  # handles of the last lookup but one, and of the last
         self._reserved = none, none  # free after the next lookup, and after the second one
 

@@ -1,4 +1,4 @@
-"""Policies of a table for rows that are seldom used: eviction, admission, precision tiers."""
+"""Where a table is, and its policies for rows that are seldom used: eviction, admission, precision tiers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ from typing import Literal
 from ..settings import MOST, setting
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
+Storage = Literal["host", "device", "cached"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a table is. The bits of training are the same everywhere.
+
+    Args:
+        storage: ``"host"``: keys, rows and optimizer state in host memory, and lookups on the host.
+            ``"device"``: all of it in the memory of `device`, lookups and updates by its kernels.
+            ``"cached"``: keys and metadata on `device`, rows in page-locked host memory, and those of recent
+            lookups in a cache on `device` (NestPipe, section IV.A: they are known a batch ahead).
+        device: of the tables that are not ``"host"``; a lookup's keys are given there.
+        cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
+    """
+
+    storage: Storage = setting("host", "Where tables are: in host memory, on the device, or cached there.")
+    device: str = "cpu"
+    cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, 2**29)
+
+    def __post_init__(self) -> None:
+        if self.storage not in ("host", "device", "cached"):
+            raise ValueError(f"storage must be host, device or cached, got {self.storage!r}")
+        if self.cache_rows < 1:
+            raise ValueError(f"a cache has at least one row, got cache_rows={self.cache_rows}")
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ class AccessCounter:
 
     column = "heat"
 
-    def __init__(self, tiers: PrecisionTiers):
+    def __init__(self, tiers: PrecisionTiers, device: torch.device | None = None):
         self.tiers = tiers
-        self.values = RowColumn(torch.uint8, absent=255)  # below no threshold
+        self.values = RowColumn(torch.uint8, absent=255, device=device)  # below no threshold
 
     def due(self, step: int) -> bool:
         """Whether the counts are halved at `step`."""
@@ -33,7 +33,7 @@ class AccessCounter:
         """Nothing to do for erased rows."""
 
     def record(self, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `handles` (K,), distinct."""
+        """Record the access of `step` to the rows of `handles` (K,), distinct or -1."""
         counts = self.values[handles]
         self.values[handles] = counts + (counts < 255)
 
@@ -53,7 +53,7 @@ class AccessCounter:
         """Keys (n,), ascending, and handles (n,) of float32 rows below the threshold, none `pinned`."""
         keys, handles, counts = unpinned_rows(rows, pinned, self.values)
         below = counts < self.tiers.threshold
-        keys, handles = keys[below], handles[below]
+        keys, handles = keys[below].to(rows.device), handles[below].to(rows.device)
         full = ~rows.in_low_precision(handles)
         keys, order = keys[full].sort()  # a table's own order differs from process to process
         return keys, handles[full][order]

@@ -8,18 +8,21 @@ import torch
 class RowColumn:
     """Values of one type by handle, 0 at first; grown by doubling.
 
-        handle    0    1    2    3   -1       a handle of -1 reads the last value, which no row has
+        handle    0    1    2    3   -1       a handle of -1 reads the last value, and writes nothing
         value     5    0    2    0   absent
 
     Args:
         dtype: of the values.
         absent: the value of a handle of -1.
         end: initial number of handles.
+        device: of the values.
     """
 
-    def __init__(self, dtype: torch.dtype, absent: int = 0, end: int = 0):
+    def __init__(
+        self, dtype: torch.dtype, absent: int = 0, end: int = 0, device: torch.device | None = None
+    ):
         self._absent = absent
-        self._values = torch.zeros(end + 1, dtype=dtype)
+        self._values = torch.zeros(end + 1, dtype=dtype, device=device)
         self._values[-1] = absent
 
     @property
@@ -37,6 +40,7 @@ class RowColumn:
 
     def __setitem__(self, handles: torch.Tensor, values: torch.Tensor | int) -> None:
         self._values[handles] = values
+        self._values[-1] = self._absent
 
     def grow(self, end: int) -> None:
         """Extend the values to every handle below `end`."""

@@ -1,16 +1,14 @@
-"""The values of a table's rows in host memory, by handle: in float32, or in two tiers of precision."""
+"""The values of a table's rows by handle: in float32, or in two tiers of precision."""
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
 import torch
 
 from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
 from .index_pool import MAX_ROWS, IndexPool
 from .row_column import RowColumn
+from .turn import Turn
 
 
 class Chunks:
@@ -18,12 +16,18 @@ class Chunks:
 
     chunk 0 (full) | chunk 1 (current) | chunk 2 (allocated ahead)
     ^ row 0          ^ row chunk_rows ... ^ row `rows`
+
+    Args:
+        device: where rows are read and written.
+        on_host: the chunks are in page-locked host memory, which an accelerator reads by address.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int):
-        self._shape, self._dtype = (chunk_rows, width), dtype
+    def __init__(
+        self, width: int, dtype: torch.dtype, chunk_rows: int, device: torch.device, on_host: bool = False
+    ):
+        self._shape, self._dtype, self._device = (chunk_rows, width), dtype, device
+        self._pinned = on_host and device.type != "cpu"
         self._chunks: list[torch.Tensor] = []
-        self.addresses = np.empty(0, np.uint64)
         self.rows = 0
         self.reserve(0)
 
@@ -35,9 +39,13 @@ class Chunks:
     def reserve(self, rows: int) -> None:
         """Allocate memory for rows below `rows`, and one chunk more."""
         needed = max(-(-rows // self._shape[0]), 1) + 1
-        while len(self._chunks) < needed:
-            self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
-            self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
+        if len(self._chunks) < needed:
+            device = torch.device("cpu") if self._pinned else self._device
+            self._chunks += [
+                torch.empty(self._shape, dtype=self._dtype, device=device, pin_memory=self._pinned)
+                for _ in range(needed - len(self._chunks))
+            ]
+            self.addresses = chunked_rows.addresses(self._chunks, self._device)
 
     def grow(self, rows: int) -> None:
         """Make rows below `rows` usable."""
@@ -51,31 +59,46 @@ class RowStorage:
     Args:
         dim: weights of a row. row_width: its float32 values, at least `dim`.
         chunk_rows: rows of one chunk.
+        device, on_host: see `Chunks`.
     """
 
-    def __init__(self, dim: int, row_width: int, chunk_rows: int):
+    waits = False
+    """Whether adding rows waits for their number."""
+
+    def __init__(
+        self,
+        dim: int,
+        row_width: int,
+        chunk_rows: int,
+        device: torch.device | None = None,
+        on_host: bool = False,
+    ):
+        device = device or torch.device("cpu")
         if dim < 1 or row_width < dim:
             raise ValueError(f"a row of {row_width} values cannot hold {dim} weights")
         if not 1 <= chunk_rows <= MAX_ROWS // 2:
             raise ValueError(f"a chunk holds 1 to {MAX_ROWS // 2} rows, got {chunk_rows}")
-        self.dim, self.row_width, self._chunk_rows = dim, row_width, chunk_rows
-        self._full = Chunks(row_width, torch.float32, chunk_rows)
+        self.dim, self.row_width, self._chunk_rows, self.device = dim, row_width, chunk_rows, device
+        self._full = Chunks(row_width, torch.float32, chunk_rows, device, on_host)
 
     def grow(self, end: int) -> None:
         """Reserve memory for handles below `end`."""
         self._full.reserve(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
-        """Add rows for `handles` (K,), all below `end`, with undefined values; all of them or none."""
+        """Add rows for `handles` (K,), all below `end`, with undefined values; all of them or none.
+
+        A handle of -1 is left out, unless the storage `waits`: then there must be none.
+        """
         self._full.grow(end)
 
     def release(self, handles: torch.Tensor) -> None:
         """Free the rows of `handles` (K,), which were erased."""
 
-    def gather(self, handles: torch.Tensor) -> torch.Tensor:
-        """See `EmbeddingTable.gather`."""
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `EmbeddingTable.gather`; a handle of -1 leaves the row of `out` as it is."""
         locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
-        return chunked_rows.read_rows(self._kernel_chunks(), locations)
+        return chunked_rows.read_rows(self._kernel_chunks(), locations, out)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
@@ -83,9 +106,12 @@ class RowStorage:
         """See `EmbeddingTable.update`."""
         chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
+    def prefetch(self, handles: torch.Tensor) -> None:
+        """See `EmbeddingTable.prefetch`."""
+
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingTable.in_low_precision`."""
-        return torch.zeros(len(handles), dtype=torch.bool)
+        return torch.zeros(len(handles), dtype=torch.bool, device=self.device)
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -98,7 +124,7 @@ class RowStorage:
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         """Locations (K,) int64 of the rows of `handles` (K,); -1 for a handle of -1."""
-        if len(handles) and int(handles.min()) < -1:
+        if handles.is_cpu and len(handles) and int(handles.min()) < -1:
             raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
         return handles
 
@@ -118,13 +144,22 @@ class TieredStorage(RowStorage):
         location     0   1   2**30  -1 (erased)
     """
 
-    def __init__(self, dim: int, row_width: int, chunk_rows: int):
-        super().__init__(dim, row_width, chunk_rows)
-        self._low = Chunks(row_width, torch.int16, chunk_rows)
+    waits = True
+
+    def __init__(
+        self,
+        dim: int,
+        row_width: int,
+        chunk_rows: int,
+        device: torch.device | None = None,
+        on_host: bool = False,
+    ):
+        super().__init__(dim, row_width, chunk_rows, device, on_host)
+        self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host)
         self._pools = IndexPool(), IndexPool()  # of float32 rows, of 16-bit rows
-        self._locations = RowColumn(torch.int32, absent=-1)
+        self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
         self._moved = [0, 0]  # to float32, to 16 bits
-        self._lock = threading.Lock()  # for pools and locations
+        self._lock = Turn(self.device)  # for pools and locations
 
     def grow(self, end: int) -> None:
         with self._lock:
@@ -149,7 +184,7 @@ class TieredStorage(RowStorage):
     ) -> None:
         values = values.contiguous()
         if low_precision is None:
-            low = torch.zeros(len(handles), dtype=torch.bool)
+            low = torch.zeros(len(handles), dtype=torch.bool, device=self.device)
         else:
             low = chunked_rows.fits(values, self.dim) & low_precision
         with self._lock:
@@ -188,10 +223,10 @@ class TieredStorage(RowStorage):
 
     def _allocate(self, tier: int, count: int) -> torch.Tensor:
         """Locations (count,) int64 of free rows, for which room is reserved."""
-        return self._pools[tier].allocate(count) + tier * LOW
+        return self._pools[tier].allocate(count).to(self.device) + tier * LOW
 
     def _release(self, tier: int, locations: torch.Tensor) -> None:
-        self._pools[tier].release(locations - tier * LOW)
+        self._pools[tier].release((locations - tier * LOW).cpu())
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locations[super()._locate(handles)].to(torch.int64)

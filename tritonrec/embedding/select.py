@@ -74,17 +74,19 @@ def select_smallest(
 def unpinned_rows(
     rows: EmbeddingTable, pinned: torch.Tensor, metadata: RowColumn
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys (n,), handles (n,) and metadata (n,) of every row but those of the handles `pinned` (P,).
+    """Keys (n,), handles (n,) and metadata (n,) of every row but those of the handles `pinned` (P,), on the
+    host.
 
     Rows in the pipeline's buffers are pinned; a handle of -1 pins nothing.
     """
-    keys, handles = rows.items()
+    keys, handles = (each.cpu() for each in rows.items())
+    numbers, pinned = metadata.rows.cpu(), pinned.cpu()
     marks = torch.zeros(rows.end, dtype=torch.bool)
     marks[pinned[pinned >= 0]] = True
     left_keys, left_handles = torch.empty_like(keys), torch.empty_like(handles)
-    values = torch.empty(len(keys), dtype=metadata.rows.dtype)
+    values = torch.empty(len(keys), dtype=numbers.dtype)
     count = numba_select.unpinned(
-        keys.numpy(), handles.numpy(), marks.numpy(), metadata.rows.numpy(),
+        keys.numpy(), handles.numpy(), marks.numpy(), numbers.numpy(),
         left_keys.numpy(), left_handles.numpy(), values.numpy(),
     )  # fmt: skip
     return left_keys[:count], left_handles[:count], values[:count]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
 
 import torch
 
 from .candidates import Candidates
 from .evictor import Evictor
-from .host_table import HostTable
 from .in_flight import InFlight
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .lookup import Counters, Lookup
 from .metadata import RowMetadata
-from .policy import TablePolicy
+from .policy import Placement, TablePolicy
 from .precision import AccessCounter, round_low
-from .row_storage import RowStorage, TieredStorage
 from .select import AllReduce
+from .selection import select, valid
 from .state_check import check_state
+from .stored_table import make_table
+from .turn import Turn
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
@@ -47,6 +46,8 @@ class DynamicTable:
         slots: initial slots of the key structure, a power of two.
         chunk_rows: rows of one value chunk.
         policy: eviction, admission and precision tiers; none by default.
+        placement: host memory, device memory or both; host memory by default. A lookup on a device waits for
+            nothing, unless rows are evicted or have precision tiers.
     """
 
     def __init__(
@@ -60,35 +61,49 @@ class DynamicTable:
         slots: int = 1024,
         chunk_rows: int = 65536,
         policy: TablePolicy | None = None,
+        placement: Placement | None = None,
     ):
         self.dim, self.row_width = dim, dim if row_width is None else row_width
         self.layout, self.seed, self.scale = layout or KeyLayout(), seed, scale
         self.policy = policy = policy or TablePolicy()
-        storage = (TieredStorage if policy.precision else RowStorage)(dim, self.row_width, chunk_rows)
-        self._rows: EmbeddingTable = HostTable(storage, self.initial_rows, slots)
+        self.placement = placement or Placement()
+        self._rows: EmbeddingTable = make_table(
+            self.placement, dim, self.row_width, self.initial_rows, slots, chunk_rows, bool(policy.precision)
+        )
+        self.device, self.padded = self._rows.device, self._rows.padded
+        device = self.device if self.padded else None
         self._candidates: Candidates | None = None
         if policy.admission > 1:
-            self._candidates = Candidates(policy.admission, policy.admission_window, slots)
-        self._evictor = Evictor(policy.eviction, self.layout) if policy.eviction else None
-        self._precision = AccessCounter(policy.precision) if policy.precision else None
-        self._metadata = RowMetadata([each for each in (self._evictor, self._precision) if each is not None])
-        self._counters = Counters()
+            self._candidates = Candidates(policy.admission, policy.admission_window, slots, device)
+        self._evictor = Evictor(policy.eviction, self.layout, device) if policy.eviction else None
+        self._precision = AccessCounter(policy.precision, device) if policy.precision else None
+        policies = [each for each in (self._evictor, self._precision) if each is not None]
+        self._metadata = RowMetadata(policies, device)
+        self._looked_up = torch.zeros(3, dtype=torch.int64, device=device)  # found, inserted, rejected
+        self._evicted = 0
         self.in_flight = InFlight(str(self.layout))
         self._step: int | None = None  # of the last lookup, where policies go by steps
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
-        self._updating, self._lock = threading.Lock(), threading.Lock()
+        self._updating, self._lock = Turn(self.device), Turn(self.device)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def counters(self) -> Counters:
-        """Rows and lookups on this rank since the table was made."""
-        promoted, demoted = self._rows.moved
-        return replace(self._counters, promoted=promoted, demoted=demoted)
+        """Rows and lookups on this rank since the table was made; waits for a device."""
+        return Counters(
+            *self._looked_up.tolist(), self._evicted, *self._rows.moved, self._rows.cache_hits[0]
+        )
 
-    def lookup(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None = None) -> Lookup:
+    def lookup(
+        self,
+        keys: torch.Tensor,
+        step: int,
+        all_reduce: AllReduce | None = None,
+        count: torch.Tensor | None = None,
+    ) -> Lookup:
         """Find the rows of a step's keys, and insert the new ones.
 
         First the passes due at this step evict and demote rows, except those of this lookup and of the last
@@ -101,28 +116,23 @@ class DynamicTable:
                 tiers.
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
                 None for a single rank. Each rank calls `lookup` in every step, also without keys.
+            count: () int64, the number of valid keys, for a table that is `padded`.
         """
         self.in_flight.check("lookup")
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
         if self._metadata.policies:
-            self._run_policies(keys, step, all_reduce)
+            self._run_policies(keys, step, all_reduce, count)
         with self._lock:
             if self._candidates is None:
-                handles, new = self._insert(keys)
-                rejected = 0
+                handles, new = self._insert(keys, count)
             else:
-                self._candidates.forget(step)
-                handles = self._rows.find(keys)
-                absent = (handles < 0).nonzero().squeeze(1)
-                admitted = absent[self._candidates.count(keys[absent], step)]
-                handles[admitted], new = self._insert(keys[admitted])
-                rejected = len(absent) - new
-            present = handles[handles >= 0] if rejected else handles
-            self._rows.release(self._metadata.record(present, step))
-            self._counters.found += len(present) - new
-            self._counters.inserted += new
-            self._counters.rejected += rejected
+                handles, new = self._admit(self._candidates, keys, step, count)
+            self._rows.release(self._metadata.record(handles, step))
+            present = (handles >= 0).sum()
+            rejected = (len(keys) if count is None else count) - present
+            self._looked_up += torch.stack([present - new, new, rejected])
+            self._rows.prefetch(handles)
             return Lookup(handles, self._low_precision(handles))
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
@@ -130,21 +140,30 @@ class DynamicTable:
         self.in_flight.check("find")
         return self._rows.find(keys)
 
-    def gather(self, handles: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def gather(self, handles: torch.Tensor, keys: torch.Tensor, initial: bool = True) -> torch.Tensor:
         """Copies (K, row_width) float32 of the rows of `handles` (K,), which belong to `keys` (K,).
 
-        A handle of -1 reads the initial row of its key.
+        A handle of -1 reads the initial row of its key; anything, without `initial`.
         """
         self.in_flight.check("gather")
         values = self._rows.gather(handles)
+        if not initial:
+            return values
         absent = handles < 0
+        if self.padded:
+            return torch.where(absent.unsqueeze(1), self.initial_rows(keys), values)
         if bool(absent.any()):
             values[absent] = self.initial_rows(keys[absent])
         return values
 
+    @property
+    def admits_all(self) -> bool:
+        """Whether every key that is looked up has a row."""
+        return self._candidates is None
+
     def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
         """Initial rows (K, row_width) float32 of `keys` (K,)."""
-        values = torch.zeros(len(keys), self.row_width, dtype=torch.float32)
+        values = torch.zeros(len(keys), self.row_width, dtype=torch.float32, device=keys.device)
         values[:, : self.dim] = self.layout.initial_rows(self.seed, keys, self.dim, self.scale)
         return values
 
@@ -188,11 +207,11 @@ class DynamicTable:
             return present
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied."""
+        """Keys (n,) int64 in ascending order and their rows (n, row_width) float32, copied to the host."""
         self.in_flight.check("export")
         with self._updating:
             keys, handles = self._items()
-            return keys, self._rows.gather(handles)
+            return keys.cpu(), self._rows.gather(handles).cpu()
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
@@ -204,11 +223,11 @@ class DynamicTable:
         self._check_values(len(keys), values)
         with self._updating:
             with self._lock:
-                handles = self._load(keys)
-            self._update(handles, values)
+                handles = self._load(keys.to(self.device))
+            self._update(handles, values.to(self.device))
 
     def state(self) -> State:
-        """Complete state by group and column; each group has ``keys`` (n,) int64, ascending.
+        """Complete state by group and column, on the host; each group has ``keys`` (n,) int64, ascending.
 
             rows         rows (n, row_width) float32; with eviction score (n,) int32; with precision tiers
                          heat (n,) uint8, the access counts; with either recent (n,) bool, used by the last
@@ -224,15 +243,15 @@ class DynamicTable:
             if self._candidates is not None:
                 with self._lock:
                     state["candidates"] = self._candidates.state()
-        return state
+        return _on_host(state)
 
     def empty_state(self) -> State:
         """`state` of no rows: the columns that `load_state` takes."""
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
         state = {"rows": self._columns(none, none)}
         if self._candidates is not None:
             state["candidates"] = self._candidates.read(none, none)
-        return state
+        return _on_host(state)
 
     def load_state(self, state: State) -> None:
         """Load a `state`, or the part of it of some keys; rows that exist are overwritten.
@@ -241,7 +260,11 @@ class DynamicTable:
         """
         self.in_flight.check("load_state")
         check_state(state, self.empty_state())
-        rows = state["rows"]
+        here = {
+            group: {name: values.to(self.device) for name, values in columns.items()}
+            for group, columns in state.items()
+        }
+        rows = here["rows"]
         self._check_values(len(rows["keys"]), rows["rows"])
         with self._updating:
             with self._lock:
@@ -249,7 +272,7 @@ class DynamicTable:
                 handles = self._load(rows["keys"])
                 self._metadata.restore(handles, rows)
                 if self._candidates is not None:
-                    self._candidates.load(state["candidates"])
+                    self._candidates.load(here["candidates"])
             self._update(handles, rows["rows"])
         self._step, self.in_flight.update = None, -1
 
@@ -264,12 +287,14 @@ class DynamicTable:
         return {**stored, "candidates": 0 if candidates is None else candidates.nbytes}
 
     def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first."""
+        """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first, on
+        the host.
+        """
         self.in_flight.check("take_evicted")
         with self._lock:
             evicted = [] if self._evictor is None else self._evictor.take_kept()
-        keys = [torch.empty(0, dtype=torch.int64), *(keys for keys, _ in evicted)]
-        rows = [torch.empty(0, self.row_width, dtype=torch.float32), *(rows for _, rows in evicted)]
+        keys = [torch.empty(0, dtype=torch.int64), *(keys.cpu() for keys, _ in evicted)]
+        rows = [torch.empty(0, self.row_width, dtype=torch.float32), *(rows.cpu() for _, rows in evicted)]
         return torch.cat(keys), torch.cat(rows)
 
     def track_changes(self) -> None:
@@ -300,7 +325,7 @@ class DynamicTable:
             state = {"rows": self._columns(keys[changed], handles[changed])}
         if candidates is not None:
             state["candidates"], erased["candidates"] = candidates
-        return state, erased
+        return _on_host(state), {group: keys.cpu() for group, keys in erased.items()}
 
     def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) in ascending order and their handles (n,)."""
@@ -316,13 +341,33 @@ class DynamicTable:
 
     # The next four need `_lock`.
 
-    def _insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Handles (K,) of `keys`, and the number of new ones."""
-        handles, inserted = self._rows.find_or_insert(keys)
-        new = inserted.nonzero().squeeze(1)
-        if len(new):
-            self._metadata.add(handles[new], keys[new], self._rows.end)
-        return handles, len(new)
+    def _insert(
+        self, keys: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Handles (K,) of `keys`, and () int64, the number of new ones."""
+        handles, inserted = self._rows.find_or_insert(keys, count)
+        if self.padded:
+            self._metadata.add(torch.where(inserted, handles, -1), keys, self._rows.end)
+        else:
+            new = inserted.nonzero().squeeze(1)
+            if len(new):
+                self._metadata.add(handles[new], keys[new], self._rows.end)
+        return handles, inserted.sum()
+
+    def _admit(
+        self, candidates: Candidates, keys: torch.Tensor, step: int, count: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_insert` of the keys that have a row, or are admitted at `step`; -1 for the others."""
+        candidates.forget(step)
+        handles = self._rows.find(keys, count)
+        absent = select((handles < 0) & valid(len(keys), count, self.device), self.padded)
+        absent_keys = absent.take(keys)
+        admitted = candidates.count(absent_keys, step, absent.count)
+        own, new = self._insert(admitted.take(absent_keys), admitted.count)
+        of_absent = torch.full_like(absent_keys, -1)
+        admitted.put(of_absent, own)
+        absent.put(handles, of_absent)
+        return handles, new
 
     def _load(self, keys: torch.Tensor) -> torch.Tensor:
         """Handles (n,) of `keys` to load, which need no admission; no step has used new ones."""
@@ -349,7 +394,9 @@ class DynamicTable:
             low_precision = self._low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
-    def _run_policies(self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
+    def _run_policies(
+        self, keys: torch.Tensor, step: int, all_reduce: AllReduce | None, count: torch.Tensor | None
+    ) -> None:
         """Run the eviction and demotion passes due at `step`, before the lookup of its `keys` (K,)."""
         if not 0 <= step < 2**31 or (self._step is not None and step <= self._step):
             raise ValueError(
@@ -360,7 +407,7 @@ class DynamicTable:
         if not any(policy.due(step) for policy in self._metadata.policies):
             return
         # their rows are in the pipeline's two buffers
-        pinned = torch.cat([self._metadata.pinned.last, self._rows.find(keys)])
+        pinned = torch.cat([self._metadata.pinned.last, self._rows.find(keys, count)])
         if self._evictor is not None and self._evictor.due(step):
             self._evict(self._evictor, pinned, step, all_reduce)
         if self._precision is not None and self._precision.due(step):
@@ -374,7 +421,7 @@ class DynamicTable:
             with self._updating, self._lock:
                 evictor.keep(self._rows, part)
                 self._rows.release(self._erase(part))
-        self._counters.evicted += len(keys)
+        self._evicted += len(keys)
 
     def _demote(self, precision: AccessCounter, pinned: torch.Tensor) -> None:
         """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
@@ -397,3 +444,9 @@ class DynamicTable:
                 f"of a table whose rows hold {self.row_width} float32 values; were they saved with another "
                 "optimizer or dimension?"
             )
+
+
+def _on_host(state: State) -> State:
+    return {
+        group: {name: values.cpu() for name, values in columns.items()} for group, columns in state.items()
+    }

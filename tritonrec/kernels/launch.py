@@ -8,19 +8,25 @@ Row numbers and overlaps are still checked: a wrong one would read or write any 
 
 from tritonrec.kernels.bucketize.register import BUCKETIZE, OWNER_OF
 from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT
-from tritonrec.kernels.intersect.register import INTERSECT
+from tritonrec.kernels.hash_table.register import HASH_ERASE, HASH_FIND, HASH_GROW, HASH_INSERT
+from tritonrec.kernels.intersect.register import INTERSECT, INTERSECT_PADDED
 from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
 from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
 from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
 from tritonrec.kernels.sparse_optimizers.register import SPARSE_ADAM, SPARSE_ROWWISE_ADAGRAD, SPARSE_SGD
-from tritonrec.kernels.unique.register import UNIQUE
+from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
 
 add_packed_rows = ADD_PACKED_ROWS.launch
 bucketize = BUCKETIZE.launch
 from_fixed_point = FROM_FIXED_POINT.launch
 gather_rows = GATHER_ROWS.launch
+hash_erase = HASH_ERASE.launch
+hash_find = HASH_FIND.launch
+hash_grow = HASH_GROW.launch
+hash_insert = HASH_INSERT.launch
 initial_rows = INITIAL_ROWS.launch
 intersect = INTERSECT.launch
+intersect_padded = INTERSECT_PADDED.launch
 owner_of = OWNER_OF.launch
 pack_rows = PACK_ROWS.launch
 random_indices = RANDOM_INDICES.launch
@@ -32,3 +38,4 @@ sparse_rowwise_adagrad = SPARSE_ROWWISE_ADAGRAD.launch
 sparse_sgd = SPARSE_SGD.launch
 to_fixed_point = TO_FIXED_POINT.launch
 unique = UNIQUE.launch
+unique_padded = UNIQUE_PADDED.launch

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..embedding.selection import distinct, valid
 from ..kernels import launch
 from .streams import to_device
 
@@ -86,13 +87,43 @@ class InputDist:
         return slice(start, start + sum(self.splits[micro_batch]))
 
 
-def plan_input_dist(
+@dataclass(frozen=True)
+class Lookups:
+    """`InputDist` before the host knows its sizes; everything is on the device of the keys.
+
+    Args:
+        inverse: as there. keys, last_use: as there, with padding behind them.
+        gradient_rows: stored rows by last use and then by owner, with padding behind them; None: `keys`' order.
+        sizes: (1 or 2, M, W) int64, rows that owner r sends with micro-batch i; gradients sent likewise, where
+            a row's last use is another than its first.
+    """
+
+    inverse: list[torch.Tensor]
+    keys: torch.Tensor
+    last_use: torch.Tensor | None
+    gradient_rows: torch.Tensor | None
+    sizes: torch.Tensor
+
+    def input_dist(self, sizes: list[Splits]) -> InputDist:
+        """The plan, with `sizes` on the host."""
+        splits, gradient_splits = sizes[0], sizes[-1]
+        size = sum(map(sum, splits))
+        rows = self.gradient_rows
+        if rows is None:
+            rows = torch.arange(size, device=self.keys.device)
+        blocks = list(rows[:size].split([sum(row) for row in gradient_splits]))
+        last_use = None if self.last_use is None else self.last_use[:size]
+        return InputDist(self.inverse, splits, RowDist(blocks, gradient_splits), self.keys[:size], last_use)
+
+
+def plan_lookups(
     keys: list[torch.Tensor],
     ids_of: Callable[[torch.Tensor], torch.Tensor],
     world_size: int,
     dedup: bool,
     first_use: bool,
-) -> InputDist:
+    padded: bool = False,
+) -> Lookups:
     """Plan the lookups of a window.
 
     Args:
@@ -100,52 +131,56 @@ def plan_input_dist(
         ids_of: keys -> the ids that decide who owns them.
         dedup: look a key up once that a micro-batch repeats.
         first_use: look a key up once that the window repeats, when it is used first.
+        padded: the host waits for no number of keys.
     """
-    lengths = [len(part) for part in keys]
+    lengths, count = [len(part) for part in keys], len(keys)
+    occurrences = torch.cat(keys)
+    device = occurrences.device
+    using = _repeated(lengths, device)
     if first_use:
-        distinct, inverse, _counts = launch.unique(torch.cat(keys))
-        device = distinct.device
-        using = torch.repeat_interleave(
-            torch.arange(len(keys), device=device), torch.tensor(lengths, dtype=torch.int64, device=device)
-        )
+        found = distinct(occurrences, padded)
+        rows, inverse, here = found.keys, found.inverse, valid(len(found.keys), found.count, device)
         # Distinct keys come in the order of their first occurrence, and so of their first use.
-        first = using.new_zeros(len(distinct)).scatter_reduce_(0, inverse, using, "amin", include_self=False)
-        last = using.new_zeros(len(distinct)).scatter_reduce_(0, inverse, using, "amax", include_self=False)
-        fresh = list(distinct.split(torch.bincount(first, minlength=len(keys)).tolist()))
+        first, last = (
+            using.new_zeros(len(rows)).scatter_reduce_(0, inverse, using, how, include_self=False)
+            for how in ("amin", "amax")
+        )
+    elif dedup:
+        parts, start = [distinct(part, padded) for part in keys], 0
+        inverses = []
+        for part in parts:
+            inverses.append(part.inverse + start)
+            start += len(part.keys)
+        rows, inverse = torch.cat([part.keys for part in parts]), torch.cat(inverses)
+        here = torch.cat([valid(len(part.keys), part.count, device) for part in parts])
+        first = using if padded else _repeated([len(part.keys) for part in parts], device)
     else:
-        fresh, inverses, start = [], [], 0
-        for part in keys:
-            inverse = torch.arange(len(part), device=part.device)
-            if dedup:
-                part, inverse, _counts = launch.unique(part)
-            fresh.append(part)
-            inverses.append(inverse + start)
-            start += len(part)
-        distinct, inverse = torch.cat(fresh), torch.cat(inverses)
-    source = torch.empty_like(distinct)  # stored row -> which of `distinct`
-    splits: Splits = []
-    start = 0
-    for part in fresh:
-        permutation, counts = launch.bucketize(ids_of(part), world_size)
-        source[start : start + len(part)] = start + permutation
-        splits.append(counts.tolist())
-        start += len(part)
-    place = torch.empty_like(source)
-    place[source] = torch.arange(len(source), device=source.device)
-    inverse_of = list(place[inverse].split(lengths))
-    by_owner = _by_owner(distinct[source], splits)
+        rows, inverse, first = occurrences, torch.arange(len(occurrences), device=device), using
+        here = valid(len(rows), None, device)
+    groups = count * world_size  # and a last one of padding
+    owner = launch.owner_of(ids_of(rows), world_size)
+    group = torch.where(here, first * world_size + owner, groups)
+    source, sizes = launch.counting_sort(group, groups + 1)  # stored row -> which of `rows`
+    sizes = sizes[:-1].view(count, world_size)
+    number = torch.arange(len(source), device=device)
+    inverse = torch.empty_like(source).index_copy_(0, source, number)[inverse]
+    # Blocks of stored rows go by micro-batch and owner, those of keys sent by owner and micro-batch.
+    shift = _starts(sizes.t()).t() - _starts(sizes)
+    place = number + torch.cat([shift.flatten(), shift.new_zeros(1)])[group[source]]
+    by_owner = torch.empty_like(rows).index_copy_(0, place, rows[source])
+    split = list(inverse.split(lengths))
     if not first_use:
-        blocks = torch.arange(len(source), device=source.device).split([len(part) for part in fresh])
-        return InputDist(inverse_of, splits, RowDist(list(blocks), splits), by_owner)
+        return Lookups(split, by_owner, None, None, sizes.unsqueeze(0))
     last = last[source]
-    owners = _owners(splits).to(last.device)
-    rows = torch.arange(len(last), device=last.device)
-    gradients = group_by_micro_batch(rows, last, owners, len(keys), world_size)
-    return InputDist(inverse_of, splits, gradients, by_owner, _by_owner(last, splits).to(torch.uint8))
+    last_use = torch.empty_like(last).index_copy_(0, place, last).to(torch.uint8)
+    leaving = torch.where(here[source], last * world_size + owner[source], groups)
+    gradient_rows, gradient_sizes = launch.counting_sort(leaving, groups + 1)
+    both = torch.stack([sizes, gradient_sizes[:-1].view(count, world_size)])
+    return Lookups(split, by_owner, last_use, gradient_rows, both)
 
 
 def plan_output_dist(
-    rows: torch.Tensor, splits: Splits, last_use: torch.Tensor | None
+    rows: torch.Tensor, splits: Splits, last_use: torch.Tensor | None, gradient_splits: Splits | None = None
 ) -> tuple[RowDist, RowDist]:
     """The rows that an owner sends with each micro-batch, and those whose gradients it receives.
 
@@ -153,26 +188,18 @@ def plan_output_dist(
         rows: (R,) int64, the buffer row of each key received, `InputDist.keys` of rank 0, then of rank 1, ...
         splits: [i][r] keys of micro-batch i received from rank r.
         last_use: (R,) uint8 beside the keys, or None.
+        gradient_splits: [i][r] gradients received with micro-batch i from rank r, with `last_use`.
     """
     count, world = len(splits), len(splits[0])
     pieces = rows.split([splits[i][r] for r in range(world) for i in range(count)])
     sent = RowDist([torch.cat(pieces[i::count]) for i in range(count)], splits)
     if last_use is None:
         return sent, sent
-    from_rank = torch.repeat_interleave(
-        torch.arange(world), torch.tensor(column_sums(splits), dtype=torch.int64)
-    )
-    return sent, group_by_micro_batch(rows, last_use.long(), from_rank.to(rows.device), count, world)
-
-
-def group_by_micro_batch(
-    rows: torch.Tensor, micro_batch: torch.Tensor, rank: torch.Tensor, count: int, world_size: int
-) -> RowDist:
-    """Rows (n,) grouped by micro-batch (n,) and then by rank (n,), in their own order inside a group."""
-    group = micro_batch * world_size + rank
-    counts = torch.bincount(group, minlength=count * world_size).view(count, world_size)
-    ordered = rows[torch.argsort(group, stable=True)]
-    return RowDist(list(ordered.split(counts.sum(1).tolist())), counts.tolist())
+    assert gradient_splits is not None
+    from_rank = _repeated(column_sums(splits), rows.device)
+    order, _counts = launch.counting_sort(last_use.long() * world + from_rank, count * world)
+    blocks = rows[order].split([sum(row) for row in gradient_splits])
+    return sent, RowDist(list(blocks), gradient_splits)
 
 
 def column_sums(splits: Splits) -> list[int]:
@@ -180,14 +207,14 @@ def column_sums(splits: Splits) -> list[int]:
     return [sum(column) for column in zip(*splits, strict=True)]
 
 
-def _by_owner(values: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """Values in the order of the stored rows to groups by owner, each in the order of the micro-batches."""
-    world = len(splits[0])
-    pieces = values.split([count for row in splits for count in row])
-    return torch.cat([piece for r in range(world) for piece in pieces[r::world]])
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
+    """The first row of each block of `sizes`, blocks one after the other."""
+    flat = sizes.flatten()
+    return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
-def _owners(splits: Splits) -> torch.Tensor:
-    """(S,) the owner of each stored row."""
-    flat = torch.tensor(splits, dtype=torch.int64)
-    return torch.repeat_interleave(torch.arange(flat.shape[1]).repeat(len(flat)), flat.flatten())
+def _repeated(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """(sum of the lengths,) int64, the number i as often as ``lengths[i]`` says."""
+    size = sum(lengths)
+    repeats = to_device(torch.tensor(lengths, dtype=torch.int64), device)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=device), repeats, output_size=size)

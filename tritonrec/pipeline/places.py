@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NewType, TypeVar
+from typing import Any, NamedTuple, NewType, TypeVar
 
 import torch
 
 from ..data import Batch
 from ..distributed import Communicator
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding.selection import trimmed
 from ..embedding.table import DynamicTable
 from .dist_plan import InputDist, RowDist, Splits
 from .flight import Flight
@@ -100,8 +101,26 @@ Samples = NewType("Samples", list[Batch])
 """[M] micro-batches in host memory."""
 DeviceSamples = NewType("DeviceSamples", list[Batch])
 """[M] micro-batches on the device."""
-KeptRows = NewType("KeptRows", list[tuple[torch.Tensor, torch.Tensor]])
-"""By table the rows of K(t-1) & K(t): (n,) int64 in the last window's buffer, and in this one's."""
+
+
+class Common(NamedTuple):
+    """Rows of one table that two windows share.
+
+    before, now: (n,) int64, rows of the last window's buffer and of this one's. count: () int64, the number of
+    them that are valid, the others are -1; None: all.
+    """
+
+    before: torch.Tensor
+    now: torch.Tensor
+    count: torch.Tensor | None
+
+    def trimmed(self) -> Common:
+        """The valid ones; waits for their number."""
+        return Common(trimmed(self.before, self.count), trimmed(self.now, self.count), None)
+
+
+KeptRows = NewType("KeptRows", list[Common])
+"""By table the rows of K(t-1) & K(t)."""
 for kind in (Samples, DeviceSamples, KeptRows):
     place("batch")(kind)
 
@@ -112,6 +131,7 @@ class ReceivedKeys:
 
     Args:
         splits: [i][r] keys of micro-batch i from rank r.
+        gradient_splits: [i][r] gradients that come back with micro-batch i from rank r.
         keys: (R,) int64 grouped by rank, distinct per rank and micro-batch after dedup.
         last_use: (R,) uint8 beside them, if known.
         replica_keys: [g] distinct keys that replica g of this shard received; [] without replicas.
@@ -119,6 +139,7 @@ class ReceivedKeys:
     """
 
     splits: Splits
+    gradient_splits: Splits
     keys: torch.Tensor
     last_use: torch.Tensor | None
     replica_keys: list[torch.Tensor]
@@ -150,6 +171,7 @@ class TableRows:
 
     Args:
         keys: (K,) int64, distinct. handles: (K,) of the rows in the table; -1: not admitted.
+        count: () int64, the number of valid keys, behind which handles are -1; None: all of them.
         low_precision: (K,) bool, rows stored in 16 bits; None: none.
         sent: buffer rows that the output dist sends with each micro-batch.
         gradients: rows of the gradient sums that receive gradients with each micro-batch.
@@ -159,6 +181,7 @@ class TableRows:
 
     keys: torch.Tensor
     handles: torch.Tensor
+    count: torch.Tensor | None
     low_precision: torch.Tensor | None
     sent: RowDist
     gradients: RowDist
@@ -174,8 +197,8 @@ class OwnedRows:
     tables: list[TableRows]
 
     def __len__(self) -> int:
-        """Keys of all tables."""
-        return sum(len(table.keys) for table in self.tables)
+        """Keys of all tables; waits for the numbers that only a device knows."""
+        return sum(len(t.keys) if t.count is None else int(t.count) for t in self.tables)
 
 
 @place("batch")
@@ -250,11 +273,11 @@ class WindowPlaces:
         return self._counts.setdefault((stage, micro_batch), LookupCounts())
 
     def total_counts(self) -> LookupCounts:
-        """The counts of all tasks."""
+        """The counts of all tasks, as numbers; the tasks have ended."""
         total = LookupCounts()
         for counts in self._counts.values():
             total.add(counts)
-        return total
+        return LookupCounts(**{name: int(value) for name, value in vars(total).items()})
 
     def retire(self) -> None:
         """After the last stage: keep what the next window reads."""

@@ -174,7 +174,7 @@ class Program:
         Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
         """
         groups, each = self.communicators, self.context
-        sizes = len(self.tables.groups) * self.config.window_micro_batches
+        sizes = len(self.tables.groups) * (1 + self.config.first_use) * self.config.window_micro_batches
         nothing = torch.zeros(groups.shards, sizes, dtype=torch.int64)
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)
         exchange(groups.routing, groups.replica_routing, nothing, header)

@@ -14,6 +14,7 @@ import torch
 
 from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection, TablePolicy
+from ..embedding.selection import trimmed
 from .places import OwnedRows
 from .window import WindowConfig
 
@@ -52,7 +53,8 @@ class ReplicaAverage:
     def note(self, owned: OwnedRows) -> None:
         """Remember the rows that a window has updated."""
         for index, table in enumerate(owned.tables):
-            self._used[index] = torch.cat([self._used[index], table.keys]).unique()
+            keys = trimmed(table.keys, table.count)
+            self._used[index] = torch.cat([self._used[index].to(keys.device), keys]).unique()
 
     def average(self) -> int:
         """Average the rows used since the last call; returns the bytes of rows sent. Collective.

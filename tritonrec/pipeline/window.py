@@ -31,6 +31,8 @@ class Model(Protocol):
 class LookupCounts:
     """Keys and bytes of lookups on this rank; a task's, a step's, or a run's sum.
 
+    A task may add a () tensor, for a number that only the device knows.
+
     Args:
         occurrences: ids that the samples look up.
         exchanged: keys sent to their owners, this rank's own among them, after dedup before the exchange.

@@ -190,8 +190,8 @@ class Slipstream:
             return
         started = time.thread_time()
         for group, table, whole in zip(self._groups, owned.tables, buffer, strict=True):
-            keys, rows = table.keys, whole[:, : group.now.shape[1]]
-            admitted = table.handles >= 0
+            keys, rows = table.keys.cpu(), whole[:, : group.now.shape[1]]
+            admitted = (table.handles >= 0).cpu()
             if not bool(admitted.all()):
                 keys, rows = keys[admitted], rows[admitted.to(rows.device)]
             if len(group.keys):

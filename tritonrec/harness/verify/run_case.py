@@ -235,10 +235,11 @@ def compare_run(
         if before is not None and active is not None and kept is not None:
             (step,) = before_last
             state = table_state(program.tables)
-            for group, table, rows, (here, _) in zip(
+            for group, table, rows, common in zip(
                 program.tables.groups, before.tables, active, kept, strict=True
             ):
-                overlay(state, group, table.keys[here], rows[here])
+                here = common.trimmed().before
+                overlay(state, group, table.keys[here].cpu(), rows[here].cpu())
             comparison.compare(step, expected(step), state, final=False)
         before_last[:] = [window.step]
 

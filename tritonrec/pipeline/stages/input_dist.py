@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...distributed import Communicator
 from ...kernels import launch
-from ..dist_plan import InputDist, Splits, column_sums, plan_input_dist
+from ..dist_plan import InputDist, Splits, column_sums, plan_lookups
 from ..headers import Header, exchange
 from ..places import (
     Context,
@@ -17,6 +19,7 @@ from ..places import (
     RoutingGroup,
 )
 from ..stage import Edge, Read, Update, stage
+from ..streams import to_host
 from ..window import LookupCounts, Window
 
 
@@ -31,32 +34,36 @@ def route(
 ) -> Routes:
     """Deduplicate each micro-batch's keys and send them to their owners.
 
-    Where gradients are added up over replicas of the tables, all replicas of a shard get the keys that each
+    The host waits for the split sizes of the exchange, and for nothing else: this lane is a batch ahead. Where gradients are added up over replicas of the tables, all replicas of a shard get the keys that each
     of them received, so that they hold, update and keep the same rows.
     """
     config, world = context.config, routing.world_size
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
-    tables = []
+    dedup, plans = config.dedup in ("exchange", "both"), []
     for group, keys in zip(context.tables.groups, by_table, strict=True):
-        dedup = config.dedup in ("exchange", "both")
-        tables.append(plan_input_dist(list(keys), group.layout.ids, world, dedup, config.first_use))
+        padded = group.table.padded
+        plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, padded))
         counts.occurrences += sum(map(len, keys))
-        counts.exchanged += tables[-1].num_rows
-    splits = torch.tensor([table.splits for table in tables], dtype=torch.int64)  # (tables, M, W)
+    sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
+    tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]
+    counts.exchanged += sum(table.num_rows for table in tables)
     header = Header(context.rank, window.step, context.stop.is_set(), loss_terms=window.loss_terms)
-    # One row for each rank: splits of every table and micro-batch.
-    answers, agreed = exchange(routing, replica_routing, splits.permute(2, 0, 1).flatten(1), header)
-    received_splits = answers.view(world, *splits.shape[:2]).permute(1, 2, 0).tolist()
+    # One row for each rank: sizes of every table and micro-batch.
+    answers, agreed = exchange(routing, replica_routing, sizes.permute(3, 0, 1, 2).flatten(1), header)
+    received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
     received = []
-    for table, table_splits in zip(tables, received_splits, strict=True):
-        each = _send_keys(table, table_splits, routing, counts)
+    for table, table_sizes in zip(tables, received_sizes, strict=True):
+        each = _send_keys(table, table_sizes, routing, counts)
         received.append(_share_with_replicas(each, replica_routing, counts) if context.replicated else each)
     normalizer = agreed.shard_loss_terms if config.average_every else agreed.loss_terms
     return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
 
 
-def _send_keys(table: InputDist, splits: Splits, routing: Communicator, counts: LookupCounts) -> ReceivedKeys:
+def _send_keys(
+    table: InputDist, sizes: list[Splits], routing: Communicator, counts: LookupCounts
+) -> ReceivedKeys:
     """Send keys, and their last use if it is known, to the owners."""
+    splits, gradient_splits = sizes[0], sizes[-1]
 
     def send(values: torch.Tensor) -> torch.Tensor:
         input_splits = table.input_splits
@@ -65,7 +72,7 @@ def _send_keys(table: InputDist, splits: Splits, routing: Communicator, counts: 
 
     keys = send(table.keys)
     last_use = None if table.last_use is None else send(table.last_use)
-    return ReceivedKeys(splits, keys, last_use, [], [])
+    return ReceivedKeys(splits, gradient_splits, keys, last_use, [], [])
 
 
 def _share_with_replicas(
@@ -81,4 +88,4 @@ def _share_with_replicas(
         last.scatter_reduce_(0, inverse, received.last_use, "amax")
         last_use = replica_routing.all_gather(last)
         counts.key_bytes += len(distinct) * others
-    return ReceivedKeys(received.splits, received.keys, received.last_use, keys, last_use)
+    return replace(received, replica_keys=keys, replica_last_use=last_use)

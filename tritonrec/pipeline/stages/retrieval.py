@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from ...embedding.selection import distinct
 from ...embedding.table import DynamicTable
 from ...kernels import launch
 from ..dist_plan import plan_output_dist
 from ..places import (
     Buffer,
+    Common,
     Context,
     KeptRows,
     OwnedRows,
@@ -29,11 +32,11 @@ from ..window import LookupCounts, Window
 
 
 class TableKeys(NamedTuple):
-    """Distinct keys (K,) of one table, handles (K,) of their rows, and which rows are kept (n,), if any."""
+    """Distinct keys (K,) of one table, handles (K,) of their rows, and the rows kept from the last window."""
 
     keys: torch.Tensor
     handles: torch.Tensor
-    kept: torch.Tensor | None
+    kept: Common | None
 
 
 Fetch = Callable[[Context, DynamicTable, TableKeys, LookupCounts], torch.Tensor]
@@ -99,8 +102,8 @@ def copy_kept_rows(
     if kept is None or active is None:
         return
     for rows, source, target in zip(kept, active, buffer, strict=True):
-        source_rows, target_rows = (to_device(each, context.device) for each in rows)
-        launch.scatter_rows(target, target_rows, source, source_rows)
+        source_rows, target_rows = (to_device(each, context.device) for each in (rows.before, rows.now))
+        launch.scatter_rows(target, target_rows, source, source_rows, rows.count)
 
 
 def _retrieve(
@@ -121,34 +124,41 @@ def _retrieve(
 
     owned, buffer, gradient, kept = [], [], [], []
     for number, received in enumerate(routes.received):
-        received = _on_host(received)
-        keys, inverse, _counts = launch.unique(received.keys)
+        table = storage[number]
+        received = _moved(received, table.device)
+        # Reductions over replicas are planned on the host, which waits for the number of keys then.
+        padded = table.padded and not context.replicated
+        keys, inverse, count = distinct(received.keys, padded)
         num_own, replica_rows = len(keys), []
         if context.replicated:  # every replica has the union of the received keys, in the same order
-            keys, places, _counts = launch.unique(torch.cat(received.replica_keys))
+            keys, places, count = distinct(torch.cat(received.replica_keys), padded)
             replica_rows = list(places.split([len(each) for each in received.replica_keys]))
-        found = index[number].lookup(keys, window.update, over_ranks)
+        found = index[number].lookup(keys, window.update, over_ranks, count)
         if before is not None:
-            kept.append(launch.intersect(before.tables[number].keys, keys))
-            counts.kept += len(kept[-1][0])
-        table = storage[number]
+            kept.append(_common(before.tables[number], keys, count, padded))
+            counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
         if context.config.dedup in ("lookup", "both"):
-            distinct = TableKeys(keys, found.handles, kept[-1][1] if kept else None)
-            buffer.append(fetch(context, table, distinct, counts))
+            table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
+            buffer.append(fetch(context, table, table_keys, counts))
         else:
             buffer.append(_fetch_received(context, table, received.keys, found.handles, inverse, counts))
         gradient.append(context.sums.zeros(num_own, table.dim))
         counts.lookups += 1
         counts.received += len(received.keys)
-        sent, gradients = plan_output_dist(inverse, received.splits, received.last_use)
+        sent, gradients = plan_output_dist(
+            inverse, received.splits, received.last_use, received.gradient_splits
+        )
         reductions: list[ReplicaReduction] = []
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
             rows = replica_rows[context.replica][inverse]
             sent = plan_output_dist(rows, received.splits, None)[0]
-            reductions = _reductions(context, replica_rows, len(keys), received.replica_last_use)
+            on_host = [each.cpu() for each in replica_rows], [each.cpu() for each in received.replica_last_use]
+            reductions = _reductions(context, on_host[0], len(keys), on_host[1])
         sent, gradients = sent.to(context.device), gradients.to(context.device)
         owned.append(
-            TableRows(keys, found.handles, found.low_precision, sent, gradients, replica_rows, reductions)
+            TableRows(
+                keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, reductions
+            )
         )
     kept_rows = None if before is None else KeptRows(kept)
     return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
@@ -156,32 +166,47 @@ def _retrieve(
 
 def _fetch_all(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
     """The rows of all keys."""
-    counts.read += len(found.keys)
-    return to_device(table.gather(found.handles, found.keys), context.device)
+    counts.read += (found.handles >= 0).sum() if table.padded else len(found.keys)
+    values = table.gather(found.handles, found.keys, initial=not (table.padded and table.admits_all))
+    return to_device(values, context.device)
 
 
 def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
     """The rows of all keys but the kept ones, which `copy_kept_rows` fills in."""
     if found.kept is None:
         return _fetch_all(context, table, found, counts)
-    is_new = torch.ones(len(found.keys), dtype=torch.bool)
-    is_new[found.kept] = False
+    size = len(found.keys)
+    is_new = torch.ones(size + 1, dtype=torch.bool, device=found.keys.device)  # and one for kept rows of -1
+    is_new[found.kept.now] = False
+    is_new = is_new[:size]
+    if table.padded:
+        handles = torch.where(is_new, found.handles, -1)
+        return _fetch_all(context, table, TableKeys(found.keys, handles, None), counts)
     new = is_new.nonzero().squeeze(1)
     values = _fetch_all(context, table, TableKeys(found.keys[new], found.handles[new], None), counts)
-    rows = values.new_empty(len(found.keys), values.shape[1])
+    rows = values.new_empty(size, values.shape[1])
     launch.scatter_rows(rows, to_device(new, context.device), values)
     return rows
 
 
-def _on_host(received: ReceivedKeys) -> ReceivedKeys:
-    """The keys in host memory, where the tables are."""
+def _common(before: TableRows, keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> Common:
+    """The rows that the last window and this one share."""
+    if padded:
+        return Common(*launch.intersect_padded(before.keys, keys, before.count, count))
+    return Common(*launch.intersect(before.keys, keys), None)
+
+
+def _moved(received: ReceivedKeys, device: torch.device) -> ReceivedKeys:
+    """The keys in host memory, where the tables are; as they are, for tables on a device."""
+    if device.type != "cpu":
+        return received
     last_use = received.last_use
-    return ReceivedKeys(
-        received.splits,
-        to_host(received.keys),
-        None if last_use is None else to_host(last_use),
-        [to_host(keys) for keys in received.replica_keys],
-        [to_host(last) for last in received.replica_last_use],
+    return replace(
+        received,
+        keys=to_host(received.keys),
+        last_use=None if last_use is None else to_host(last_use),
+        replica_keys=[to_host(keys) for keys in received.replica_keys],
+        replica_last_use=[to_host(last) for last in received.replica_last_use],
     )
 
 
@@ -195,8 +220,10 @@ def _fetch_received(
 ) -> torch.Tensor:
     """Without dedup before the lookup a row is read for every key received; those of one key are the same."""
     counts.read += len(inverse)
-    values = table.gather(handles[inverse], keys)
-    return to_device(launch.gather_rows(values, _first_occurrences(inverse, len(handles))), context.device)
+    values = to_device(table.gather(handles[inverse], keys), context.device)
+    first = torch.full_like(handles, max(len(inverse) - 1, 0))  # of no key in the padding
+    first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")
+    return launch.gather_rows(values, to_device(first, context.device))
 
 
 def _reductions(
@@ -210,9 +237,3 @@ def _reductions(
         for places, last in zip(replicas, last_use, strict=True):
             last_micro_batch[places] = torch.maximum(last_micro_batch[places], last.long())
     return plan_replica_reductions(replicas, last_micro_batch, count, context.replica)
-
-
-def _first_occurrences(inverse: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) the first place of each number in `inverse`."""
-    first = torch.full((count,), len(inverse), dtype=torch.int64, device=inverse.device)
-    return first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")

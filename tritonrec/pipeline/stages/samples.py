@@ -16,6 +16,8 @@ def prefetch(context: Context, window: Window) -> Samples:
     config, parts = context.config, []
     for batch in window.batches:
         batch.validate()
+        if context.device.type != "cpu":  # keys are made there, and their values are not looked at
+            context.tables.validate(batch.lookups())
         cut = split(batch, config.micro_batches, config.clustering, config.taper)
         parts += [batch.select(samples) for samples in cut]
     missing = config.window_micro_batches - len(parts)  # a run's last window

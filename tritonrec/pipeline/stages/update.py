@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ...embedding.selection import select
 from ...embedding.table import DynamicTable
 from ...kernels import launch
 from ..places import (
@@ -119,10 +120,11 @@ def write_back_dropped_rows(
     """`write_back` where rows stay in the buffers: those of the last window that this one does not have."""
     if before is None or active is None or kept is None:
         return
-    for each, rows, (here, _there), table in zip(before.tables, active, kept, tables, strict=True):
-        dropped = each.handles >= 0
-        dropped[here] = False
-        _write(table, each, rows, dropped, counts)
+    for each, rows, common, table in zip(before.tables, active, kept, tables, strict=True):
+        size = len(each.handles)
+        dropped = torch.ones(size + 1, dtype=torch.bool, device=each.handles.device)  # and one for rows of -1
+        dropped[common.before] = False
+        _write(table, each, rows, dropped[:size] & (each.handles >= 0), counts)
 
 
 def update_rows(
@@ -134,12 +136,12 @@ def update_rows(
     here, so that storing and reading them changes nothing.
     """
     for group, table, rows, mean in zip(context.tables.groups, owned.tables, buffer, means, strict=True):
-        indices = torch.arange(len(table.keys), device=context.device)
-        admitted = table.handles >= 0
-        if not bool(admitted.all()):
-            indices = to_device(admitted.nonzero().squeeze(1), context.device)
+        indices, count = torch.arange(len(table.keys), device=context.device), table.count
+        if not group.table.admits_all:
+            admitted = select(table.handles >= 0, padded=count is not None)
+            indices, count = to_device(admitted.positions, context.device), admitted.count
             mean = launch.gather_rows(mean, indices)
-        group.optimizer.update(rows, indices, mean, step)
+        group.optimizer.update(rows, indices, mean, step, count)
         if table.low_precision is not None:
             group.table.round_low_precision(rows, table.low_precision)
 
@@ -149,6 +151,10 @@ def _write(
 ) -> None:
     """Write the `chosen` (K,) bool of a buffer's rows (K, row width) to their table."""
     handles = owned.handles
+    if table.padded:
+        table.update(torch.where(chosen, handles, -1), rows)
+        counts.written += chosen.sum()
+        return
     if not bool(chosen.all()):
         places = chosen.nonzero().squeeze(1)
         handles, rows = handles[places], launch.gather_rows(rows, to_device(places, rows.device))

@@ -1,0 +1,138 @@
+"""Rows in host memory behind a cache in device memory, filled by the lookup a batch before the rows are used."""
+
+from __future__ import annotations
+
+import torch
+
+from .index_pool import MAX_ROWS
+from .row_column import RowColumn
+from .row_storage import RowStorage
+from .selection import select
+from .turn import Turn
+
+
+class CachedStorage(RowStorage):
+    """Rows in host memory, and those of recent lookups in device memory.
+
+    Each handle has a row in host memory. While a row is cached, the cache has its value. Cache rows are given
+    out in a ring. Those of the last two lookups, which are in the pipeline's buffers, are passed over::
+
+        cache row         0   1   2   3   4   5       lookup 10 misses two rows, the hand is at 2
+        last lookup       9   6   8   5   9   3
+        row               4   7   1   0   2   3  ->   rows 1 and 0 go back to host memory
+
+    Rows that find no cache row are read and written in host memory directly. Which rows are cached changes no
+    value.
+
+    Args:
+        home: the rows in host memory, which the device reads and writes.
+        cache_rows: rows of the cache.
+    """
+
+    def __init__(self, home: RowStorage, cache_rows: int):
+        if not 1 <= cache_rows <= MAX_ROWS // 2:
+            raise ValueError(f"cache_rows must be 1 to {MAX_ROWS // 2}, got {cache_rows}")
+        device = home.device
+        super().__init__(home.dim, home.row_width, cache_rows, device)
+        self._home, self._cache_rows, self.waits = home, cache_rows, home.waits
+        super().add(torch.empty(0, dtype=torch.int64, device=device), cache_rows)
+        # of a row, by handle: 1 + its cache row, the last lookup that used it, whether to store it in 16 bits
+        self._places = RowColumn(torch.int32, device=device)
+        self._used = RowColumn(torch.int32, device=device)
+        self._low = RowColumn(torch.bool, device=device)
+        # of a cache row: 1 + its handle, the last lookup that used it
+        self._handles = RowColumn(torch.int32, end=cache_rows, device=device)
+        self._recent = RowColumn(torch.int32, end=cache_rows, device=device)
+        self._hand = torch.zeros((), dtype=torch.int64, device=device)
+        self._lookup, self._size = 1, 0  # lookups so far, and keys of the last one
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._lock = Turn(device)  # for columns that grow
+
+    @property
+    def hits(self) -> tuple[int, int]:
+        """Rows that lookups found in the cache, and all rows that they looked up; waits for the device."""
+        found, looked_up = self._counts.tolist()
+        return found, looked_up
+
+    def grow(self, end: int) -> None:
+        with self._lock:
+            self._home.grow(end)
+            for column in (self._places, self._used, self._low):
+                column.grow(end)
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        self.grow(end)
+        self._home.add(handles, end)
+        with self._lock:
+            for column in (self._places, self._used, self._low):
+                column[handles] = 0
+
+    def release(self, handles: torch.Tensor) -> None:
+        self._handles[self._place(handles)] = 0
+        self._places[handles] = 0
+        self._home.release(handles)
+
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        places = self._place(handles)
+        values = self._home.gather(torch.where(places < 0, handles, -1), out)
+        return super().gather(places, values)
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        places = self._place(handles)
+        if low_precision is not None:
+            with self._lock:
+                self._low[handles] = low_precision
+        super().update(places, values)
+        self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        return torch.where(
+            self._place(handles) < 0, self._home.in_low_precision(handles), self._low[handles]
+        )
+
+    def prefetch(self, handles: torch.Tensor) -> None:
+        self._lookup += 1
+        now, before, self._size = self._lookup, self._size, len(handles)
+        places = self._place(handles)
+        self._counts += torch.stack([(places >= 0).sum(), (handles >= 0).sum()])
+        self._recent[places] = now
+        # a row of the last lookup that has no cache row now is being updated in host memory
+        missing = (handles >= 0) & (places < 0) & (self._used[handles] != now - 1)
+        self._used[handles] = now
+        # at most 2 K + K' of the cache rows from the hand on are passed over or given out
+        reach = min(self._cache_rows, 2 * len(handles) + before)
+        ring = (self._hand + torch.arange(reach, device=self.device)) % self._cache_rows
+        free = select(self._recent[ring] < now - 1, padded=True)
+        wanted = select(missing, padded=True)
+        assert free.count is not None and wanted.count is not None
+        most = min(reach, len(handles))
+        number = torch.minimum(free.count, wanted.count)
+        given = torch.arange(most, device=self.device) < number
+        to = torch.where(given, free.take(ring)[:most], -1)
+        arriving = torch.where(given, wanted.take(handles)[:most], -1)
+        leaving = self._handles[to].to(torch.int64) - 1
+        self._home.update(leaving, super().gather(to), self._low[leaving] if self.waits else None)
+        super().update(to, self._home.gather(arriving))
+        self._places[leaving] = 0
+        self._places[arriving] = (to + 1).to(torch.int32)
+        self._handles[to] = (arriving + 1).to(torch.int32)
+        self._recent[to] = now
+        if most:
+            last = to[(number - 1).clamp(min=0)]
+            self._hand = torch.where(number > 0, (last + 1) % self._cache_rows, self._hand)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        return self._home.moved
+
+    def memory(self) -> dict[str, int]:
+        columns = (self._places, self._used, self._low, self._handles, self._recent)
+        stored = {name: bytes_ + self._home.memory()[name] for name, bytes_ in super().memory().items()}
+        stored["metadata"] += sum(column.nbytes for column in columns)
+        return stored
+
+    def _place(self, handles: torch.Tensor) -> torch.Tensor:
+        """Cache rows (K,) int64 of the rows of `handles` (K,); -1: not cached."""
+        return self._places[handles].to(torch.int64) - 1

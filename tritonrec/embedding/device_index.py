@@ -1,0 +1,148 @@
+"""The handle of each key in device memory: the ops on a hash table, and no wait of the host.
+
+How many keys of a lookup are new only the device knows. So the numbers that follow from it (keys, handles,
+free handles) are tensors, and the host goes by upper bounds: every key of a lookup may be new. The bounds
+tighten when a copy of the numbers arrives, at the latest some lookups later.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import launch, murmur
+from .device_numbers import DeviceNumbers
+from .index_pool import MAX_ROWS
+from .key_index import LOAD_FACTOR
+from .selection import select, valid
+
+_KEYS, _END, _FREE = range(3)
+MAX_ERASED = 0.125
+"""Share of the slots that erased keys may have left behind before the structure is made anew."""
+
+
+class DeviceIndex:
+    """int64 key -> handle, as `KeyIndex`, in the memory of `device`; any of the 2**64 keys is legal.
+
+    Work is queued on the current stream; calls must come from streams that are ordered among themselves.
+
+    Args:
+        slots: initial slots, a power of two and at least 8.
+    """
+
+    def __init__(self, slots: int, device: torch.device):
+        if slots < 8 or slots & (slots - 1):
+            raise ValueError(f"slots must be a power of two and at least 8, got {slots}")
+        self._device = device
+        self._keys = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._rows = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        self._free = torch.empty(0, dtype=torch.int64, device=device)  # a stack of handles
+        self._numbers = DeviceNumbers(3, device)
+        self._erased = 0  # at most so many tombstones
+
+    def __len__(self) -> int:
+        return self._numbers.exact()[_KEYS]
+
+    @property
+    def end(self) -> int:
+        """Upper bound of all handles so far."""
+        return min(self._numbers.bound(_END), MAX_ROWS)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the key structure."""
+        return len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the key structure."""
+        return self._keys.nbytes + self._rows.nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the list of free handles."""
+        return self._free.nbytes
+
+    def find(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """The handle of each key (K,) int64, repeats allowed; -1 where absent, and behind the count."""
+        return launch.hash_find(self._keys, self._rows, keys ^ murmur.SECRET, count)
+
+    def find_or_insert(
+        self, keys: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KeyIndex.find_or_insert`; behind the count -1 and false."""
+        size = len(keys)
+        self._check_room(size)
+        self.grow(size)
+        numbers = self._numbers.values
+        place = torch.arange(size, device=self._device)
+        again = place < numbers[_FREE]
+        fresh = numbers[_END] + (place - numbers[_FREE]).clamp(min=0)
+        if len(self._free):
+            stacked = self._free[(numbers[_FREE] - 1 - place).clamp(0, len(self._free) - 1)]
+            fresh = torch.where(again, stacked, fresh)
+        handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count)
+        new = inserted.sum()
+        reused = torch.minimum(new, numbers[_FREE])
+        self._numbers.add(torch.stack([new, new - reused, -reused]), (size, size, 0))
+        return handles, inserted
+
+    def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """See `KeyIndex.erase`; -1 behind the count."""
+        handles = launch.hash_erase(self._keys, self._rows, keys ^ murmur.SECRET, count)
+        erased = (handles >= 0).sum()
+        none = torch.zeros_like(erased)
+        self._numbers.add(torch.stack([-erased, none, none]), (0, 0, 0))
+        self._erased += len(keys)
+        if self._erased > MAX_ERASED * self.slots:
+            self._make_anew()
+        return handles
+
+    def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """See `KeyIndex.release`; those behind the count stay reserved."""
+        size = len(handles)
+        if not size:
+            return
+        needed = self._numbers.bound(_FREE) + size
+        if needed > len(self._free):
+            larger = self._free.new_empty(max(needed, 2 * len(self._free)) + 1)
+            larger[: len(self._free)] = self._free
+            self._free = larger
+        inside = valid(size, count, self._device)
+        place = self._numbers.values[_FREE] + torch.arange(size, device=self._device)
+        self._free[torch.where(inside, place, len(self._free) - 1)] = handles
+        freed = inside.sum()
+        none = torch.zeros_like(freed)
+        self._numbers.add(torch.stack([none, none, freed]), (0, 0, size))
+
+    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys (n,) and their handles (n,), in no particular order; waits for the device."""
+        used = (self._rows >= 0).nonzero().squeeze(1)
+        return self._keys[used] ^ murmur.SECRET, self._rows[used].to(torch.int64)
+
+    def grow(self, keys: int) -> None:
+        """Make room for `keys` more keys, behind the work that is queued."""
+        while self._numbers.bound(_KEYS) + keys > LOAD_FACTOR * self.slots:
+            self._keys, self._rows = launch.hash_grow(self._keys, self._rows)
+            self._erased = 0
+
+    def _make_anew(self) -> None:
+        """The same keys and handles in as many slots, without tombstones."""
+        used = select(self._rows >= 0, padded=True)
+        keys, handles = used.take(self._keys), used.take(self._rows)
+        self._keys, self._rows = torch.zeros_like(self._keys), torch.full_like(self._rows, -1)
+        self._insert(keys, handles, used.count)
+        self._erased = 0
+
+    def _insert(
+        self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Insert keys, of which new ones get the next of `handles`; there is room, so none is refused."""
+        status = torch.zeros((), dtype=torch.int64, device=self._device)
+        return launch.hash_insert(self._keys, self._rows, keys, 0, handles, count, None, status)
+
+    def _check_room(self, keys: int) -> None:
+        if self._numbers.bound(_END) + keys > MAX_ROWS and len(self) + keys > MAX_ROWS:
+            raise MemoryError(
+                f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and up to {keys} are "
+                "new: use more ranks, or evict"
+            )
