@@ -10,13 +10,16 @@ from tritonrec.kernels import chunked_rows
 
 
 class DictTable:
-    """Stands where `HostTable` stands, to show what the rest of a table takes from one.
+    """Stands where `StoredTable` stands, to show what the rest of a table takes from one.
 
     Handles are drawn at random from those that are free, so that nobody can tell anything from a number.
     """
 
-    def __init__(self, storage, initial_rows, slots=1024):
-        self.dim, self.row_width, self.initial_rows = storage.dim, storage.row_width, initial_rows
+    device, padded = torch.device("cpu"), False
+    cache_hits = 0, 0
+
+    def __init__(self, placement, dim, row_width, initial_rows, slots, chunk_rows, tiers):
+        self.dim, self.row_width, self.initial_rows = dim, row_width, initial_rows
         self.handle_of: dict[int, int] = {}
         self.rows: dict[int, torch.Tensor] = {}  # by handle; reserved ones too
         self.low: set[int] = set()
@@ -26,10 +29,10 @@ class DictTable:
     def __len__(self):
         return len(self.handle_of)
 
-    def find(self, keys):
+    def find(self, keys, count=None):
         return torch.tensor([self.handle_of.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
-    def find_or_insert(self, keys):
+    def find_or_insert(self, keys, count=None):
         inserted = self.find(keys) < 0
         for key, row in zip(keys[inserted].tolist(), self.initial_rows(keys[inserted]), strict=True):
             if not self.free:
@@ -37,6 +40,9 @@ class DictTable:
             self.handle_of[key] = self.free.pop()
             self.rows[self.handle_of[key]] = row.clone()
         return self.find(keys), inserted
+
+    def prefetch(self, handles):
+        pass
 
     def gather(self, handles):
         none = torch.full((self.row_width,), torch.nan)

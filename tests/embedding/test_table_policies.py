@@ -382,5 +382,5 @@ def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
     ("eviction", "tiers"), slow_except([("lru", "tiers")], product(["lru", "ttl"], TIERS))
 )
 def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch, eviction, tiers):
-    monkeypatch.setattr(table_module, "HostTable", DictTable)
+    monkeypatch.setattr(table_module, "make_table", DictTable)
     test_policies_equal_the_naive_table(eviction, 2, 3, tiers)

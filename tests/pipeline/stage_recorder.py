@@ -38,6 +38,8 @@ POISON = {torch.float32: float("nan"), torch.int64: 2**62}
 COLLECTIVES = ("all_to_all", "all_to_all_equal", "all_reduce", "all_gather")
 METHODS = {"read": "gather", "write": "update", "update": "lookup"}
 """What an access to the tables' rows may call."""
+STATIC = ("dim", "device", "padded", "admits_all")
+"""What never changes about a table."""
 
 
 class Recorder:
@@ -155,16 +157,17 @@ class Table:
     def __init__(self, table, access, number, places, touch):
         self._table, self._access, self._number = table, access, number
         self._places, self._touch = places, touch
-        self.dim = table.dim
+        for name in STATIC:
+            setattr(self, name, getattr(table, name))
 
     def __getattr__(self, name):
         assert name == METHODS[self._access.mode], f"{name} of the tables is no {self._access.mode}"
         self._touch()
         method = getattr(self._table, name)
 
-        def checked(first, *rest):
+        def checked(first, *rest, **options):
             self._check(first, *rest)
-            return method(first, *rest)
+            return method(first, *rest, **options)
 
         return checked
 
@@ -172,20 +175,21 @@ class Table:
         places, rows = self._places, self._access.rows
         before = None if places.previous is None else places.previous.get(OwnedRows)
         if rows == "new" and before is not None:
-            assert not torch.isin(rest[0], before.tables[self._number].keys).any(), "reads rows that are kept"
+            assert not torch.isin(rest[0][first >= 0], before.tables[self._number].keys).any(), "reads rows that are kept"
         if rows == "dropped":
-            here, _ = places[KeptRows][self._number]
+            here = places[KeptRows][self._number].trimmed().before
             kept = before.tables[self._number].handles[here]
             assert not torch.isin(first[first >= 0], kept).any(), "writes rows that are kept"
         if self._access.mode == "write" and rows == "batch":
-            assert torch.isin(first, places[OwnedRows].tables[self._number].handles).all()
+            assert torch.isin(first[first >= 0], places[OwnedRows].tables[self._number].handles).all()
 
 
 def layout_of(tables):
     """The tables without their rows."""
     groups = []
     for group in tables.groups:
-        table = SimpleNamespace(dim=group.table.dim, round_low_precision=group.table.round_low_precision)
+        table = SimpleNamespace(**{name: getattr(group.table, name) for name in STATIC})
+        table.round_low_precision = group.table.round_low_precision
         groups.append(
             SimpleNamespace(
                 table=table, optimizer=group.optimizer, layout=group.layout, features=group.features
@@ -245,7 +249,7 @@ def allowed_rows(kind, access, places, micro_batch):
     if kind is Buffer and access.rows in ("kept", "dropped"):
         if places[KeptRows] is None:
             return [torch.empty(0, dtype=torch.int64) for _ in places[Buffer]]
-        kept = [pair[access.batch == 0] for pair in places[KeptRows]]
+        kept = [common.trimmed()[access.batch == 0] for common in places[KeptRows]]
         if access.rows == "kept":
             return kept
         sizes = [len(rows) for rows in places.previous[Buffer]]

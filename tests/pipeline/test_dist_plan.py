@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec import ops
-from tritonrec.pipeline.dist_plan import InputDist, plan_input_dist, plan_output_dist
+from tritonrec.pipeline.dist_plan import InputDist, plan_lookups, plan_output_dist
 
 KEYS = st.sampled_from([-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**63 - 1])
 
@@ -15,14 +15,22 @@ def micro_batches(parts):
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
+def plan_input_dist(keys, world, dedup, first_use, padded=False) -> InputDist:
+    lookups = plan_lookups(keys, lambda k: k, world, dedup, first_use, padded)
+    return lookups.input_dist(lookups.sizes.tolist())
+
+
 def exchange(asked: list[InputDist]):
-    """What each owner gets in the key exchange: keys, last uses, and how many from whom with which."""
+    """What each owner gets in the key exchange: keys, last uses, and how many from whom with which and back."""
     world = len(asked)
     for owner in range(world):
         parts = [one.keys.split(one.input_splits)[owner] for one in asked]
         uses = [one.last_use.split(one.input_splits)[owner] for one in asked if one.last_use is not None]
-        receive = [[one.splits[i][owner] for one in asked] for i in range(len(asked[0].splits))]
-        yield torch.cat(parts), torch.cat(uses) if uses else None, receive
+        receive, back = (
+            [[splits[i][owner] for splits in each] for i in range(len(asked[0].splits))]
+            for each in ([one.splits for one in asked], [one.gradients.splits for one in asked])
+        )
+        yield torch.cat(parts), torch.cat(uses) if uses else None, receive, back
 
 
 @settings(deadline=None)
@@ -33,17 +41,18 @@ def exchange(asked: list[InputDist]):
         )
     ),
     st.sampled_from([(False, False), (True, False), (True, True)]),
+    st.booleans(),
 )
-def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, how):
+def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, how, padded):
     dedup, first_use = how
     world, count = len(ranks), len(ranks[0])
     keys = [micro_batches(parts) for parts in ranks]
-    asked = [plan_input_dist(parts, lambda k: k, world, dedup, first_use) for parts in keys]
+    asked = [plan_input_dist(parts, world, dedup, first_use, padded) for parts in keys]
     owned = list(exchange(asked))
     plans = []
-    for owner, (received, last_use, receive) in enumerate(owned):
+    for owner, (received, last_use, receive, back) in enumerate(owned):
         assert bool((ops.owner_of(received, world) == owner).all())
-        plans.append(plan_output_dist(torch.arange(len(received)), receive, last_use))
+        plans.append(plan_output_dist(torch.arange(len(received)), receive, last_use, back))
 
     for rank, one in enumerate(asked):
         store = torch.full((one.num_rows,), 99, dtype=torch.int64)
@@ -51,7 +60,7 @@ def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, h
         uses = torch.zeros(one.num_rows, dtype=torch.int64)
         for i in range(count):
             came = []
-            for owner, (received, _, _) in enumerate(owned):
+            for owner, (received, *_) in enumerate(owned):
                 sent = plans[owner][0]
                 came.append(received[sent.rows[i].split(sent.splits[i])[rank]])
             store[one.slots(i)] = torch.cat(came)
@@ -62,7 +71,7 @@ def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, h
             leaving = one.gradients.rows[i]
             later = torch.cat([*one.inverse[i + 1 :], torch.empty(0, dtype=torch.int64)])
             assert not bool(torch.isin(leaving, later).any())
-            for owner, (received, _, _) in enumerate(owned):
+            for owner, (received, *_) in enumerate(owned):
                 back = plans[owner][1]
                 assert back.splits[i][rank] == one.gradients.splits[i][owner]
                 rows = back.rows[i].split(back.splits[i])[rank]
@@ -76,7 +85,7 @@ def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, h
 
 def test_the_table_of_the_docstring():
     keys = micro_batches([[1, 2, 3], [2, 3, 4], [1, 4]])
-    plain, first = (plan_input_dist(keys, lambda k: k, 1, True, use) for use in (False, True))
+    plain, first = (plan_input_dist(keys, 1, True, use) for use in (False, True))
     assert plain.splits == [[3], [3], [2]] and plain.num_rows == 8
     assert first.splits == [[3], [1], [0]] and first.num_rows == 4
     assert [first.keys[rows].tolist() for rows in first.gradients.rows] == [[], [2, 3], [1, 4]]
@@ -85,7 +94,7 @@ def test_the_table_of_the_docstring():
 
 @pytest.mark.parametrize("first_use", [False, True])
 def test_micro_batches_without_keys_are_legal(first_use):
-    asked = plan_input_dist(micro_batches([[], [7, 7], []]), lambda k: k, 2, True, first_use)
+    asked = plan_input_dist(micro_batches([[], [7, 7], []]), 2, True, first_use)
     assert asked.num_rows == 1 and [len(part) for part in asked.inverse] == [0, 2, 0]
-    empty = plan_input_dist(micro_batches([[], []]), lambda k: k, 2, True, first_use)
+    empty = plan_input_dist(micro_batches([[], []]), 2, True, first_use)
     assert empty.num_rows == 0 and empty.input_splits == [0, 0]

@@ -156,9 +156,9 @@ def test_a_key_is_hashed_once_a_window(monkeypatch, mode, skip_fetch):
     calls = Counter()
 
     def counted(method):
-        def call(index, keys):
+        def call(index, *arguments):
             calls[method.__name__] += 1
-            return method(index, keys)
+            return method(index, *arguments)
 
         return call
 

@@ -128,7 +128,7 @@ class DeviceIndex:
     def _make_anew(self) -> None:
         """The same keys and handles in as many slots, without tombstones."""
         used = select(self._rows >= 0, padded=True)
-        keys, handles = used.take(self._keys), used.take(self._rows)
+        keys, handles = used.take(self._keys), used.take(self._rows).clamp(min=0)
         self._keys, self._rows = torch.zeros_like(self._keys), torch.full_like(self._rows, -1)
         self._insert(keys, handles, used.count)
         self._erased = 0

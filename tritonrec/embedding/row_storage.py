@@ -28,6 +28,7 @@ class Chunks:
         self._shape, self._dtype, self._device = (chunk_rows, width), dtype, device
         self._pinned = on_host and device.type != "cpu"
         self._chunks: list[torch.Tensor] = []
+        self._tables: list[torch.Tensor] = []  # of addresses: queued kernels may still use an old one
         self.rows = 0
         self.reserve(0)
 
@@ -45,7 +46,12 @@ class Chunks:
                 torch.empty(self._shape, dtype=self._dtype, device=device, pin_memory=self._pinned)
                 for _ in range(needed - len(self._chunks))
             ]
-            self.addresses = chunked_rows.addresses(self._chunks, self._device)
+            self._tables.append(chunked_rows.addresses(self._chunks, self._device))
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """(chunks,) int64, of the chunks."""
+        return self._tables[-1]
 
     def grow(self, rows: int) -> None:
         """Make rows below `rows` usable."""
