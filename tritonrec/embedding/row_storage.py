@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import torch
 
 from ..kernels import chunked_rows
@@ -23,7 +22,6 @@ class Chunks:
     def __init__(self, width: int, dtype: torch.dtype, chunk_rows: int):
         self._shape, self._dtype = (chunk_rows, width), dtype
         self._chunks: list[torch.Tensor] = []
-        self.addresses = np.empty(0, np.uint64)
         self.rows = 0
         self.reserve(0)
 
@@ -35,9 +33,10 @@ class Chunks:
     def reserve(self, rows: int) -> None:
         """Allocate memory for rows below `rows`, and one chunk more."""
         needed = max(-(-rows // self._shape[0]), 1) + 1
-        while len(self._chunks) < needed:
-            self._chunks.append(torch.empty(self._shape, dtype=self._dtype))
-            self.addresses = np.array([chunk.data_ptr() for chunk in self._chunks], np.uint64)
+        if len(self._chunks) < needed:
+            count = needed - len(self._chunks)
+            self._chunks += [torch.empty(self._shape, dtype=self._dtype) for _ in range(count)]
+            self.addresses = chunked_rows.addresses(self._chunks, torch.device("cpu"))
 
     def grow(self, rows: int) -> None:
         """Make rows below `rows` usable."""
