@@ -26,20 +26,41 @@ LOOPS = ("scf.for", "scf.while")
 
 
 def roots_of(function: Function) -> dict[str, str]:
-    """Of each pointer, the argument that it comes from."""
+    """Of each pointer, the argument it comes from; ``%x_ptr[]`` where its address was loaded from there."""
     roots = {name: name for name, kind in function.arguments.items() if kind.startswith("!tt.ptr")}
+    spread(roots, function)
+    made_by = {value: each for each in function.walk() for value in each.results}
+    for operation in function.walk():
+        if operation.name == "tt.int_to_ptr":
+            roots[operation.results[0]] = loaded_from(operation.operands[0], made_by, roots) + "[]"
+    spread(roots, function)
+    return roots
+
+
+def loaded_from(value: str, made_by: dict[str, Operation], roots: dict[str, str]) -> str:
+    """The pointer argument behind which the first load on the way to an address reads, or the address."""
+    ahead = [value]
+    while ahead:
+        made = made_by.get(ahead.pop(0))
+        if made and made.name in LOADS:
+            return roots[made.operands[0]]
+        ahead += made.operands if made else []
+    return value
+
+
+def spread(roots: dict[str, str], function: Function) -> None:
+    """Hand roots on to what is computed from their pointers."""
     changed = True
     while changed:  # until what loops carry round has arrived
         changed = False
         for operation in function.walk():
             pairs = list(carried(operation))
-            if not operation.name.startswith(("tt.load", "scf.")):
+            if not operation.name.startswith(("tt.load", "tt.int_to_ptr", "scf.")):
                 pairs += [(result, one) for result in operation.results for one in operation.operands]
             for result, one in pairs:
                 if one in roots and result not in roots:
                     roots[result] = roots[one]
                     changed = True
-    return roots
 
 
 def carried(operation: Operation) -> Iterator[tuple[str, str]]:

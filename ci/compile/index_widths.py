@@ -34,8 +34,9 @@ ARCHITECTURE = 90  # for the options of a launch; TTIR is the same for all
 SEQUENCE = (0, LONGEST)
 # By name of an argument; any other is a size, a stride or a count: 0 to MOST.
 ARGUMENTS: dict[str, Interval] = {
-    # powers of two, of tables that have at least one group or slot
+    # of what there is at least one of
     "num_groups": (1, MOST), "num_slots": (1, MOST), "num_heads": (1, MOST), "num_sequences": (1, MOST),
+    "chunk_rows": (1, MOST),
     # any integer: they are mixed, not added up
     **dict.fromkeys(("secret", "seed", "table", "tag", "upper", "threshold"), INT64),
     # of a mask and a bias: `hstu_attention.call` brings them below max_seq_len

@@ -25,7 +25,7 @@ import triton.runtime.jit
 
 import tritonrec.kernels
 from tritonrec import ops
-from tritonrec.kernels import dispatch
+from tritonrec.kernels import chunked_rows, dispatch
 
 JIT = triton.runtime.jit.JITFunction
 # constants by which a kernel knows the interpreter, which is not what is compiled here
@@ -343,6 +343,17 @@ def _rows(dim):
     source, rows = ones(size, dim), keys(size // 2)
     run(ops.scatter_rows, source, rows, run(ops.gather_rows, source, rows))
     run(ops.scatter_rows, source, rows, ones(size, dim), source=rows)
+
+
+@case("chunked_rows", dim=(50, 128))
+def _chunked_rows(dim):
+    full = chunked_rows.addresses([ones(size, dim)], torch.device("cpu"))
+    low = chunked_rows.addresses([ones(size, dim, dtype=torch.int16)], torch.device("cpu"))
+    for low_rows in (0, size):
+        places = chunked_rows.Chunks(full, low, size, low_rows, size, dim // 2, dim)
+        rows = run(chunked_rows.read_rows, places, keys())
+        run(chunked_rows.write_rows, places, keys(), rows)
+    run(chunked_rows.fits, rows, dim // 2)
 
 
 @case("segment_sum", dim=(50, 128))

@@ -61,6 +61,20 @@ def overtaken_scalar(x_ptr, y_ptr, length):
 
 
 @triton.jit
+def overtaken_behind_an_address(x_ptr, y_ptr, length):
+    chunk = tl.load(y_ptr).to(tl.int64).to(tl.pointer_type(tl.float32))
+    place = tl.arange(0, 32)
+    tl.store(chunk + place, tl.load(chunk + place) + 1)
+
+
+@triton.jit
+def fine_behind_an_address(x_ptr, y_ptr, length):
+    chunk = tl.load(y_ptr).to(tl.int64).to(tl.pointer_type(tl.float32))
+    place = tl.arange(0, 32)
+    tl.store(x_ptr + place, tl.load(chunk + place) + 1)
+
+
+@triton.jit
 def fine_with_a_barrier(x_ptr, y_ptr, length):
     place = tl.arange(0, 32)
     for i in range(length):

@@ -17,6 +17,7 @@ from tritonrec.harness.emulator import (
 )
 from tritonrec.harness.emulator.driver import current
 from tritonrec.kernels import dispatch
+from tritonrec.kernels.address_table import addresses
 from tritonrec.kernels.races import declared
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
@@ -177,6 +178,59 @@ def test_a_forgotten_mask_is_an_access_outside():
     ):
         unmasked_kernel[(1,)](torch.zeros(100), torch.zeros(128), BLOCK=128)
     unmasked_kernel[(1,)](torch.zeros(128), torch.zeros(128), BLOCK=128)
+
+
+@triton.jit
+def behind_table_kernel(table_ptr, out_ptr, size, chunk_size, BLOCK: tl.constexpr):
+    """Adds one to each value of the chunks, and stores it."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(table_ptr + place // chunk_size, mask=place < size, other=0)
+    value = start.to(tl.pointer_type(tl.float32)) + place % chunk_size
+    old = tl.load(value, mask=place < size)
+    tl.store(value, old + 1, mask=place < size)
+    tl.store(out_ptr + place, old, mask=place < size)
+
+
+def chunks_of(*sizes):
+    chunks = [torch.zeros(size) for size in sizes]
+    return chunks, addresses(chunks, torch.device("cpu"))
+
+
+def test_chunks_behind_a_table_of_addresses_are_arguments_in_every_schedule():
+    chunks, table = chunks_of(100, 100, 100)
+    before = torch.full((300,), float("nan"))
+    behind_table_kernel[(3,)](table, before, 300, 100, BLOCK=128)
+    assert before.eq(0).all() and all(chunk.eq(1).all() for chunk in chunks)
+
+
+def test_a_place_behind_a_chunk_is_outside():
+    _, table = chunks_of(100, 90, 100)
+    with pytest.raises(
+        OutsideError, match=r"behind_table_kernel.*nearest is table\[1\]\[9\d\] of 90 elements"
+    ):
+        behind_table_kernel[(3,)](table, torch.zeros(300), 300, 100, BLOCK=128)
+
+
+def test_memory_that_no_table_leads_to_is_outside():
+    chunks, table = chunks_of(100, 100, 100)
+    with pytest.raises(OutsideError, match="outside of every tensor"):
+        behind_table_kernel[(3,)](table.clone(), torch.zeros(300), 300, 100, BLOCK=128)
+    assert all(chunk.eq(0).all() for chunk in chunks)
+
+
+def test_a_race_behind_a_table_names_the_chunk():
+    chunk = torch.zeros(100)
+    table = addresses([chunk, chunk], torch.device("cpu"))
+    with pytest.raises(RaceError, match=r"race, .* of table\[0\]\[\d+\]"):
+        behind_table_kernel[(2,)](table, torch.zeros(200), 200, 100, BLOCK=128)
+
+
+def test_a_chunk_that_nobody_wrote_is_not_read():
+    if not current().settings.uninitialised:
+        pytest.skip("switched off by --emulate-no-uninitialised")
+    table = addresses([torch.zeros(100), torch.empty(100)], torch.device("cpu"))
+    with pytest.raises(UninitialisedError, match=r"table\[1\]\[\d+\], which nobody wrote"):
+        behind_table_kernel[(2,)](table, torch.zeros(200), 200, 100, BLOCK=128)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tritonrec.kernels import caches, dispatch
+from tritonrec.kernels.address_table import chunks_behind
 
 from .arguments import Argument, argument
 from .counts import Counts, Row
@@ -102,9 +103,10 @@ def _flatten(
     elif isinstance(value, torch.Tensor):
         values.append(value.data_ptr())
         races, varies = declared.get(name, (False, False))
-        found = argument(name, value, races, varies)
-        if found is not None:
-            tensors.append(found)
+        behind = chunks_behind(value)
+        names = [name, *(f"{name.removesuffix('_ptr')}[{i}]" for i in range(len(behind)))]
+        found = [argument(*each, races, varies) for each in zip(names, [value, *behind], strict=True)]
+        tensors += [each for each in found if each is not None]
     else:
         values.append(float(value) if kind.startswith(("fp", "bf")) else value)
 

@@ -7,6 +7,7 @@ says lose none.
 """
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
@@ -17,6 +18,30 @@ from tritonrec.kernels.numba_intrinsics import prefetch
 
 AHEAD = 8
 _HALF = np.int64(1 << 30)
+_WORDS = np.empty(0, np.int16)  # tells the kernels the type of a 16-bit value
+
+
+def read_rows(chunks, locations: torch.Tensor, out: torch.Tensor) -> None:
+    """See `tritonrec.kernels.chunked_rows.read_rows`."""
+    _copy(_read_rows, chunks, locations, out)
+
+
+def write_rows(chunks, locations: torch.Tensor, values: torch.Tensor) -> None:
+    """See `tritonrec.kernels.chunked_rows.write_rows`."""
+    _copy(_write_rows, chunks, locations, values)
+
+
+def _copy(kernel, chunks, locations, values) -> None:
+    full, low = (table.numpy().view(np.uint64) for table in (chunks.full, chunks.low))
+    kernel(
+        full, low, chunks.chunk_rows, chunks.dim, chunks.width, locations.numpy(), values.view(-1).numpy(),
+        _WORDS,
+    )  # fmt: skip
+
+
+def fits(values: torch.Tensor, dim: int, exact: torch.Tensor) -> None:
+    """See `tritonrec.kernels.chunked_rows.fits`."""
+    _fits(values.view(-1).numpy(), dim, values.shape[1], exact.numpy())
 
 
 @intrinsic
@@ -89,7 +114,7 @@ def _narrow(value):
 
 
 @njit(cache=True, nogil=True)
-def fits(values, dim, width, exact):
+def _fits(values, dim, width, exact):
     """``exact[i]`` = whether 16 bits a value hold row i of `values`, flat (K * width,), bit by bit."""
     for i in range(len(exact)):
         lost = np.int32(0)
@@ -101,7 +126,7 @@ def fits(values, dim, width, exact):
 
 
 @njit(cache=True, nogil=True)
-def read_rows(full, half, chunk_rows, dim, width, rows, out, words):
+def _read_rows(full, half, chunk_rows, dim, width, rows, out, words):
     """``out[i]`` = row ``rows[i]``, left as it is where that is negative; `out` is flat, (K * width,).
 
     `full` and `half` are addresses of chunks; `words` is any int16 array.
@@ -125,7 +150,7 @@ def read_rows(full, half, chunk_rows, dim, width, rows, out, words):
 
 
 @njit(cache=True, nogil=True)
-def write_rows(full, half, chunk_rows, dim, width, rows, values, words):
+def _write_rows(full, half, chunk_rows, dim, width, rows, values, words):
     """Row ``rows[i]`` = ``values[i]``, where that is not negative; `values` is flat, (K * width,)."""
     for i in range(min(AHEAD, len(rows))):
         _prefetch_row(full, half, chunk_rows, width, rows[i], values, words)
