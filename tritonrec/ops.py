@@ -1,12 +1,13 @@
 """The user's door to the kernels: every public op, typed and documented, one import away.
 
-Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation` tells which one runs.
+Each op takes ``impl="auto" | "triton" | "cpu" | "reference"``; `implementation` tells which one runs,
+and inside `use_impl` all run on one.
 docs/ops.md draws what the ops on keys and rows return, and how they run without the host waiting.
 """
 
 from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, owner_of
-from .kernels.dispatch import Impl, implementation
+from .kernels.dispatch import Impl, implementation, use_impl
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table import (
     HashTableFullError,
@@ -73,4 +74,5 @@ __all__ = [
     "sparse_sgd",
     "to_fixed_point",
     "unique",
+    "use_impl",
 ]

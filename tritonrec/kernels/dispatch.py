@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 
@@ -15,6 +18,44 @@ emulated: tuple[int, int] | None = None
 """Compute capability of the GPU that an emulator stands in for, on CPU tensors; None without an emulator."""
 
 
+class _OfThread(threading.local):
+    impl: Impl = "auto"
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def use_impl(impl: Impl) -> Iterator[None]:
+    """Inside, on this thread, ops that are given no `impl` run on this one; ``"auto"`` goes by device again.
+
+    A derivative runs where its forward ran, whoever calls backward. A compiled function decides each time it
+    runs, on the thread that runs it: enter this outside of ``torch.compile``. What cannot run on it raises as
+    for an explicit choice (`implementation`).
+
+    Raises ValueError for an unknown name, RuntimeError inside a compiled function.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("use_impl inside of torch.compile has no effect: enter it around the call")
+    before = _of_thread.impl
+    _of_thread.impl = _known(impl)
+    try:
+        yield
+    finally:
+        _of_thread.impl = before
+
+
+def default_impl() -> Impl:
+    """What ``"auto"`` stands for on this thread: `use_impl`'s choice, or ``"auto"``."""
+    return _of_thread.impl
+
+
+def _known(impl: Impl) -> Impl:
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
+    return impl
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
     return tensor.is_cpu
@@ -23,10 +64,12 @@ def on_host(tensor: torch.Tensor) -> bool:
 def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     """Name the implementation that runs for `tensor`: ``"triton"``, ``"cpu"`` or ``"reference"``.
 
-    ``"auto"`` takes Triton on an accelerator and the CPU kernel on a CPU tensor. An explicit choice is
-    honoured or refused, it never falls back: Triton on a CPU tensor needs ``TRITON_INTERPRET=1`` or an
-    emulator, and the CPU kernel needs a CPU tensor.
+    ``"auto"`` takes the choice of `use_impl`; outside of it Triton on an accelerator and the CPU kernel on a
+    CPU tensor. A choice is honoured or refused, it never falls back: Triton on a CPU tensor needs
+    ``TRITON_INTERPRET=1`` or an emulator, and the CPU kernel needs a CPU tensor.
     """
+    if impl == "auto":
+        impl = default_impl()
     on_cpu = tensor.is_cpu
     if not on_cpu and not torch.compiler.is_compiling():
         prepare_triton()
@@ -39,9 +82,7 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
         )
     if impl == "cpu" and not on_cpu:
         raise ValueError(f"impl='cpu' needs a CPU tensor, got one on {tensor.device}")
-    if impl not in ("triton", "cpu", "reference"):
-        raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
-    return impl
+    return _known(impl)
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

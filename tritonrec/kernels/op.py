@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -33,7 +33,7 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
-from tritonrec.kernels.dispatch import Impl, implementation
+from tritonrec.kernels.dispatch import Impl, default_impl, implementation, use_impl
 from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
@@ -156,6 +156,8 @@ class Op:
         """
         arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
+        if impl == "auto" and not torch.compiler.is_compiling():
+            impl = default_impl()  # the derivative gets it too, which may run on another thread
         if not torch.compiler.is_compiling() and current() is not None:
             if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
                 self._validate((*arguments, impl))
@@ -291,7 +293,7 @@ def _function(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if places and backward is not None:
                 ctx.mark_dirty(*(inputs[at] for at in places))
-            ctx.accumulator = current()
+            ctx.accumulator, ctx.chosen = current(), inputs[-1]
             ctx.parameters = find_parameters(ctx.accumulator, inputs)
             if save is not None:
                 save(ctx, inputs, output)
@@ -300,7 +302,8 @@ def _function(
         def backward(ctx: Any, *gradients: Any) -> Any:
             if backward is None:
                 raise NotImplementedError(f"tritonrec::{name} has no derivative")
-            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
+            with _again(ctx.chosen):
+                return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
 
     Differentiable.__name__ = Differentiable.__qualname__ = name
     return Differentiable
@@ -319,7 +322,7 @@ def _step(
         def forward(ctx: Any, *inputs: Any) -> Any:
             op._validate(inputs)
             output = op.launch(*inputs[:-1], impl=inputs[-1])
-            ctx.accumulator = current()
+            ctx.accumulator, ctx.chosen = current(), inputs[-1]
             ctx.parameters = find_parameters(ctx.accumulator, inputs)
             if save is not None:
                 save(ctx, inputs, output)
@@ -327,10 +330,16 @@ def _step(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
+            with _again(ctx.chosen):
+                return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
 
     Step.__name__ = Step.__qualname__ = op.name
     return Step
+
+
+def _again(impl: Impl) -> AbstractContextManager[None]:
+    """Sums of terms run on the implementation of their op, too."""
+    return nullcontext() if torch.compiler.is_compiling() else use_impl(impl)
 
 
 class _Parameter:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
+from ..kernels.dispatch import default_impl
 from ..kernels.gradients import Accumulator, Terms, current, sum_terms
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
@@ -200,10 +201,16 @@ class _HSTULayer(torch.autograd.Function):
         kept = (None if name in again else value for name, value in stages.items())
         ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
         ctx.accumulator, ctx.call, ctx.own = accumulator, call, p  # an accumulator knows these very tensors
+        ctx.impl = default_impl()
         return out.add_(x)
 
     @staticmethod
     def backward(ctx, dy):
+        with ops.use_impl(ctx.impl):
+            return _HSTULayer._backward(ctx, dy)
+
+    @staticmethod
+    def _backward(ctx, dy):
         accumulator, call, own, dy = ctx.accumulator, ctx.call, ctx.own, dy.contiguous()
         x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
