@@ -113,7 +113,8 @@ class CachedStorage(RowStorage):
         to = torch.where(given, free.take(ring)[:most], -1)
         arriving = torch.where(given, wanted.take(handles)[:most], -1)
         leaving = self._handles[to].to(torch.int64) - 1
-        self._home.update(leaving, super().gather(to), self._low[leaving] if self.waits else None)
+        values = super().gather(torch.where(leaving >= 0, to, -1))
+        self._home.update(leaving, values, self._low[leaving] if self.waits else None)
         super().update(to, self._home.gather(arriving))
         self._places[leaving] = 0
         self._places[arriving] = (to + 1).to(torch.int32)
