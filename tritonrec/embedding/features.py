@@ -303,7 +303,8 @@ def pool(rows: torch.Tensor, offsets: torch.Tensor, how: Pooling) -> torch.Tenso
     A bag's result does not depend on the others; an empty bag gives zeros.
     """
     lengths = offsets[1:] - offsets[:-1]
-    bags = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    bags = torch.repeat_interleave(numbers, lengths, output_size=len(rows))
     pooled = ops.segment_sum(rows, bags, len(lengths))
     return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
 

@@ -188,7 +188,7 @@ class TieredStorage(RowStorage):
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        present = (handles >= 0).nonzero().squeeze(1)
+        present = (handles != -1).nonzero().squeeze(1)
         if len(present) < len(handles):
             handles, values = handles[present], values[present]
             low_precision = None if low_precision is None else low_precision[present]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from tritonrec.kernels import deferred
 from tritonrec.kernels.arguments import not_a_tensor
 
 
@@ -63,10 +64,22 @@ def first_valid(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tenso
     return values if count is None else values[: num_valid(count, values.shape[0])]
 
 
-def report(code: torch.Tensor | int, status: torch.Tensor | None, error: Callable[[int], Exception]) -> None:
-    """Raise ``error(code)`` for a code that is not 0; with a `status` keep the first code there instead."""
+def report(
+    code: torch.Tensor | int,
+    status: torch.Tensor | None,
+    error: Callable[[int], Exception],
+    late: Callable[[int], Exception] | None = None,
+) -> None:
+    """Raise ``error(code)`` for a code that is not 0; with a `status` keep the first code there instead.
+
+    Where errors are put off (`kernels.deferred`), a code on a device is kept for ``late(code)``, which needs
+    none of the op's tensors.
+    """
     if status is None:
-        if int(code):
+        collecting = deferred.current()
+        if isinstance(code, torch.Tensor) and late is not None and collecting is not None:
+            collecting.add(code, late)
+        elif int(code):
             raise error(int(code))
     elif isinstance(code, torch.Tensor):
         torch.where(status == 0, code, status, out=status)

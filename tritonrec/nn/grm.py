@@ -150,14 +150,15 @@ class GRM(torch.nn.Module):
         before_history = (sample + 1) * context + exposed[:-1]
         before_exposed = (sample + 1) * context + history[1:]
         own = torch.arange(len(batch.timestamps) - len(batch.labels), device=history.device)
-        history_to = own + torch.repeat_interleave(before_history, history.diff())
+        history_to = own + torch.repeat_interleave(before_history, history.diff(), output_size=len(own))
         own = torch.arange(len(batch.labels), device=history.device)
-        exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff())
+        exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff(), output_size=len(own))
         context_to = [seq_offsets[:-1] + feature for feature in range(context)]
         to = torch.cat([*context_to, history_to, exposed_to])
         tokens = Tokens.place(
-            seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff()
-        )
+            seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff(),
+            num_tokens=len(to),
+        )  # fmt: skip
         if self.config.relative_bias:
             ages = torch.full_like(sample, OLDEST).repeat(context)
             times = torch.cat([ages, batch.timestamps])

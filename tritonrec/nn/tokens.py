@@ -30,18 +30,25 @@ class Tokens(NamedTuple):
         max_seq_len: int,
         timestamps: torch.Tensor | None = None,
         num_targets: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> Tokens:
         """From offsets (B + 1,) and one id for each sample (B,).
 
+        Args:
+            num_tokens: L, for a device that is not to be waited for; the timestamps tell it too.
+
         Raises:
-            ValueError: a sample is longer than `max_seq_len`.
+            ValueError: a sample is longer than `max_seq_len`; on an accelerator an asynchronous assertion.
         """
         lengths = seq_offsets.diff()
-        longest = int(lengths.max()) if len(lengths) else 0
-        if longest > max_seq_len:
-            raise ValueError(f"a sample has {longest} tokens, the model takes {max_seq_len}")
-        owners = torch.repeat_interleave(sample_ids, lengths)
-        starts = torch.repeat_interleave(seq_offsets[:-1], lengths)
+        if timestamps is not None:
+            num_tokens = len(timestamps)
+        if not seq_offsets.is_cpu:
+            torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
+        elif len(lengths) and int(lengths.max()) > max_seq_len:
+            raise ValueError(f"a sample has {int(lengths.max())} tokens, the model takes {max_seq_len}")
+        owners = torch.repeat_interleave(sample_ids, lengths, output_size=num_tokens)
+        starts = torch.repeat_interleave(seq_offsets[:-1], lengths, output_size=num_tokens)
         positions = torch.arange(len(owners), device=starts.device) - starts
         return cls(seq_offsets, owners, positions, timestamps, num_targets)
 
@@ -56,5 +63,6 @@ class Tokens(NamedTuple):
 def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
     """Sums (B,) of each sample's values (L,), in the order of its tokens; 0 for an empty sample."""
     lengths = seq_offsets[1:] - seq_offsets[:-1]
-    samples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    samples = torch.repeat_interleave(numbers, lengths, output_size=len(values))
     return ops.segment_sum(values.unsqueeze(1), samples, len(lengths)).squeeze(1)

@@ -21,6 +21,7 @@ from ..distributed import Communicator
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..embedding.selection import trimmed
 from ..embedding.table import DynamicTable
+from ..kernels.deferred import Deferred
 from .dist_plan import InputDist, RowDist, Splits
 from .flight import Flight
 from .reduce_scatter import ReplicaReduction
@@ -196,9 +197,10 @@ class OwnedRows:
 
     tables: list[TableRows]
 
-    def __len__(self) -> int:
-        """Keys of all tables; waits for the numbers that only a device knows."""
-        return sum(len(t.keys) if t.count is None else int(t.count) for t in self.tables)
+    @property
+    def most_keys(self) -> int:
+        """Keys of all tables; with those that only padding makes, where a device knows the number."""
+        return sum(len(table.keys) for table in self.tables)
 
 
 @place("batch")
@@ -239,12 +241,16 @@ class WindowPlaces:
     Args:
         window: what it is.
         previous: the places of the window before, while the pipeline has not run empty since.
+
+    Attributes:
+        errors: that its stages found on a device; read once, at the end.
     """
 
     def __init__(self, window: Window, previous: WindowPlaces | None = None):
         self.window, self.previous = window, previous
         self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
         self._counts: dict[tuple[str, int | None], LookupCounts] = {}
+        self.errors = Deferred()
 
     def __getitem__(self, kind: Callable[..., T]) -> T:
         """The value of a place. Raises KeyError where no stage has written it."""

@@ -125,7 +125,8 @@ class Program:
             written.append((each.kind, allowed))
 
         def action(places: WindowPlaces, micro_batch: int | None = None) -> None:
-            result = function(**{name: value(places, micro_batch) for name, value in sources})
+            with places.errors.active():
+                result = function(**{name: value(places, micro_batch) for name, value in sources})
             if not written:
                 return
             for (kind, allowed), value in zip(

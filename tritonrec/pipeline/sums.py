@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .. import ops
 from ..distributed import Communicator
 from ..kernels import launch
+from ..kernels.dispatch import on_host
+from ..kernels.padding import report
 from .reduce_scatter import ReduceScatter
 from .streams import to_device
 from .window import LookupCounts, WindowConfig
@@ -132,12 +135,25 @@ class Sums:
 
     def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
         """`means`, or FloatingPointError; fixed-point sums are finite already."""
-        if not self.exact:
-            finite = torch.isfinite(means)
-            if not bool(finite.all()):
-                index = tuple((~finite).nonzero()[0].tolist())
-                raise FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
+        if self.exact or not means.numel():
+            return means
+        shape, bad = tuple(means.shape), ~torch.isfinite(means.reshape(-1))
+
+        def late(code: int) -> FloatingPointError:
+            return FloatingPointError(f"{name}: gradient at {_index(code - 1, shape)} is not finite")
+
+        def error(code: int) -> FloatingPointError:
+            index = _index(code - 1, shape)
+            return FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
+
+        first = torch.where(bad.any(), bad.to(torch.int8).argmax() + 1, 0)
+        report(int(first) if on_host(means) else first, None, error, late)
         return means
+
+
+def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the element at a flat position."""
+    return tuple(int(i) for i in np.unravel_index(position, shape))
 
 
 def counted_all_to_all(

@@ -231,6 +231,11 @@ class Trainer:
             raise StopIteration
         places = self._pending[0]
         executor.wait(places.window.number)
+        try:
+            places.errors.check()
+        except ArithmeticError as error:
+            kind, step = type(error).__name__, places.window.step
+            raise StageFailedError(f"step {step} failed: {kind}: {error}") from error
         if len(self._pending) == 1:
             with on_the_callers_thread():
                 self.program.finish(places)
@@ -340,6 +345,7 @@ class Trainer:
                     run_sequentially(self.program, places, self._span)
                 else:
                     self._run_reference(self.reference, places)
+            places.errors.check()
         except BaseException:
             self._abandon()
             raise
@@ -393,4 +399,4 @@ class Trainer:
                 args["bytes"] = places.counts(task.stage, micro_batch).row_bytes
             elif task.stage == "retrieve":
                 owned = places.get(OwnedRows)
-                args["keys"] = 0 if owned is None else len(owned)
+                args["keys"] = 0 if owned is None else owned.most_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -68,11 +69,17 @@ def report_value(
 ) -> None:
     """Report 1 + the flat position of the first value without a fixed-point number (`padding.report`)."""
 
+    shape = tuple(values.shape)
+
     def error(code: int) -> ExactSumError:
-        index = tuple(int(i) for i in np.unravel_index(code - 1, tuple(values.shape)))
+        index = tuple(int(i) for i in np.unravel_index(code - 1, shape))
         return ExactSumError(name, index, values[index].item(), fraction_bits)
 
-    report(code, status, error)
+    def late(code: int) -> ExactSumError:
+        index = tuple(int(i) for i in np.unravel_index(code - 1, shape))
+        return ExactSumError(name, index, None, fraction_bits)
+
+    report(code, status, error, late)
 
 
 def report_sum(
@@ -90,4 +97,9 @@ def report_sum(
         value = values[row, column].item()
         return sum_error(name, (row, column), value, int(segments[row]), fraction_bits)
 
-    report(code, status, error)
+    report(code, status, error, late_error(name, values.shape[1], fraction_bits))
+
+
+def late_error(name: str, dim: int, fraction_bits: int) -> Callable[[int], ExactSumError]:
+    """``error(1 + row * D + column)`` without the value, which is gone."""
+    return lambda code: ExactSumError(name, divmod(code - 1, dim), None, fraction_bits)

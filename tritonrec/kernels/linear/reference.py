@@ -7,7 +7,7 @@ import torch
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
 
-Bad = tuple[int, int, int, float]
+Bad = tuple[int, int, int, float | None]
 
 
 def linear(
@@ -43,8 +43,8 @@ def linear_weight_grad(
 
 
 def no_sum(bad: Bad, bits: int, name: str) -> ExactSumError:
-    """The error for (sample, row, column, value), the first value that cannot be added."""
+    """The error for (sample, row, column, value), the first value that cannot be added; None: it is gone."""
     sample, row, column, value = bad
-    fits = abs(value) < 2.0 ** (62 - bits)
+    fits = value is not None and abs(value) < 2.0 ** (62 - bits)
     into = f"element [{row}, {column}] of the sum" if fits else ""
     return ExactSumError(f"gradient of {name} by sample", (sample, row, column), value, bits, into)

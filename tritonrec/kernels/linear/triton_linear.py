@@ -14,14 +14,16 @@ rounded once, and an int64 sum that stays in registers.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.padding import report
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -180,8 +182,10 @@ def linear_weight_grad(
         *accumulator.stride(), *dy.stride(), *x.stride(), len(seq_offsets) - 1, outputs, inputs,
         2.0**bits, 2.0 ** (62 - bits), **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
-    first = int(bad.min())
-    if first != NONE.value:
-        value = float(values.view(-1)[int(bad.argmin())])
-        sample, place = divmod(first, outputs * inputs)
-        raise no_sum((sample, *divmod(place, inputs), value), bits, name)
+
+    def error(code: int, late: bool = False) -> Exception:
+        sample, place = divmod(code - 1, outputs * inputs)
+        value = None if late else float(values.view(-1)[int(bad.argmin())])
+        return no_sum((sample, *divmod(place, inputs), value), bits, name)
+
+    report(first_bad(bad), None, error, partial(error, late=True))

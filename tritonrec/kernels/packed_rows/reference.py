@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from tritonrec.kernels.fixed_point.errors import sum_error
+from tritonrec.kernels.fixed_point.errors import late_error, sum_error
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.rows.reference import add_batch
 
@@ -69,7 +69,7 @@ def report_packed_sum(
         terms = unpack_rows(widths[row : row + 1], packed[start : start + size], dim)
         return sum_error(name, (row, column), terms[0, column].item(), int(segments[row]), fraction_bits)
 
-    report(code, None, error)
+    report(code, None, error, late_error(name, dim, fraction_bits))
 
 
 def width_of(elements: list[int]) -> int:
