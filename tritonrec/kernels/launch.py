@@ -6,7 +6,7 @@ A function takes the arguments of its op's schema in order, and `impl` by keywor
 Row numbers and overlaps are still checked: a wrong one would read or write any memory.
 """
 
-from tritonrec.kernels.bucketize.register import BUCKETIZE, OWNER_OF
+from tritonrec.kernels.bucketize.register import BUCKETIZE, COUNTING_SORT, OWNER_OF
 from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT
 from tritonrec.kernels.intersect.register import INTERSECT
 from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
@@ -17,6 +17,7 @@ from tritonrec.kernels.unique.register import UNIQUE
 
 add_packed_rows = ADD_PACKED_ROWS.launch
 bucketize = BUCKETIZE.launch
+counting_sort = COUNTING_SORT.launch
 from_fixed_point = FROM_FIXED_POINT.launch
 gather_rows = GATHER_ROWS.launch
 initial_rows = INITIAL_ROWS.launch
