@@ -6,7 +6,7 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 """
 
 from .kernels.accumulator import GradientAccumulator
-from .kernels.bucketize import bucketize, owner_of
+from .kernels.bucketize import bucketize, counting_sort, owner_of
 from .kernels.dispatch import Impl, implementation, use_impl
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table import (
@@ -44,6 +44,7 @@ __all__ = [
     "bucketize",
     "check_inserted",
     "check_summed",
+    "counting_sort",
     "derive_seed",
     "from_fixed_point",
     "gather_rows",

@@ -66,6 +66,12 @@ def routed(d: Draw) -> Arguments:
     return {**keys(d), "world_size": int(d.rng.integers(1, 9))}
 
 
+def sorted_by_bucket(d: Draw) -> Arguments:
+    num_buckets, count = int(d.rng.integers(1, 99)), d.size(200)
+    buckets = d.rows(count, num_buckets)
+    return {"buckets": buckets, "num_buckets": num_buckets, "count": d.maybe(d.scalar(count))}
+
+
 def two_lists(d: Draw) -> Arguments:
     left, right = d.size(200), d.size(200)
     both = d.keys(left + right, distinct=True)

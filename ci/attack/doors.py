@@ -29,6 +29,7 @@ from arguments import (
     routed,
     sampled,
     sequences,
+    sorted_by_bucket,
     summed,
     two_lists,
     updated,
@@ -40,6 +41,7 @@ from tritonrec.kernels.op import OPS
 # registered op -> how its arguments are drawn
 DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "unique": keys, "unique_padded": keys, "owner_of": routed, "bucketize": routed,
+    "counting_sort": sorted_by_bucket,
     "intersect": two_lists, "intersect_padded": two_lists,
     "hash_insert": hash_table, "hash_find": hash_table,
     "hash_assign": hash_table, "hash_erase": hash_table, "hash_grow": hash_table,

@@ -287,6 +287,16 @@ def _bucketize_padded():
     run(ops.bucketize, keys(), 8, count=count_of(size))
 
 
+@case("counting_sort")
+def _counting_sort():
+    run(ops.counting_sort, keys() % 8, 8)
+
+
+@case("counting_sort padded")
+def _counting_sort_padded():
+    run(ops.counting_sort, keys() % 8, 8, count=count_of(size))
+
+
 @case("unique")
 def _unique():
     run(ops.unique, keys() // 3)

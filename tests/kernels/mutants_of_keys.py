@@ -84,6 +84,7 @@ INTERSECT = [
 ]
 BUCKETIZE = [
     *each(test_bucketize.test_counts_around_a_block, 1025),
+    *each(test_bucketize.test_known_buckets_are_sorted, 1025),
     lambda: test_bucketize.test_one_owner_takes_all_and_equal_keys_stay_in_order(IMPL),
     *each(test_padding.test_bucketize, "extremes"),
 ]
@@ -218,7 +219,7 @@ MUTANTS = {
     },
     "bucketize.triton_bucketize": {
         "unstable": [(STABLE, UNSTABLE)],
-        "lost_count": [("tl.sum((owner == rank)", "tl.sum(((owner == rank) & (offsets > 0))")],
+        "lost_count": [("tl.sum((found == bucket)", "tl.sum(((found == bucket) & (offsets > 0))")],
         "low_half_of_the_hash": [("((mix64(key) >> 32) & 0xFFFFFFFF)", "(mix64(key) & 0xFFFFFFFF)")],
         "padding_has_owners": [("num_valid(num_keys, count_ptr)", "num_keys")],
     },

@@ -38,6 +38,7 @@ CALLS = {
     ops.unique: ({"keys": KEYS, "count": COUNT}, {}),
     ops.owner_of: ({"keys": KEYS}, {"world_size": 3}),
     ops.bucketize: ({"keys": KEYS, "count": COUNT}, {"world_size": 3}),
+    ops.counting_sort: ({"buckets": whole(3, 0, 3, 1), "count": COUNT}, {"num_buckets": 4}),
     ops.intersect: ({"left": whole(1, 5), "right": whole(5), "left_count": COUNT, "right_count": COUNT}, {}),
     ops.hash_insert: (
         {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": COUNT, "status": torch.tensor(0)},

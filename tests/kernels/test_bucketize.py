@@ -7,10 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from murmur_inverse import key_with_hash
 
-from tritonrec.kernels.bucketize import bucketize, owner_of
+from tritonrec.kernels import row_layout
+from tritonrec.kernels.bucketize import bucketize, counting_sort, owner_of
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
+HOST_TRITON = pytest.param(
+    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
+)
 IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 MASK = 2**64 - 1
@@ -58,6 +63,61 @@ def test_one_owner_takes_all_and_equal_keys_stay_in_order(impl):
     check(torch.full((300,), -5), 4, impl)
 
 
+def check_sort(buckets, num_buckets, impl, count=None):
+    valid = len(buckets) if count is None else min(max(count, 0), len(buckets))
+    order = [*sorted(range(valid), key=buckets.tolist().__getitem__), *range(valid, len(buckets))]
+    number = None if count is None else on(impl, torch.tensor(count))
+    got = counting_sort(on(impl, buckets), num_buckets, count=number, impl=impl)
+    permutation, counts = (part.cpu() for part in got)
+    assert torch.equal(permutation, torch.tensor(order, dtype=torch.int64))
+    assert torch.equal(counts, torch.bincount(buckets[:valid], minlength=num_buckets))
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 2049])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_known_buckets_are_sorted(impl, count):
+    """On an accelerator in passes over all buckets, or where they are many by `torch.sort`."""
+    buckets = torch.from_numpy(np.random.default_rng(count).zipf(1.3, count))
+    for num_buckets in (1, 5, 64, 65, 3000):
+        check_sort(buckets % num_buckets, num_buckets, impl)
+
+
+@pytest.mark.parametrize("num_buckets", [3, 100])
+@pytest.mark.parametrize("count", [-5, 0, 1, 29, 30, 99])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_lies_behind_the_count_has_no_bucket(impl, count, num_buckets):
+    buckets = torch.arange(30) * 7 % 3
+    buckets[max(count, 0) :] = -(2**63)
+    check_sort(buckets, num_buckets, impl, count)
+
+
+def test_keys_are_grouped_as_their_owners_are():
+    for got, expected in zip(counting_sort(owner_of(EDGES, 7), 7), bucketize(EDGES, 7), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("bucket", [-1, 4, 100, 2**32, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
+def test_a_bucket_outside_is_an_error_on_the_host(impl, bucket):
+    for num_buckets in (4, 100):
+        buckets = torch.tensor([0, bucket if num_buckets == 4 or bucket != 4 else -7])
+        with pytest.raises(IndexError, match=r"buckets\[1\] = -?\d+ is outside \[0, "):
+            counting_sort(buckets, num_buckets, impl=impl)
+
+
+@pytest.mark.parametrize("num_buckets", [4, 100])
+@pytest.mark.parametrize("impl", [HOST_TRITON])
+def test_a_bucket_outside_leaves_a_device_its_memory(impl, num_buckets, monkeypatch):
+    """There the error comes later, after kernels that must not follow the number."""
+    failed = []
+    monkeypatch.setattr(row_layout, "on_host", lambda tensor: False)
+    monkeypatch.setattr(torch, "_assert_async", lambda passed, message: failed.append(not passed))
+    buckets = torch.tensor([3, -1, 0, num_buckets, 3, 2**62, -(2**63), 1])
+    permutation, counts = counting_sort(buckets, num_buckets, impl=impl)
+    assert failed == [True] and counts[:4].tolist() == [1, 1, 0, 2] and int(counts.sum()) == 4
+    assert permutation[:4].tolist() == [2, 7, 0, 4]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_buckets_end_exactly_at_their_bounds(impl):
     """The hashes next to each boundary, and the largest and smallest of all."""
@@ -103,6 +163,18 @@ def test_is_a_stable_sort_by_owner(keys, world_size, impl):
     check(torch.tensor(keys, dtype=torch.int64), world_size, impl)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    num_buckets=st.one_of(st.integers(1, 9), st.integers(60, 70)),
+    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
+)
+def test_known_buckets_are_stably_sorted(data, num_buckets, impl):
+    buckets = data.draw(st.lists(st.integers(0, num_buckets - 1), max_size=40))
+    count = data.draw(st.one_of(st.none(), st.integers(-1, 41)))
+    check_sort(torch.tensor(buckets, dtype=torch.int64), num_buckets, impl, count)
+
+
 @pytest.mark.parametrize("op", [owner_of, bucketize])
 @pytest.mark.parametrize(
     ("keys", "world_size", "message"),
@@ -128,6 +200,21 @@ def test_compiles_without_a_graph_break():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("buckets", "num_buckets", "message"),
+    [
+        (torch.zeros(3), 2, r"buckets must be \(K,\) int64"),
+        (torch.arange(3), 0, r"num_buckets must be in \[1, 2\*\*31\), got 0"),
+    ],
+)
+def test_bad_arguments_of_a_sort_are_named(buckets, num_buckets, message):
+    with pytest.raises(ValueError, match=message):
+        counting_sort(buckets, num_buckets)
+
+
 def test_registration():
+    torch.library.opcheck(
+        torch.ops.tritonrec.counting_sort.default, (torch.tensor([2, 0, 2]), 3, None, "cpu")
+    )
     torch.library.opcheck(torch.ops.tritonrec.owner_of.default, (EDGES, 3, "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.bucketize.default, (EDGES, 3, None, "cpu"))

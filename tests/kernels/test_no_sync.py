@@ -178,6 +178,8 @@ def one_by_one(device, size=40):
     return {
         "owner_of": lambda: ops.owner_of(keys, WORLD, impl="triton"),
         "bucketize": lambda: ops.bucketize(keys, WORLD, impl="triton"),
+        "counting_sort": lambda: ops.counting_sort(keys, 20, impl="triton", count=count),
+        "counting_sort_of_many": lambda: ops.counting_sort(keys, 200, impl="triton", count=count),
         "unique_count": lambda: ops.unique(keys, impl="triton", padded=True, count=count),
         "insert_free_rows": lambda: ops.hash_insert(*pair, few, 5, free, impl="triton", status=status),
         "find": lambda: ops.hash_find(*pair, keys, impl="triton"),
@@ -242,7 +244,7 @@ def test_nothing_is_copied_to_or_from_another_device(name):
             step(parameters(device), keys, torch.empty(40, DIM, device=device))
         else:
             one_by_one(device)[name]()
-    assert launched
+    assert launched or name == "counting_sort_of_many"  # torch sorts
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,7 @@ def test_registration():
         (library.unique_padded, (keys, count, "cpu")),
         (library.intersect_padded, (keys, keys, count, None, "cpu")),
         (library.bucketize, (keys, 3, count, "cpu")),
+        (library.counting_sort, (keys, 7, count, "cpu")),
         (library.hash_insert, (*ours, keys, 0, None, count, torch.tensor(0), status, "cpu")),
         (library.hash_find, (*ours, keys, count, "cpu")),
         (library.hash_assign, (*ours, keys, keys, count, "cpu")),

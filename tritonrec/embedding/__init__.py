@@ -4,7 +4,7 @@ from .features import FeatureConfig, HashTableCollection, TableGroup
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .optimizer import DenseOptimizer, OptimizerName, RowOptimizer
-from .policy import Eviction, PrecisionTiers, TablePolicy
+from .policy import Eviction, Placement, PrecisionTiers, TablePolicy
 from .table import DynamicTable
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "HashTableCollection",
     "KeyLayout",
     "OptimizerName",
+    "Placement",
     "PrecisionTiers",
     "RowOptimizer",
     "TableGroup",

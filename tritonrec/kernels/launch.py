@@ -6,7 +6,7 @@ A function takes the arguments of its op's schema in order, and `impl` by keywor
 Row numbers and overlaps are still checked: a wrong one would read or write any memory.
 """
 
-from tritonrec.kernels.bucketize.register import BUCKETIZE, OWNER_OF
+from tritonrec.kernels.bucketize.register import BUCKETIZE, COUNTING_SORT, OWNER_OF
 from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT
 from tritonrec.kernels.hash_table.register import HASH_ERASE, HASH_FIND, HASH_GROW, HASH_INSERT
 from tritonrec.kernels.intersect.register import INTERSECT, INTERSECT_PADDED
@@ -18,6 +18,7 @@ from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
 
 add_packed_rows = ADD_PACKED_ROWS.launch
 bucketize = BUCKETIZE.launch
+counting_sort = COUNTING_SORT.launch
 from_fixed_point = FROM_FIXED_POINT.launch
 gather_rows = GATHER_ROWS.launch
 hash_erase = HASH_ERASE.launch
@@ -39,10 +40,3 @@ sparse_sgd = SPARSE_SGD.launch
 to_fixed_point = TO_FIXED_POINT.launch
 unique = UNIQUE.launch
 unique_padded = UNIQUE_PADDED.launch
-
-
-def counting_sort(buckets, num, count=None, impl="auto"):  # TEMPORARY
-    import torch
-
-    assert count is None
-    return torch.argsort(buckets, stable=True), torch.bincount(buckets, minlength=num)

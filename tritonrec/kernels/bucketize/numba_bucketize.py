@@ -24,9 +24,21 @@ def bucketize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
     owners = owner_of(first_valid(keys, count), world_size)
-    counts = torch.empty(world_size, dtype=torch.int64)
-    permutation = torch.empty(keys.numel(), dtype=torch.int64)
-    _sort(owners.numpy(), counts.numpy(), permutation.numpy())
+    return _sorted(owners, world_size, keys.numel())
+
+
+def counting_sort(
+    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.bucketize.counting_sort`."""
+    return _sorted(first_valid(buckets, count).contiguous(), num_buckets, buckets.numel())
+
+
+def _sorted(buckets, num_buckets, size):
+    """The sort of the first of `size` positions, which have a bucket; the others stay where they are."""
+    counts = torch.empty(num_buckets, dtype=torch.int64)
+    permutation = torch.empty(size, dtype=torch.int64)
+    _sort(buckets.numpy(), counts.numpy(), permutation.numpy())
     return permutation, counts
 
 
@@ -39,19 +51,19 @@ def _owners(keys, world_size, owners):
 
 
 @njit(cache=True, nogil=True)
-def _sort(owners, counts, permutation):
-    """Stable counting sort of the positions by owner; positions without an owner stay where they are."""
+def _sort(buckets, counts, permutation):
+    """Stable counting sort of the positions by bucket; positions without a bucket stay where they are."""
     counts[:] = 0
-    for i in range(len(owners)):
-        counts[owners[i]] += 1
+    for i in range(len(buckets)):
+        counts[buckets[i]] += 1
     cursor = np.empty(len(counts), np.int64)
     total = 0
-    for rank in range(len(counts)):
-        cursor[rank] = total
-        total += counts[rank]
-    for i in range(len(owners)):
-        owner = owners[i]
-        permutation[cursor[owner]] = i
-        cursor[owner] += 1
-    for i in range(len(owners), len(permutation)):
+    for bucket in range(len(counts)):
+        cursor[bucket] = total
+        total += counts[bucket]
+    for i in range(len(buckets)):
+        bucket = buckets[i]
+        permutation[cursor[bucket]] = i
+        cursor[bucket] += 1
+    for i in range(len(buckets), len(permutation)):
         permutation[i] = i

@@ -18,8 +18,15 @@ def bucketize(
     keys: torch.Tensor, world_size: int, count: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
-    owners = owner_of(first_valid(keys, count), world_size)
-    permutation = sorted(range(owners.numel()), key=owners.tolist().__getitem__)  # stable
-    permutation += range(owners.numel(), keys.numel())
-    counts = torch.bincount(owners, minlength=world_size)
-    return torch.tensor(permutation, dtype=torch.int64, device=keys.device), counts
+    return counting_sort(owner_of(keys, world_size), world_size, count)
+
+
+def counting_sort(
+    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.bucketize.counting_sort`."""
+    valid = first_valid(buckets, count)
+    permutation = sorted(range(valid.numel()), key=valid.tolist().__getitem__)  # stable
+    permutation += range(valid.numel(), buckets.numel())
+    counts = torch.bincount(valid, minlength=num_buckets)
+    return torch.tensor(permutation, dtype=torch.int64, device=buckets.device), counts

@@ -6,10 +6,13 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.murmur.triton_murmur import mix64
+from tritonrec.kernels.padding import padding
 from tritonrec.kernels.triton_padding import num_valid
 
-# A block adds world_size counts to the scan between the passes; a large block keeps the scan short.
+# A block adds a count for each bucket to the scan between the passes; a large block keeps the scan short.
 BLOCK, NUM_WARPS = 1024, 4
+MOST_BUCKETS = 64
+"""A program goes over all buckets; beyond this many, `counting_sort` takes `torch.sort`."""
 
 
 @triton.jit
@@ -29,40 +32,49 @@ def _owner_kernel(keys_ptr, owners_ptr, num_keys, world_size, BLOCK: tl.constexp
 
 
 @triton.jit
-def _count_kernel(keys_ptr, histogram_ptr, num_keys, count_ptr, world_size, num_blocks, BLOCK: tl.constexpr):
-    """``histogram[rank, block]`` = the keys of this block that `rank` owns."""
-    block = tl.program_id(0).to(tl.int64)
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
+def _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN: tl.constexpr):
+    """Which keys lie before the count, and their buckets: owners, or with GIVEN the numbers themselves.
+
+    Behind the count a bucket is -1. That is none, nor is a number outside: such a key is placed nowhere.
+    """
     inside = offsets < num_valid(num_keys, count_ptr)
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
-    # -1 is no rank's number, so keys behind the count are counted nowhere
-    owner = tl.where(inside, _owner(key, world_size), -1)
-    for rank in range(world_size):
-        count = tl.sum((owner == rank).to(tl.int64), axis=0)
-        tl.store(histogram_ptr + rank * num_blocks + block, count)
+    return inside, tl.where(inside, key if GIVEN else _owner(key, num_buckets), -1)
+
+
+@triton.jit
+def _count_kernel(
+    keys_ptr, histogram_ptr, num_keys, count_ptr, num_buckets, num_blocks,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``histogram[bucket, block]`` = the keys of this block in `bucket`."""
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    _, found = _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN)
+    for bucket in range(num_buckets):
+        count = tl.sum((found == bucket).to(tl.int64), axis=0)
+        tl.store(histogram_ptr + bucket * num_blocks + block, count)
 
 
 @triton.jit
 def _place_kernel(
-    keys_ptr, starts_ptr, permutation_ptr, num_keys, count_ptr, world_size, num_blocks, BLOCK: tl.constexpr
-):
-    """Positions go to the start of their (rank, block) cell plus their rank inside the block.
+    keys_ptr, starts_ptr, permutation_ptr, num_keys, count_ptr, num_buckets, num_blocks,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Positions go to the start of their (bucket, block) cell plus their rank inside the block.
 
     Those behind the count stay where they are, so the result is a permutation of all positions.
     """
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_valid(num_keys, count_ptr)
-    key = tl.load(keys_ptr + offsets, mask=inside, other=0)
-    owner = tl.where(inside, _owner(key, world_size), -1)
-    for rank in range(world_size):
-        mine = owner == rank
-        start = tl.load(starts_ptr + rank * num_blocks + block)
-        # the running count of this rank's keys, so equal owners keep their order
+    inside, found = _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN)
+    for bucket in range(num_buckets):
+        mine = found == bucket
+        start = tl.load(starts_ptr + bucket * num_blocks + block)
+        # the running count of this bucket's keys, so equal buckets keep their order
         place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1
         tl.store(permutation_ptr + place, offsets, mask=mine)
-    # owner is -1 behind the count and behind the buffer; the comparison leaves out the latter
-    tl.store(permutation_ptr + offsets, offsets, mask=(offsets < num_keys) & (owner == -1))
+    tl.store(permutation_ptr + offsets, offsets, mask=(offsets < num_keys) & ~inside)
 
 
 def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -79,15 +91,34 @@ def bucketize(
     keys: torch.Tensor, world_size: int, count: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
+    return _sort(keys, world_size, count, GIVEN=False)
+
+
+def counting_sort(
+    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.kernels.bucketize.counting_sort`."""
+    if num_buckets <= MOST_BUCKETS:
+        return _sort(buckets, num_buckets, count, GIVEN=True)
+    # what has no bucket comes last and is counted behind the others, so nothing is written outside
+    nowhere = (buckets < 0) | (buckets >= num_buckets)
+    if count is not None:
+        nowhere |= padding(buckets.numel(), count)
+    found = torch.where(nowhere, num_buckets, buckets)
+    counts = buckets.new_zeros(num_buckets + 1).scatter_add_(0, found, torch.ones_like(found))
+    return torch.sort(found, stable=True).indices, counts[:-1]
+
+
+def _sort(keys, num_buckets, count, GIVEN) -> tuple[torch.Tensor, torch.Tensor]:
     keys = keys.contiguous()
     if keys.numel() == 0:
-        return keys.new_empty(0), keys.new_zeros(world_size)
+        return keys.new_empty(0), keys.new_zeros(num_buckets)
     num_blocks = triton.cdiv(keys.numel(), BLOCK)
-    histogram = keys.new_empty((world_size, num_blocks))
+    histogram = keys.new_empty((num_buckets, num_blocks))
     permutation = torch.empty_like(keys)
-    grid, config = (num_blocks,), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    _count_kernel[grid](keys, histogram, keys.numel(), count, world_size, num_blocks, **config)
-    # rank by rank, block by block: the order of a stable sort
+    grid, config = (num_blocks,), {"GIVEN": GIVEN, "BLOCK": BLOCK, "num_warps": NUM_WARPS}
+    _count_kernel[grid](keys, histogram, keys.numel(), count, num_buckets, num_blocks, **config)
+    # bucket by bucket, block by block: the order of a stable sort
     starts = torch.cumsum(histogram.flatten(), 0) - histogram.flatten()
-    _place_kernel[grid](keys, starts, permutation, keys.numel(), count, world_size, num_blocks, **config)
+    _place_kernel[grid](keys, starts, permutation, keys.numel(), count, num_buckets, num_blocks, **config)
     return permutation, histogram.sum(1)
