@@ -6,7 +6,7 @@ import torch
 
 from .index_pool import MAX_ROWS
 from .row_column import RowColumn
-from .row_storage import RowStorage
+from .row_storage import RowStorage, tiers_of
 from .selection import select
 from .turn import Turn
 
@@ -80,10 +80,11 @@ class CachedStorage(RowStorage):
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        places = self._place(handles)
-        if low_precision is not None:
+        if self.waits:
+            handles, values, low_precision = tiers_of(handles, values, low_precision, self.dim)
             with self._lock:
                 self._low[handles] = low_precision
+        places = self._place(handles)
         super().update(places, values)
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
 

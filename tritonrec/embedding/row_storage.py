@@ -188,15 +188,7 @@ class TieredStorage(RowStorage):
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        present = (handles != -1).nonzero().squeeze(1)
-        if len(present) < len(handles):
-            handles, values = handles[present], values[present]
-            low_precision = None if low_precision is None else low_precision[present]
-        values = values.contiguous()
-        if low_precision is None:
-            low = torch.zeros(len(handles), dtype=torch.bool, device=self.device)
-        else:
-            low = chunked_rows.fits(values, self.dim) & low_precision
+        handles, values, low = tiers_of(handles, values, low_precision, self.dim)
         with self._lock:
             before = self._locate(handles)
             locations = before.clone()
@@ -246,3 +238,17 @@ class TieredStorage(RowStorage):
         return chunked_rows.Chunks(
             full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width
         )
+
+
+def tiers_of(
+    handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`handles` (K,) but those of -1, their `values`, and (K,) bool, which of them to store in 16 bits."""
+    present = (handles != -1).nonzero().squeeze(1)
+    if len(present) < len(handles):
+        handles, values = handles[present], values[present]
+        low_precision = None if low_precision is None else low_precision[present]
+    values = values.contiguous()
+    if low_precision is None:
+        return handles, values, torch.zeros_like(handles, dtype=torch.bool)
+    return handles, values, chunked_rows.fits(values, dim) & low_precision
