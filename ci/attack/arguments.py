@@ -103,6 +103,7 @@ def hash_table(d: Draw) -> Arguments:
         "count": d.maybe(d.scalar(count)),
         "next_row": d.maybe(torch.tensor(len(present))),
         "status": d.maybe(torch.tensor(0)),
+        "used": d.maybe((slot_rows >= 0).sum()),
     }
 
 

@@ -263,6 +263,10 @@ def test_memory_of_torch_empty_is_no_argument_to_read():
         pytest.skip("switched off by --emulate-no-uninitialised")
     with pytest.raises(UninitialisedError, match=r"x_ptr\[\d+\], which nobody wrote"):
         unmasked_kernel[(1,)](torch.empty(128), torch.zeros(128), BLOCK=128)
+    halves = torch.empty(128, dtype=torch.bfloat16)
+    halves[:4], halves[6:] = 1, 1
+    with pytest.raises(UninitialisedError, match=r"x_ptr\[[45]\], which nobody wrote"):
+        unmasked_kernel[(1,)](halves, torch.zeros(128, dtype=torch.bfloat16), BLOCK=128)
     x = torch.empty(128)
     unmasked_kernel[(1,)](torch.ones(128), x, BLOCK=128)
     unmasked_kernel[(1,)](x, torch.empty_like(x), BLOCK=128)

@@ -10,6 +10,7 @@ import test_fixed_point
 import test_gather_rows
 import test_hash_table
 import test_hash_table_erase
+import test_hash_table_used
 import test_intersect
 import test_no_sync
 import test_packed_rows
@@ -48,6 +49,7 @@ MANY = test_schedules.CLASHING[:12]
 
 
 HASH = [
+    lambda: test_hash_table_used.test_the_number_of_occupied_slots_is_kept(IMPL),
     *each(test_hash_table.test_every_key_is_legal, 0),
     lambda: test_hash_table.test_old_keys_keep_their_rows_and_new_ones_follow_in_order(IMPL),
     lambda: test_hash_table.test_collisions_fill_a_table_to_its_last_slot(IMPL),
@@ -180,6 +182,8 @@ MUTANTS = {
         "rows_in_order_of_keys": [
             ("number = torch.cumsum(wanted, 0)", "number = torch.cumsum(wanted, 0)[keys.argsort().argsort()]")
         ],
+        "rejected_keys_counted": [("used += new - refused", "used += new")],
+        "erased_keys_not_counted": [("used -= (rows >= 0).sum()", "used -= 0")],
         "free_rows_off_by_one": [("reused = free_rows[(number - 1)", "reused = free_rows[number")],
         "tombstone_as_empty": [("tl.max((slot_row == -1).to(tl.int32)", "tl.max((slot_row < 0).to(tl.int32)")],
         "tombstone_not_left": [("new_row = tl.where(ends_here, -1, -2)", "new_row = tl.where(ends_here, -1, -1)")],

@@ -41,12 +41,13 @@ CALLS = {
     ops.counting_sort: ({"buckets": whole(3, 0, 3, 1), "count": COUNT}, {"num_buckets": 4}),
     ops.intersect: ({"left": whole(1, 5), "right": whole(5), "left_count": COUNT, "right_count": COUNT}, {}),
     ops.hash_insert: (
-        {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": COUNT, "status": torch.tensor(0)},
+        {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": COUNT, "status": torch.tensor(0)}
+        | {"used": torch.tensor(0)},
         {"next_row": 0},
     ),
     ops.hash_find: ({**table(), "keys": KEYS, "count": COUNT}, {}),
     ops.hash_assign: ({**table(), "keys": whole(4, 2), "rows": whole(1, 0), "count": COUNT}, {}),
-    ops.hash_erase: ({**table(), "keys": KEYS, "count": COUNT}, {}),
+    ops.hash_erase: ({**table(), "keys": KEYS, "count": COUNT, "used": torch.tensor(2)}, {}),
     ops.hash_grow: (table(), {}),
     ops.gather_rows: ({"source": some(4, 3), "rows": whole(3, 0), "count": COUNT}, {}),
     ops.scatter_rows: (

@@ -241,16 +241,16 @@ def test_compiles_without_a_graph_break():
 def test_registration():
     table = empty(16)
     torch.library.opcheck(
-        torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, None, None, None, "cpu")
+        torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, None, None, None, None, "cpu")
     )
     hash_insert(*table, torch.arange(5), 0)
     torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), None, "cpu"))
     torch.library.opcheck(torch.ops.tritonrec.hash_grow, (*table, "cpu"))
     torch.library.opcheck(
         torch.ops.tritonrec.hash_insert,
-        (*table, torch.arange(9), 7, torch.arange(5, 7), None, None, None, "cpu"),
+        (*table, torch.arange(9), 7, torch.arange(5, 7), None, None, None, torch.tensor(5), "cpu"),
     )
     torch.library.opcheck(
         torch.ops.tritonrec.hash_assign, (*table, torch.arange(9), torch.arange(9), None, "cpu")
     )
-    torch.library.opcheck(torch.ops.tritonrec.hash_erase, (*table, torch.arange(3), None, "cpu"))
+    torch.library.opcheck(torch.ops.tritonrec.hash_erase, (*table, torch.arange(3), None, None, "cpu"))

@@ -37,9 +37,10 @@ class TableMachine(RuleBasedStateMachine):
         max_size=24,
     )
 
-    @initialize(slots=st.sampled_from([8, 32, 64]), leftover=st.sampled_from(EXTREMES))
-    def start(self, slots, leftover):
+    @initialize(slots=st.sampled_from([8, 32, 64]), leftover=st.sampled_from(EXTREMES), counted=st.booleans())
+    def start(self, slots, leftover, counted):
         self.table, self.rows_of = empty(slots, self.impl, leftover), {}
+        self.used = keys_of([0], self.impl)[0] if counted else None
         self.next_row, self.free_rows = 0, []
 
     @rule(keys=keys, reuse=st.integers(0, 30))
@@ -49,9 +50,9 @@ class TableMachine(RuleBasedStateMachine):
         arguments = (keys_of(keys, self.impl), self.next_row, keys_of(free, self.impl))
         if len(self.rows_of) + len(new) > self.table[0].numel():
             with pytest.raises(HashTableFullError):
-                hash_insert(*self.table, *arguments, impl=self.impl)
+                hash_insert(*self.table, *arguments, used=self.used, impl=self.impl)
             return
-        rows, inserted = hash_insert(*self.table, *arguments, impl=self.impl)
+        rows, inserted = hash_insert(*self.table, *arguments, used=self.used, impl=self.impl)
         fresh = range(self.next_row, self.next_row + len(keys))
         self.rows_of.update(zip(new, [*free, *fresh], strict=False))
         assert inserted.tolist() == [key in new for key in keys]
@@ -62,7 +63,8 @@ class TableMachine(RuleBasedStateMachine):
     @rule(keys=keys)
     def erase(self, keys):
         expected = [self.rows_of.pop(key, -1) for key in keys]
-        assert hash_erase(*self.table, keys_of(keys, self.impl), impl=self.impl).tolist() == expected
+        before = hash_erase(*self.table, keys_of(keys, self.impl), used=self.used, impl=self.impl)
+        assert before.tolist() == expected
         self.free_rows += [row for row in expected if row != -1]
 
     @rule(keys=keys)
@@ -88,6 +90,7 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def holds_the_same(self):
         assert contents(*self.table) == self.rows_of
+        assert self.used is None or int(self.used) == len(self.rows_of)
         keys = list(self.rows_of)
         assert hash_find(*self.table, keys_of(keys), impl="cpu").tolist() == list(self.rows_of.values())
 

@@ -73,8 +73,8 @@ CALLS = {
     ),
     "hash_insert": (
         {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": SCALAR}
-        | {"status": torch.tensor(0), "next_row": torch.tensor(5)},
-        ["slot_keys", "slot_rows", "next_row", "status"],
+        | {"status": torch.tensor(0), "next_row": torch.tensor(5), "used": torch.tensor(0)},
+        ["slot_keys", "slot_rows", "next_row", "status", "used"],
         ops.hash_insert,
     ),
     "hash_assign": (
@@ -82,7 +82,11 @@ CALLS = {
         ["slot_rows"],
         ops.hash_assign,
     ),
-    "hash_erase": ({**table(), "keys": whole(4, 2), "count": SCALAR}, ["slot_rows"], ops.hash_erase),
+    "hash_erase": (
+        {**table(), "keys": whole(4, 2), "count": SCALAR, "used": torch.tensor(2)},
+        ["slot_rows", "used"],
+        ops.hash_erase,
+    ),
     "linear_weight_grad": (
         {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
         ["accumulator"],

@@ -35,9 +35,10 @@ def hash_insert(
     count: torch.Tensor | None,
     next_row: torch.Tensor | None,
     status: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> Pair:
     """See `tritonrec.kernels.hash_table.hash_insert`."""
-    arguments = keys, first_row, free_rows, count, next_row, status
+    arguments = keys, first_row, free_rows, count, next_row, status, used
     return insert_on_host(_insert, hash_find, slot_keys, slot_rows, *arguments)
 
 
@@ -71,12 +72,18 @@ def hash_assign(
 
 
 def hash_erase(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    count: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
     valid = first_valid(keys, count)
     before = torch.empty(valid.numel(), dtype=torch.int64)
     kernels.hash_erase(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(valid), before.numpy())
+    if used is not None:
+        used -= int((before >= 0).sum())
     return pad(before, keys.numel(), -1)
 
 

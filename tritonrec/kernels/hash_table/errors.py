@@ -16,15 +16,15 @@ def finish_insert(
     keys: torch.Tensor,
     free_rows: torch.Tensor,
     next_row: int | torch.Tensor,
-    used: torch.Tensor | int,
+    taken: torch.Tensor | int,
     refused: torch.Tensor | int,
     status: torch.Tensor | None,
 ) -> None:
-    """Report how many keys were refused (`padding.report`), and move a counter on by the rows used."""
+    """Report how many keys were refused (`padding.report`), and move a counter on by the rows taken."""
     free = free_rows.numel()
     report(refused, status, lambda new: _refusal(slot_rows, keys.numel(), new, int(next_row), free))
     if isinstance(next_row, torch.Tensor):
-        next_row += used
+        next_row += taken
 
 
 def _refusal(slot_rows: torch.Tensor, keys: int, new: int, next_row: int, free: int) -> Exception:

@@ -51,6 +51,7 @@ def hash_insert(
     *,
     count: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> Pair:
     """Find the rows of `keys`; those not yet in the table get new rows, in the order of `keys`.
@@ -68,6 +69,10 @@ def hash_insert(
         count: () int64, the number of valid keys (`kernels.padding`).
         status: () int64, mutated: takes the number of new keys that did not fit, for `check_inserted`,
             where otherwise the host would wait to raise. The rows of those keys are then -1.
+        used: () int64, mutated: the number of occupied slots (``slot_rows >= 0``), which the caller keeps
+            beside the table and gives to every `hash_insert` and `hash_erase` (`hash_grow` keeps it). With it
+            an accelerator reads only the slots on the keys' way; without it, all slots in every call, to
+            know what fits.
 
     Returns:
         ``rows`` (K,) int64 and ``inserted`` (K,) bool, true where the key is new.
@@ -75,11 +80,13 @@ def hash_insert(
 
     Raises:
         HashTableFullError: the new keys do not fit; nothing has changed. Grow the table first.
-        ValueError: shapes, dtypes or devices that do not fit; a row outside [0, 2**31) (on an accelerator: an
-            asynchronous device assertion).
+        ValueError: shapes, dtypes or devices that do not fit; a row outside [0, 2**31), or `used` outside
+            [0, M] (on an accelerator: an asynchronous device assertion).
     """
     first_row, counter = (0, next_row) if isinstance(next_row, torch.Tensor) else (next_row, None)
-    return HASH_INSERT(slot_keys, slot_rows, keys, first_row, free_rows, count, counter, status, impl=impl)
+    return HASH_INSERT(
+        slot_keys, slot_rows, keys, first_row, free_rows, count, counter, status, used, impl=impl
+    )
 
 
 def check_inserted(status: torch.Tensor, slot_rows: torch.Tensor) -> None:
@@ -155,6 +162,7 @@ def hash_erase(
     keys: torch.Tensor,
     *,
     count: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Take keys out of the table.
@@ -164,12 +172,13 @@ def hash_erase(
         slot_rows: (M,) int32, mutated.
         keys: (K,) int64, distinct (not checked). Absent keys are passed over.
         count: () int64, the number of valid keys (`kernels.padding`).
+        used: () int64, mutated: the number of occupied slots, as for `hash_insert`.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Returns:
         (K,) int64, the row each key had, or -1 where it was absent or behind `count`.
     """
-    return HASH_ERASE(slot_keys, slot_rows, keys, count, impl=impl)
+    return HASH_ERASE(slot_keys, slot_rows, keys, count, used, impl=impl)
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, *, impl: Impl = "auto") -> Pair:

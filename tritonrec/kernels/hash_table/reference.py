@@ -70,9 +70,10 @@ def hash_insert(
     count: torch.Tensor | None,
     next_row: torch.Tensor | None,
     status: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.hash_table.hash_insert`."""
-    arguments = keys, first_row, free_rows, count, next_row, status
+    arguments = keys, first_row, free_rows, count, next_row, status, used
     return insert_on_host(_insert, hash_find, slot_keys, slot_rows, *arguments)
 
 
@@ -87,6 +88,7 @@ def insert_on_host(
     count: torch.Tensor | None,
     next_row: torch.Tensor | None,
     status: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`hash_insert` by an `insert` of valid keys that gives None where they do not fit, and by a `find`."""
     valid = first_valid(keys, count)
@@ -102,9 +104,11 @@ def insert_on_host(
         found = find(slot_keys, slot_rows, valid, None)
         placed, refused = (found, torch.zeros_like(found, dtype=torch.bool)), int((found < 0).sum())
     rows, inserted = pad(placed[0], keys.numel(), -1), pad(placed[1], keys.numel(), False)
-    used = 0 if next_row is None else max(int(inserted.sum()) - free.numel(), 0)
+    new = int(inserted.sum())
     start = first_row if next_row is None else next_row
-    finish_insert(slot_rows, keys, free, start, used, refused, status)
+    finish_insert(slot_rows, keys, free, start, max(new - free.numel(), 0), refused, status)
+    if used is not None:
+        used += new
     return rows, inserted
 
 
@@ -155,7 +159,11 @@ def hash_assign(
 
 
 def hash_erase(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    count: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
@@ -168,6 +176,8 @@ def hash_erase(
             ends_here = EMPTY in table_rows[start : start + GROUP]
             table_rows[slot] = EMPTY if ends_here else TOMBSTONE
     slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    if used is not None:
+        used -= sum(row != -1 for row in before)
     return _rows_of(before, keys)
 
 

@@ -53,16 +53,28 @@ def _fake_lookup(keys):
     return torch.empty_like(keys)
 
 
-def _check_insert(first_row, free_rows, next_row, status) -> None:
+def _check_insert(first_row, free_rows, next_row, status, used) -> None:
     if free_rows is not None:
         _check_row_list("free_rows", free_rows)
     if not 0 <= first_row < 1 << 31:
         raise ValueError(f"next_row must be in [0, 2**31), got {first_row}")
     check_scalar("next_row", next_row)
     check_scalar("status", status)
+    check_scalar("used", used)
 
 
-def _check_new_rows(keys, free_rows, next_row) -> None:
+def _check_used(slot_rows, used) -> None:
+    if used is None:
+        return
+    slots = slot_rows.numel()
+    if not on_host(used):
+        torch._assert_async((used >= 0) & (used <= slots), "used must be the number of occupied slots")
+    elif not 0 <= int(used) <= slots:
+        raise ValueError(f"used must be the number of occupied slots of {slots}, got {int(used)}")
+
+
+def _check_numbers(slot_rows, keys, free_rows, next_row, used) -> None:
+    _check_used(slot_rows, used)
     if free_rows is not None:
         _check_range("free_rows", free_rows[: keys.numel()])
     if next_row is None:
@@ -80,9 +92,9 @@ def _fake_insert(keys):
 
 HASH_INSERT = Op(
     "hash_insert(Tensor(a!) slot_keys, Tensor(b!) slot_rows, Tensor keys, int first_row, Tensor? free_rows, "
-    "Tensor? count, Tensor(c!)? next_row, Tensor(d!)? status) -> (Tensor, Tensor)",
+    "Tensor? count, Tensor(c!)? next_row, Tensor(d!)? status, Tensor(e!)? used) -> (Tensor, Tensor)",
     reference=reference.hash_insert, cpu="cpu_hash_table:hash_insert", triton="triton_hash_table:hash_insert",
-    check=(_check_table, _check_keys, _check_insert), check_memory=_check_new_rows, fake=_fake_insert,
+    check=(_check_table, _check_keys, _check_insert), check_memory=_check_numbers, fake=_fake_insert,
 )  # fmt: skip
 HASH_FIND = Op(
     "hash_find(Tensor slot_keys, Tensor slot_rows, Tensor keys, Tensor? count) -> Tensor",
@@ -106,10 +118,17 @@ HASH_ASSIGN = Op(
     reference=reference.hash_assign, cpu="cpu_hash_table:hash_assign", triton="triton_hash_table:hash_assign",
     check=(_check_table, _check_keys, _check_rows), check_memory=_check_row_numbers, fake=_fake_lookup,
 )  # fmt: skip
+
+
+def _check_erase(used) -> None:
+    check_scalar("used", used)
+
+
 HASH_ERASE = Op(
-    "hash_erase(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor? count) -> Tensor",
+    "hash_erase(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor? count, Tensor(b!)? used) -> "
+    "Tensor",
     reference=reference.hash_erase, cpu="cpu_hash_table:hash_erase", triton="triton_hash_table:hash_erase",
-    check=(_check_table, _check_keys), fake=_fake_lookup,
+    check=(_check_table, _check_keys, _check_erase), check_memory=_check_used, fake=_fake_lookup,
 )  # fmt: skip
 
 

@@ -166,10 +166,17 @@ def hash_assign(
 
 
 def hash_erase(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    count: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
-    return _launch_find(slot_keys, slot_rows, keys, count, erase=True)
+    rows = _launch_find(slot_keys, slot_rows, keys, count, erase=True)
+    if used is not None:
+        used -= (rows >= 0).sum()
+    return rows
 
 
 def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
@@ -189,6 +196,7 @@ def hash_insert(
     count: torch.Tensor | None,
     next_row: torch.Tensor | None,
     status: torch.Tensor | None,
+    used: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.hash_table.hash_insert`.
 
@@ -207,9 +215,10 @@ def hash_insert(
     # numbered by a prefix sum before any slot is touched, so rows do not depend on who wins which slot
     number = torch.cumsum(wanted, 0)
     new, free = number[-1], free_rows.numel()
-    used = (new - free).clamp(min=0)
+    taken = (new - free).clamp(min=0)
+    occupied = (slot_rows >= 0).sum() if used is None else used
     # a slot holds its row as int32, so rows end at 2**31
-    fits = ((slot_rows >= 0).sum() + new <= slot_rows.numel()) & (used + start <= 1 << 31)
+    fits = (occupied + new <= slot_rows.numel()) & (taken + start <= 1 << 31)
     wanted &= fits
     # numbers count from 1, and the first of them take the free rows
     rows = number + start - (free + 1)
@@ -218,8 +227,10 @@ def hash_insert(
         rows = torch.where(number <= free, reused, rows)
     rows = torch.where(wanted, rows, found)
     _claim(slot_keys, slot_rows, keys, rows, wanted)
-    used, refused = torch.where(fits, used, 0), torch.where(fits, 0, new)
-    finish_insert(slot_rows, keys, free_rows, start, used, refused, status)
+    taken, refused = torch.where(fits, taken, 0), torch.where(fits, 0, new)
+    finish_insert(slot_rows, keys, free_rows, start, taken, refused, status)
+    if used is not None:
+        used += new - refused
     return rows, wanted
 
 

@@ -154,10 +154,11 @@ def global_load(warp, site, lanes, io, size, _):
             begin, end = field(at, layout.RANGE_BEGIN), field(at, layout.RANGE_END)
         if checks and note_global(warp, site, lane, address, size, at, 0, 0):
             return 4
-        if poison and size >= 4 and field(at, layout.RANGE_FLAGS) & layout.FRESH:
-            for i in range(0, size, 4):
-                if load4(address + i) == layout.POISON:
-                    return fault(warp, layout.UNINITIALISED, site, lane, address + i, size, 0, 1)
+        if poison and size >= 2 and field(at, layout.RANGE_FLAGS) & layout.FRESH:
+            # the poison is a word of 4 bytes, of which a value of 2 bytes is half
+            for word in range(address & ~3, address + size, 4):
+                if word >= begin and word + 4 <= end and load4(word) == layout.POISON:
+                    return fault(warp, layout.UNINITIALISED, site, lane, max(word, address), size, 0, 1)
         copy_bytes(io + layout.IO_DATA + size * lane, address, size)
         count += size
     increase(launch, layout.LAUNCH_BYTES_READ, count)
