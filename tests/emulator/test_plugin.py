@@ -12,7 +12,8 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-KERNELS = HERE / "test_triton_kernels.py"
+KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", "test_threads.py")]
+TRAINING = HERE / "test_training.py"
 
 
 def run(*command, **changes):
@@ -27,16 +28,22 @@ def run(*command, **changes):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_small_triton_kernels_pass_in_three_schedules(arch):
     options = ["--emulate", arch, "--emulate-schedules", "3"]
-    done = run("pytest", "-q", str(KERNELS), *options)
+    done = run("pytest", "-q", *KERNELS, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout
     assert f"emulated {arch}" in done.stdout
     assert "product_kernel" in done.stdout
 
 
+def test_a_training_step_passes_on_emulated_kernels():
+    done = run("pytest", "-q", str(TRAINING), "--emulate", "sm_90")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
 @pytest.mark.slow
 def test_without_the_option_nothing_is_emulated():
-    done = run("pytest", "-q", str(KERNELS), TRITON_INTERPRET="1")
+    done = run("pytest", "-q", *KERNELS, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "emulated" not in done.stdout and " passed" not in done.stdout
 
