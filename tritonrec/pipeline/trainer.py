@@ -107,7 +107,8 @@ class Trainer:
             )
         validate_trainable(model, dense, self._device)
         self.impl = default_impl() if impl == "auto" else impl
-        ops.implementation(self.impl, torch.empty(0, device=self._device))  # raises where it cannot run
+        here = torch.empty(0, dtype=torch.float32, device=self._device)
+        ops.implementation(self.impl, here)  # raises where it cannot run
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
