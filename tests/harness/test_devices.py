@@ -132,6 +132,7 @@ def backend_of(communicators):
     return str(dist.get_backend_config(communicators.communication.group))
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_pools_groups_have_its_backend():
     with RankPool((2,), backend="cpu:gloo") as pool:
