@@ -12,7 +12,8 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-KERNELS = HERE / "test_triton_kernels.py"
+KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", "test_threads.py")]
+TRAINING = HERE / "test_training.py"
 
 
 def run(*command, **changes):
@@ -27,16 +28,23 @@ def run(*command, **changes):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_small_triton_kernels_pass_in_three_schedules(arch):
     options = ["--emulate", arch, "--emulate-schedules", "3"]
-    done = run("pytest", "-q", str(KERNELS), *options)
+    done = run("pytest", "-q", *KERNELS, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout
     assert f"emulated {arch}" in done.stdout
     assert "product_kernel" in done.stdout
 
 
+def test_the_command_runs_a_training_step_on_emulated_kernels():
+    done = run("tritonrec", "emulate", "--", "pytest", "-q", str(TRAINING))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout and "emulated sm_90" in done.stdout
+    assert "sparse_optimizers.adam_kernel" in done.stdout
+
+
 @pytest.mark.slow
 def test_without_the_option_nothing_is_emulated():
-    done = run("pytest", "-q", str(KERNELS), TRITON_INTERPRET="1")
+    done = run("pytest", "-q", *KERNELS, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "emulated" not in done.stdout and " passed" not in done.stdout
 
@@ -51,7 +59,8 @@ def test_the_interpreter_and_the_emulator_exclude_each_other():
     assert "TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
 
 
-def test_the_command_runs_pytest(tmp_path):
+@pytest.mark.slow
+def test_the_command_hands_on_its_options(tmp_path):
     test = tmp_path / "test_silu.py"
     test.write_text(
         "import torch\nfrom tritonrec import ops\n\n\ndef test_equal():\n    x = torch.randn(100)\n"
@@ -59,7 +68,8 @@ def test_the_command_runs_pytest(tmp_path):
     )
     done = run("tritonrec", "emulate", "--arch", "sm_80", "--schedules", "2", "--", "pytest", "-q", str(test))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout and "silu.forward_kernel" in done.stdout
+    assert "1 passed" in done.stdout and "emulated sm_80" in done.stdout
+    assert "silu.forward_kernel" in done.stdout
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_what_it_cannot_run_is_refused_as_an_explicit_choice_is(monkeypatch):
             call(KEYS)
     with ops.use_impl("cpu"), pytest.raises(ValueError, match="impl='cpu' needs a CPU tensor"):
         ops.implementation("auto", torch.ones(2, device="meta"))
-    with pytest.raises(ValueError, match="impl must be .*, got 'cuda'"), ops.use_impl("cuda"):
+    with pytest.raises(ValueError, match=r"impl must be .*, got 'cuda'"), ops.use_impl("cuda"):
         pass
 
 

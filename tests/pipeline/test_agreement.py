@@ -93,6 +93,7 @@ DIFFERENCES = {
     "depth of the pipeline": (config(depth=2), "depth=2", "depth=0"),
     "accumulation": (config(accumulate=2), "accumulate=2", "accumulate=1"),
     "mode": ({"mode": "fwp"}, "mode=fwp", "mode=nestpipe"),
+    "implementation of the ops": ({"impl": "reference"}, "impl=reference", "impl=auto"),
     "version": ({"version": "0.0.1"}, "tritonrec=0.0.1", "tritonrec="),
 }  # fmt: skip
 
@@ -108,7 +109,8 @@ def message_of(communicators, others=None, job=JOB):
     version = options["version"] or agreement.__version__
     with mock.patch.object(agreement, "__version__", version):
         try:
-            with Trainer(*parts, communicators, options["mode"], options["window"]):
+            mode, impl = options["mode"], options.get("impl", "auto")
+            with Trainer(*parts, communicators, mode, options["window"], impl=impl):
                 return ""
         except RanksDisagreeError as error:
             return str(error)

@@ -79,6 +79,7 @@ class RankPool:
         timeout: of collectives: a rank that waits longer for another one raises.
         enter: called in each process with its rank, before the rendezvous; picklable.
         start_timeout: for all ranks to start, run `enter` and join, and later to read the task of `run`.
+        backend: of the groups, as in `Communicators.over`.
 
     Use as a context manager. Each process runs torch on one thread. It ends with this process, however that
     ends, or when the pool is garbage collected. SIGINT, SIGTERM and SIGHUP stop a rank after its step, as
@@ -104,12 +105,14 @@ class RankPool:
         timeout: timedelta = TIMEOUT,
         enter: Callable[[int], None] | None = None,
         start_timeout: timedelta = START_TIMEOUT,
+        backend: str = "gloo",
     ):
         meshes = {(size, 1) if isinstance(size, int) else size for size in world_sizes}
         if not meshes or min(min(mesh) for mesh in meshes) < 1:
             raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
         self.meshes = tuple(sorted(meshes))
         self.timeout, self.start_timeout, self._enter = timeout, start_timeout, enter
+        self._backend = backend
         self._start()
 
     def _start(self) -> None:
@@ -127,7 +130,8 @@ class RankPool:
                 here, there = context.Pipe()
                 lifeline, own = context.Pipe(duplex=False)
                 task = RankTask(
-                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, os.getpid(), main
+                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, os.getpid(), main,
+                    self._backend,
                 )  # fmt: skip
                 process = context.Process(
                     target=serve, args=(task, there, lifeline), name=f"rank {rank}", daemon=True

@@ -42,6 +42,7 @@ class RankTask:
         rank: in the pool. meshes: (world size, replicas) of the groups to create.
         timeout, start_timeout, enter: see `RankPool`. store_port: of the launcher's `TCPStore`.
         launcher: process id. from_main_thread: whether the launcher's main thread has started this process.
+        backend: of the groups.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankTask:
     store_port: int
     launcher: int
     from_main_thread: bool
+    backend: str
 
 
 def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
@@ -76,7 +78,7 @@ def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
         if store is not None:
             _rendezvous(store, task, world)
         watch = Watch(reports, task.rank, world, task.timeout)
-        groups = {mesh: _groups(mesh, task.timeout, watch, stop.event) for mesh in task.meshes}
+        groups = {mesh: _groups(mesh, task, watch, stop.event) for mesh in task.meshes}
         connection.send(("ok", None))
         while True:
             request = connection.recv()
@@ -117,12 +119,12 @@ def connect_store(task: RankTask) -> dist.TCPStore:
 
 
 def _groups(
-    mesh: tuple[int, int], timeout: timedelta, watch: Watch, stop: threading.Event
+    mesh: tuple[int, int], task: RankTask, watch: Watch, stop: threading.Event
 ) -> Communicators | None:
     """This rank's groups; None where the mesh does not include it."""
     if mesh == (1, 1):
         return replace(Communicators.local(), stop=stop)
-    groups = Communicators.over(range(mesh[0]), timeout, mesh[1], watch=watch)
+    groups = Communicators.over(range(mesh[0]), task.timeout, mesh[1], task.backend, watch)
     return groups and replace(groups, stop=stop)
 
 

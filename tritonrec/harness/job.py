@@ -30,6 +30,7 @@ from ..embedding import (
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 from ..settings import seed_setting, setting
 from ..slipstream import SlipstreamConfig
+from .devices import Target
 
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
@@ -62,6 +63,7 @@ class Job:
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
+        target: what it computes on, in `verify` and `train`; inside of `devices.kernels_of`.
     """
 
     data: str = setting("ml-100k", DATA_HELP)
@@ -86,6 +88,7 @@ class Job:
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
+    target: Target = field(default_factory=Target)
 
     @property
     def has_labels(self) -> bool:
@@ -114,7 +117,7 @@ class Job:
         """A fresh model, an empty shard of its tables, and the dense optimizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self._model()
+            model = self._model().to(self.target.device)
         return model, self.tables(optimizer), DenseOptimizer(model.named_parameters(), self.rule(optimizer))
 
     def _model(self) -> torch.nn.Module:

@@ -11,6 +11,7 @@ import torch
 
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..ops import Impl
 from ..version import __version__
 from .schedule import Schedule
 from .window import WindowConfig
@@ -28,6 +29,7 @@ def validate_same_training(
     config: WindowConfig,
     schedule: Schedule | None,
     device: torch.device,
+    impl: Impl,
 ) -> None:
     """Raise `RanksDisagreeError` on every rank where model, tables, optimizers or settings differ.
 
@@ -43,6 +45,7 @@ def validate_same_training(
         **asdict(config),
         "schedule": schedule and f"{schedule.name} {_digest(repr(schedule).encode())}",
         "device": device.type,
+        "impl": impl,
         **_of_tables(tables),
         **_of_model(model),
         "dense optimizer": dense.rule,

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
@@ -193,8 +194,15 @@ def validate_trainable(model: torch.nn.Module, dense: object, device: torch.devi
 
 
 @contextmanager
-def on_the_callers_thread() -> Iterator[None]:
+def lane_work(impl: ops.Impl) -> Iterator[None]:
+    """A lane's work: it may use what is in flight, and its ops run on `impl`."""
+    with as_lane(), ops.use_impl(impl):
+        yield
+
+
+@contextmanager
+def on_the_callers_thread(impl: ops.Impl) -> Iterator[None]:
     """A lane's work on the caller's thread, whose default device is for the model alone."""
     elsewhere = torch.get_default_device().type != "cpu"
-    with as_lane(), torch.device("cpu") if elsewhere else nullcontext():
+    with lane_work(impl), torch.device("cpu") if elsewhere else nullcontext():
         yield

@@ -9,6 +9,7 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
@@ -26,6 +27,7 @@ class ReferenceTrainer:
         model, tables, dense: what is trained.
         seed: of dropout. fraction_bits: grid of gradient sums.
         accumulate: batches of one update.
+        impl: of every op, as of `Trainer`.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class ReferenceTrainer:
         seed: int = 0,
         fraction_bits: int = ops.FRACTION_BITS,
         accumulate: int = 1,
+        impl: ops.Impl = "auto",
     ):
         self.model, self.tables, self.dense = model, tables, dense
         self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
+        self.impl = default_impl() if impl == "auto" else impl
 
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
         """One update from `batches`, the whole global batch of each; returns their losses (B,).
@@ -46,7 +50,7 @@ class ReferenceTrainer:
         `settings` hold while the model computes.
         """
         accumulator = GradientAccumulator(self.model, self.fraction_bits)
-        with accumulator.empty_gradients():
+        with accumulator.empty_gradients(), ops.use_impl(self.impl):
             return self._step(batches, settings or CallerSettings(), accumulator)
 
     def _step(

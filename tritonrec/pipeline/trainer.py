@@ -6,17 +6,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
 
+from .. import ops
 from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..kernels.dispatch import default_impl
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .executor import Delay, Executor, StageFailedError
-from .flight import Flight, as_lane, on_the_callers_thread, validate_trainable
+from .flight import Flight, lane_work, on_the_callers_thread, validate_trainable
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
@@ -64,6 +67,9 @@ class Trainer:
         device: where samples, buffers and the dense model are; the tables stay in host memory.
         schedule: another table than `schedule_of` the mode; checked like any.
         streams: where the lanes' work runs; those of the device by default.
+        impl: of every op that a step runs, the model's included (`ops.use_impl`); ``"auto"`` is what it means
+            on the thread that makes the trainer. Where tables are in host memory and the model on a GPU, no
+            other can run both.
         checked: False skips the check, for injected faults only.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
@@ -88,6 +94,7 @@ class Trainer:
         checked: bool = True,
         device: str | torch.device = "cpu",
         streams: Streams | None = None,
+        impl: ops.Impl = "auto",
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -99,6 +106,9 @@ class Trainer:
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
         validate_trainable(model, dense, self._device)
+        self.impl = default_impl() if impl == "auto" else impl
+        here = torch.empty(0, dtype=torch.float32, device=self._device)
+        ops.implementation(self.impl, here)  # raises where it cannot run
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
@@ -129,13 +139,15 @@ class Trainer:
         if self._schedule is None:
             validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(
-                model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate
-            )
+                model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
+                self.impl,
+            )  # fmt: skip
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
         validate_same_training(
-            communicators, model, tables, dense, mode, self.config, self._schedule, self._device
-        )
+            communicators, model, tables, dense, mode, self.config, self._schedule, self._device,
+            self.impl,
+        )  # fmt: skip
         self._program = Program(
             self._schedule, model, tables, dense, communicators, self.config, self._flight, self._device
         )
@@ -145,7 +157,7 @@ class Trainer:
             count = self.config.window_micro_batches
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,
-                streams or streams_for(self._device), as_lane,
+                streams or streams_for(self._device), partial(lane_work, self.impl),
             )  # fmt: skip
 
     @property
@@ -237,7 +249,7 @@ class Trainer:
             kind, step = type(error).__name__, places.window.step
             raise StageFailedError(f"step {step} failed: {kind}: {error}") from error
         if len(self._pending) == 1:
-            with on_the_callers_thread():
+            with on_the_callers_thread(self.impl):
                 self.program.finish(places)
         self._end(places)  # only now: an interrupt before leaves everything to be done
         self._finish(places)
@@ -279,7 +291,7 @@ class Trainer:
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
         span = self.recorder.span("replica", "average", batch=self._finished)
-        with span as args, on_the_callers_thread():
+        with span as args, on_the_callers_thread(self.impl):
             sent = args["bytes"] = self._average.average()
         self.counts.row_bytes += sent
 
@@ -340,7 +352,7 @@ class Trainer:
             raise StopIteration
         places = self._begin(window)
         try:
-            with on_the_callers_thread():
+            with on_the_callers_thread(self.impl):
                 if self.reference is None:
                     run_sequentially(self.program, places, self._span)
                 else:
@@ -367,7 +379,7 @@ class Trainer:
         batches, self._batches = self._batches, 0
         if batches and self._program is not None:
             ending = self._communicators.watch.doing(f"the end of its run, after {batches} batches")
-            with ending, on_the_callers_thread():
+            with ending, on_the_callers_thread(self.impl):
                 self._program.end_run(self._finished, batches)
 
     def _finish(self, places: WindowPlaces) -> None:

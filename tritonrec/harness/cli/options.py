@@ -27,6 +27,7 @@ from .words import PARSERS
 
 PANELS = {
     "Job": "Data and training",
+    "Target": "Data and training",
     "HSTUConfig": "Sizes of the model",
     "WindowConfig": "Windows and exchanges",
     "TablePolicy": "Policies of tables",
@@ -44,11 +45,14 @@ TimeoutOption = Annotated[
 ]
 
 
-def with_options(only: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(
+    only: Collection[str] | None = None, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose parameters with a dataclass for a default become options.
 
     Args:
         only: names of the options to offer, with underscores; by default those of all settings.
+        without: names of those to leave out.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +61,7 @@ def with_options(only: Collection[str] | None = None) -> Callable[[Callable[...,
         offered: dict[str, inspect.Parameter] = {}
         for plan in plans.values():
             for name, parameter in _parameters(plan):
-                if only is None or name in only:
+                if name not in without and (only is None or name in only):
                     offered.setdefault(name, parameter)
         if unknown := {*(only or ())} - offered.keys():
             raise TypeError(f"{command.__name__} has no settings named {', '.join(sorted(unknown))}")

@@ -34,7 +34,7 @@ COMPARISON = SlipstreamRun()
 SLIPSTREAM = PANELS["SlipstreamRun"]
 
 
-@with_options()
+@with_options(without=("device",))
 def train(
     run: Run = RUN,
     steps: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ...nn import HSTUConfig
 from ...pipeline import PIPELINED
 from ...settings import MOST
+from ..devices import validate_device
 from ..job import Job
-from ..verify.cases import contract_table
+from ..verify.cases import contract_table, small_table
 from ..verify.contract import verify_contract
 from ..verify.record_traces import record_traces
 from .job import load_job
@@ -22,16 +25,22 @@ from .words import names, numbers
 
 JOB = Job(chunk_rows=512)
 RANKS = "1,2,4"
+COUNTS = "1,2,3,4,8"
+SMALL = Job(
+    "zipf:users=40,items=60,seed=5", batch_size=8, max_seq_len=16, num_negatives=1, chunk_rows=64,
+    sizes=HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=16),
+)  # fmt: skip
+"""For implementations that take long: Triton where it is emulated, and the references."""
 
 
-@with_options(only=("data",))
+@with_options(only=("data", "impl", "device"))
 def verify(
     job: Job = JOB,
     quick: Annotated[bool, typer.Option("--quick", help="A small table, under a minute.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every combination; takes long.")] = False,
     modes: Annotated[str, typer.Option(help="Modes to prove, separated by commas.")] = ",".join(PIPELINED),
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = RANKS,
-    micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = "1,2,3,4,8",
+    micro_batches: Annotated[str, typer.Option(help="Values of N, separated by commas.")] = COUNTS,
     steps: Annotated[
         int | None,
         typer.Option(min=1, max=MOST, help="Steps of each case; of embedding variants at least six."),
@@ -54,14 +63,24 @@ def verify(
     require_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
+    slow = job.target.is_slow and not (quick or full)
+    if slow:
+        data = SMALL.data if job.data == JOB.data else job.data
+        job = replace(SMALL, data=data, target=job.target)
     job = checked(lambda: load_job(job))
     size = "quick" if quick else "full" if full else "default"
     chosen = names(modes, PIPELINED, "--modes")
     ranks = numbers(world_size, "--world-size", most=MOST_RANKS)
     counts = numbers(micro_batches, "--micro-batches")
-    if quick and world_size == RANKS:
+    if (quick or slow) and world_size == RANKS:
         ranks = [1, 2]
-    cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
+    if slow and micro_batches == COUNTS:
+        counts = [4]
+    checked(lambda: validate_device(job.target.device, max(ranks)))
+    if slow:
+        cases = small_table(chosen, ranks, counts, steps)  # type: ignore[arg-type]
+    else:
+        cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     console = Console()
     report = checked(lambda: verify_contract(job, cases, faults, console, timedelta(seconds=timeout)))
     if json_file:

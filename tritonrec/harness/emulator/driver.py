@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Session:
 
 
 _session: Session | None = None
+_ONE_AT_A_TIME = threading.Lock()
+"""Threads take turns: launches share the emulator's memory, as the kernels of one stream share a GPU."""
 
 
 def current() -> Session | None:
@@ -58,6 +61,10 @@ class Launcher:
         self.program: Program | None = None
 
     def __call__(self, x: int, y: int, z: int, _stream: int, ptx: Any, *rest: Any) -> None:
+        with _ONE_AT_A_TIME:
+            self._launch((x, y, z), ptx, rest)
+
+    def _launch(self, grid: tuple[int, int, int], ptx: Any, rest: tuple[Any, ...]) -> None:
         session = _session
         assert session is not None
         arguments = rest[4:]  # behind packed and launch metadata, and two hooks
@@ -74,7 +81,7 @@ class Launcher:
         for (name, kind), value in zip(self.source.signature.items(), arguments, strict=True):
             _flatten(name, kind, value, values, tensors, declared)
         launch = Launch(
-            self.program, (x, y, z), self.metadata.shared, values, tensors, session.settings, session.fresh
+            self.program, grid, self.metadata.shared, values, tensors, session.settings, session.fresh
         )
         session.launches += 1
         counts = launch.run(session.launches)

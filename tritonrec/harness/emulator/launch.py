@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from .messages import fault_of
 from .program import Program
 from .settings import Emulation
 
-_ONE_AT_A_TIME = threading.Lock()
 _MOST_COPIES = 1 << 14
 """Asynchronous copies of a warp that may be under way."""
 
@@ -90,14 +88,7 @@ class Launch:
         self.ranges = ranges_of(arguments, fresh)
 
     def run(self, number: int) -> Counts:
-        """Run every schedule from the same memory, and compare; the counts of the first one.
-
-        Threads take turns: launches share the emulator's memory, as the kernels of one stream share a GPU.
-        """
-        with _ONE_AT_A_TIME:
-            return self._run(number)
-
-    def _run(self, number: int) -> Counts:
+        """Run every schedule from the same memory, and compare; the counts of the first one."""
         schedules = schedules_of(self.settings, number)
         if len(schedules) == 1 or any(each.end - each.begin > LARGE for each in self.ranges):
             return self._once(schedules[-1])

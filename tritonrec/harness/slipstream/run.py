@@ -163,6 +163,7 @@ def _validate(run: Run) -> None:
     for name, used in (
         ("checkpoint", run.checkpoint), ("resume", run.resume), ("trace", run.trace),
         ("evaluate_every", run.evaluate_every), ("dynamic", run.job.dynamic), ("balance", run.job.balance),
+        ("impl", run.job.target.impl != "auto"),
     ):  # fmt: skip
         if used:
             raise ValueError(f"slipstream compares runs side by side and does not go with {name}")

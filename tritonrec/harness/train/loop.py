@@ -15,6 +15,7 @@ from ... import checkpoint
 from ...distributed import Communicators, check_ranks_agree
 from ...pipeline import Trainer
 from ...trace import NullRecorder, Recorder
+from ..devices import kernels_of
 from ..progress import CommandProgress, announce_compilation, steady_seconds
 from .evaluate import baseline, evaluate_model
 from .gather import gathered, save_trace, state_digest, table_totals, totals
@@ -48,6 +49,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, seconds, metrics = float("nan"), [], {}
     with ExitStack() as stack:
+        stack.enter_context(kernels_of(run.job.target))
         saver = None
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
             saver = RunSaver(communicators, run.checkpoint, tables, dense, metadata(run), run.full_every)
@@ -59,7 +61,9 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             )
         step = saved = start
         trainer = stack.enter_context(
-            Trainer(model, tables, dense, communicators, run.mode, run.window, recorder)
+            Trainer(
+                model, tables, dense, communicators, run.mode, run.window, recorder, **vars(run.job.target)
+            )
         )
         progress = stack.enter_context(progress_bar(console))
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")

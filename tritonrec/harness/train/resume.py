@@ -14,7 +14,7 @@ from .saver import restore
 LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance"}
 """Settings that change no bit, so a run may go on with others."""
 
-NESTED = ("sizes", "policy")
+NESTED = ("sizes", "policy", "target")
 """Settings that are made of others."""
 
 

@@ -130,6 +130,21 @@ class Case:
             yield replace(self, delay_seed=None)
 
 
+def small_table(
+    modes: Iterable[Mode],
+    world_sizes: Iterable[int],
+    micro_batches: Iterable[int],
+    steps: int | None = None,
+) -> list[Case]:
+    """Cases for an implementation on which a step takes long: modes x world sizes x micro-batches at
+    ``"batch"``, with the other factors dealt round robin.
+    """
+    return [
+        Case(mode, "batch", ranks, count, index % 2 == 1, OPTIMIZERS[-1 - index % 3], steps or 4)
+        for index, (mode, ranks, count) in enumerate(product(modes, world_sizes, micro_batches))
+    ]
+
+
 def contract_table(
     size: str = "default",
     modes: Iterable[Mode] = PIPELINED,

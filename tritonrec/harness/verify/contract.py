@@ -13,6 +13,7 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankDiedError, RankPool
 from ...files import ScratchFolder
 from ...pipeline import ScheduleError, check, schedule_of
+from ..devices import rank_pool
 from ..job import Job
 from ..progress import CommandProgress
 from .cases import Case, Reference
@@ -158,7 +159,7 @@ def verify_contract(
     meshes |= {(case.restart, 1) for case in every if case.restart}
     report = Report(job)
     with (
-        RankPool(meshes, timeout) as pool,
+        rank_pool(job.target.device, meshes, timeout) as pool,
         Verifier(job, pool) as verifier,
         _progress(console) as progress,
     ):

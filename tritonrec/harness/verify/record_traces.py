@@ -8,13 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ...distributed import Communicators, RankPool
+from ...distributed import TIMEOUT, Communicators
 from ...files import ScratchFolder
 from ...pipeline import STAGED
 from ...trace import Recorder, save_joined
 from ...trace.analysis import check_edges, summarise
 from ...trace.reader import read
 from ...trace.timeline import draw
+from ..devices import kernels_of, rank_pool
 from ..job import Job
 from .cases import Case
 from .run_case import prepared
@@ -26,7 +27,7 @@ MODES = STAGED
 def trace_rank(communicators: Communicators, job: Job, case: Case, path: str) -> None:
     """Run `case` on this rank with a recorder and without comparisons; write the rank's trace."""
     recorder = Recorder(communicators.rank, communicators.world_size)
-    with prepared(communicators, job, case, recorder) as (trainer, loader):
+    with kernels_of(job.target), prepared(communicators, job, case, recorder) as (trainer, loader):
         for _ in trainer.run(loader.batch(step) for step in range(case.steps)):
             pass
     recorder.save(f"{path}.{communicators.rank}")
@@ -46,7 +47,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     sound = True
-    with RankPool((WORLD_SIZE,)) as pool, ScratchFolder() as scratch:
+    with rank_pool(job.target.device, [(WORLD_SIZE, 1)], TIMEOUT) as pool, ScratchFolder() as scratch:
         for mode in MODES:
             case = Case(mode, "batch", WORLD_SIZE, MICRO_BATCHES, False, "adam", STEPS)
             part = f"{scratch}/{mode}"

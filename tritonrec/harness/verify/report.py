@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ...files import save_json
 from ...version import __version__
+from ..devices import ARCHITECTURE, Target
 from ..job import Job
 from .cases import Case
 from .faults import Fault
@@ -73,6 +74,7 @@ class Report:
                 "platform": platform.platform(),
                 "processors": os.cpu_count(),
                 "job": self.job.as_json(),
+                "emulated": ARCHITECTURE if self.job.target.emulated else None,
             },
             "cases": [
                 {
@@ -108,7 +110,7 @@ def print_report(report: Report, console: Console) -> None:
         place = replicated if result.case.replicas > 1 else varied if result.case.variant else plain
         place.append(result)
     if plain:
-        console.print(_contract("Contract table", report.job.data, plain))
+        console.print(_contract("Contract table", report.job, plain))
     if varied:
         console.print(_embedding(varied))
     if replicated:
@@ -129,9 +131,9 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
 
 
-def _contract(title: str, data: str, results: list[CaseResult]) -> Table:
+def _contract(title: str, job: Job, results: list[CaseResult]) -> Table:
     table = Table(
-        title=f"{title} on {data}: bit-identical to the reference?",
+        title=f"{title} on {job.data}{_kernels(job.target)}: bit-identical to the reference?",
         caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
         "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
         "C key-centric clustering, D random delays, MB and s of comparison. * on a made log of 35 users "
@@ -214,6 +216,14 @@ def _faults_table(report: Report) -> Table:
         caught = "[green]yes[/]" if result.caught else "[red]NO[/]"
         table.add_row(result.fault.name, caught, ", ".join(result.by), result.where)
     return table
+
+
+def _kernels(target: Target) -> str:
+    """What the steps run on, where it was chosen."""
+    words = [] if target.impl == "auto" else [f"impl {target.impl}"]
+    words += [f"emulated {ARCHITECTURE}"] if target.emulated else []
+    words += [] if target.device == "cpu" else [target.device]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _mark(value: bool) -> str:

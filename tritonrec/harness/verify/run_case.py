@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ... import ops
 from ...data import Batch, ClickLoader, Lookup
 from ...distributed import Communicators
 from ...embedding import TablePolicy
@@ -23,6 +24,7 @@ from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
 from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
+from ..devices import kernels_of
 from ..job import Job, Loader
 from ..train.saver import RunSaver, restore
 from .cases import Case, Reference
@@ -58,11 +60,21 @@ class RankReport:
 def record_reference(reference: Reference, steps: int, directory: str) -> None:
     """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole."""
     job = reference.job
+    with kernels_of(job.target):
+        states = _reference_states(reference, steps)
+    with atomic_write(Path(directory, reference.file_name)) as part:
+        save_file(states, part)
+
+
+def _reference_states(reference: Reference, steps: int) -> State:
+    job = reference.job
     model, tables, dense = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
     config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
     states: dict[str, torch.Tensor] = {}
-    with Trainer(model, tables, dense, Communicators.local(), "reference", config) as trainer:
+    with Trainer(
+        model, tables, dense, Communicators.local(), "reference", config, **vars(job.target)
+    ) as trainer:
         for result in trainer.run(loader.global_batch(step) for step in range(steps)):
             state = {
                 **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(tables)
@@ -72,8 +84,7 @@ def record_reference(reference: Reference, steps: int, directory: str) -> None:
                 batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
                 state.update(used_state(tables, [batch.lookups() for batch in batches]))
             states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
-    with atomic_write(Path(directory, reference.file_name)) as part:
-        save_file(states, part)
+    return states
 
 
 class _Recorded(Mapping[str, torch.Tensor]):
@@ -113,10 +124,12 @@ def run_case(
     """
     started = time.perf_counter()
     stretch = stretch or Stretch(0, case.steps)
-    if case.consistency == "window":
-        states = _in_turn(communicators, job, case)
-        return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
-    with safe_open(Path(references, case.reference(job).file_name), "pt") as file:
+    with ExitStack() as stack:
+        stack.enter_context(kernels_of(job.target))
+        if case.consistency == "window":
+            states = _in_turn(communicators, job, case)
+            return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
+        file = stack.enter_context(safe_open(Path(references, case.reference(job).file_name), "pt"))
         return _compared(
             communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch
         )
@@ -213,11 +226,13 @@ def compare_run(
     """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.
 
     State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile; it is
-    empty between stretches. `last` is the last step of all.
+    empty between stretches. Ops of the comparison run on the device's own implementation, whatever that of
+    the lanes. `last` is the last step of all.
     """
     program = trainer.program
 
     def after(stage: str, state: Callable[[], State]) -> None:
+        @ops.use_impl("auto")
         def compared(window: Window) -> None:
             comparison.compare(window.step, expected(window.step), state(), final=window.step == last)
 
@@ -225,6 +240,7 @@ def compare_run(
 
     before_last: list[int] = []  # the step of the last window whose rows were written back
 
+    @ops.use_impl("auto")
     def settled(
         window: Window,
         before: Read[Previous[OwnedRows]] | None,
@@ -282,7 +298,7 @@ def prepared(
     delay = injected.delay or _delays(case, communicators.rank)
     with Trainer(
         model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,
-        checked=injected.schedule is None,
+        checked=injected.schedule is None, **vars(job.target),
     ) as trainer:  # fmt: skip
         if injected.program is not None:
             injected.program(trainer.program)

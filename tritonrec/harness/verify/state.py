@@ -22,22 +22,23 @@ State = dict[str, torch.Tensor]
 def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
     """Losses of a step, by sample id."""
     ids, order = torch.sort(sample_ids)
-    return {"loss/ids": ids, "loss/values": losses[order]}
+    return {"loss/ids": ids.cpu(), "loss/values": losses[order].cpu()}
 
 
 def dense_state(dense: DenseOptimizer) -> State:
-    """Dense parameters, in the optimizer beside their state and in the model, copied."""
-    states = {f"dense/{name}": rows.clone() for name, rows in dense.rows.items()}
+    """Dense parameters, in the optimizer beside their state and in the model, copied to the host."""
+    states = {f"dense/{name}": rows.clone().cpu() for name, rows in dense.rows.items()}
     for name, parameter in dense.parameters.items():
-        states[f"dense/{name} in the model"] = parameter.detach().clone(memory_format=torch.contiguous_format)
+        value = parameter.detach().clone(memory_format=torch.contiguous_format)
+        states[f"dense/{name} in the model"] = value.cpu()
     return states
 
 
 def table_state(tables: HashTableCollection) -> State:
-    """Ids of every logical table in ascending order and their rows, copied."""
+    """Ids of every logical table in ascending order and their rows, copied to the host."""
     state = {}
     for name, (ids, rows) in tables.export().items():
-        state[f"table/{name}/ids"], state[f"table/{name}/rows"] = ids, rows
+        state[f"table/{name}/ids"], state[f"table/{name}/rows"] = ids.cpu(), rows.cpu()
     return state
 
 

@@ -1,0 +1,66 @@
+"""Promise: a pipelined step whose every op is an emulated kernel ends at the bits of the CPU's reference run.
+
+The model is of torch's own ops: integers, exact sums and row updates run on our kernels, whose arithmetic the
+CPU shares. Dense kernels have an order of summation of their own, and are compared among Triton runs only.
+"""
+
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.harness.emulator.driver import current
+from tritonrec.harness.verify.run_case import compare_run
+from tritonrec.harness.verify.state import Comparison, dense_state, loss_state, table_state
+from tritonrec.kernels import dispatch
+from tritonrec.pipeline import Trainer, WindowConfig
+
+pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
+BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(step) for step in range(4)]
+IN_A_STEP = {
+    "unique.mark_kernel", "bucketize.place_kernel", "intersect.list_kernel", "philox.initial_rows_kernel",
+    "rows.move_kernel", "segment_sum.segment_sum_kernel", "fixed_point.from_fixed_point_kernel",
+}  # fmt: skip
+
+
+class Scores(torch.nn.Module):
+    """A loss per sample of the rows alone, in float64 sums of a fixed order."""
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        score = (rows[:tokens] * rows[tokens : 2 * tokens]).double().sum(1)
+        lengths = batch.offsets.diff()
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return (
+            torch.zeros(len(lengths), dtype=torch.float64).index_add(0, owners, 1 - torch.tanh(score)).float()
+        )
+
+
+def trainer(optimizer, mode, impl):
+    model, rule = Scores(), RowOptimizer(optimizer, lr=0.05)
+    tables = HashTableCollection([FeatureConfig("item", 6)], rule, seed=2, slots=8, chunk_rows=32)
+    dense = DenseOptimizer(model.named_parameters(), rule)
+    config = WindowConfig(1 if mode == "reference" else 4, seed=4)
+    return Trainer(model, tables, dense, Communicators.local(), mode, config, impl=impl)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", "sgd"])
+def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer):
+    expected = []
+    with trainer(optimizer, "reference", "cpu") as reference:
+        tables, dense = reference.reference.tables, reference.reference.dense
+        for result in reference.run(BATCHES):
+            losses = loss_state(result.sample_ids, result.losses)
+            expected.append({**losses, **dense_state(dense), **table_state(tables)})
+    before = {name: row.launches for name, row in current().rows.items()}
+    with trainer(optimizer, "nestpipe", "triton") as running:
+        comparison = Comparison(running.program.tables, rank=0, world_size=1)
+        compare_run(running, [BATCHES], comparison, expected.__getitem__, BATCHES[-1].step)
+    assert comparison.first is None, comparison.first
+    assert comparison.steps_seen == {(step, part) for step in range(4) for part in ("loss", "table")}
+    launched = {name for name, row in current().rows.items() if row.launches > before.get(name, 0)}
+    update = f"sparse_optimizers.{optimizer}_kernel"
+    assert {*IN_A_STEP, update} <= launched, launched
+    assert ops.implementation("auto", torch.ones(1)) == "cpu"

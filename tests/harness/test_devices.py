@@ -1,0 +1,153 @@
+"""Promise: `verify` and `train` compute on the kernels and the device that they are given."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import invoke
+
+from tritonrec.distributed import RankPool
+from tritonrec.harness import devices
+from tritonrec.harness.cli import verify
+from tritonrec.harness.devices import Target, take_own_gpu, validate_device
+from tritonrec.harness.verify.cases import small_table
+from tritonrec.kernels import dispatch
+from tritonrec.pipeline import PIPELINED
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    """The command `tritonrec` in a process whose Triton kernels are compiled; its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tritonrec", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_verify_proves_every_mode_on_emulated_kernels(tmp_path):
+    file = tmp_path / "report.json"
+    code, text = run("verify", "--impl", "triton", "--json", file)
+    assert code == 0 and "6 of 6 cases identical" in text and "impl triton, emulated sm_90" in text, text
+    report = json.loads(file.read_text())
+    assert report["environment"]["emulated"] == "sm_90"
+    assert report["environment"]["job"]["target"] == {"impl": "triton", "device": "cpu"}
+    assert {(case["mode"], case["world_size"]) for case in report["cases"]} == {
+        (mode, ranks) for mode in PIPELINED for ranks in (1, 2)
+    }
+    assert all(case["identical"] and case["bytes_compared"] for case in report["cases"])
+
+
+@pytest.mark.slow
+def test_train_takes_an_implementation():
+    small = [
+        "--data",
+        "zipf:users=40,items=60",
+        "--batch-size",
+        8,
+        "--negatives",
+        1,
+        "--dim",
+        8,
+        "--layers",
+        1,
+    ]
+    code, text = run("train", "--impl", "triton", "--steps", 2, *small)
+    assert code == 0 and "step 2: loss" in text, text
+
+
+def chosen(monkeypatch, *options):
+    """The job and the cases that `verify` would run."""
+    seen = []
+
+    def verify_contract(job, cases, *rest):
+        seen[:] = [job, cases]
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(verify, "verify_contract", verify_contract)
+    code, text, _ = invoke("verify", *options)
+    return seen if seen else (code, text)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_what_is_slow_gets_a_small_job_and_a_small_table(monkeypatch, impl):
+    job, cases = chosen(monkeypatch, "--impl", impl)
+    assert job.target == Target(impl) and job.batch_size == 8 and job.sizes.dim == 8
+    assert cases == small_table(PIPELINED, [1, 2], [4])
+    job, cases = chosen(
+        monkeypatch, "--impl", impl, "--world-size", "3", "--micro-batches", "2,5", "--steps", 7
+    )
+    assert {(c.world_size, c.micro_batches, c.steps) for c in cases} == {(3, 2, 7), (3, 5, 7)}
+    assert len(chosen(monkeypatch, "--impl", impl, "--quick")[1]) > 20
+
+
+def test_the_cpus_kernels_get_the_whole_table(monkeypatch):
+    job, cases = chosen(monkeypatch, "--impl", "cpu")
+    assert job.target == Target("cpu") and len(cases) > 80
+
+
+def test_the_small_table_has_every_optimizer_with_and_without_clustering():
+    cases = small_table(PIPELINED, [1, 2], [4])
+    assert len(cases) == 6 and len({case.optimizer for case in cases}) == 3
+    assert {case.clustering for case in cases} == {False, True}
+
+
+def test_gpus_that_are_not_there_are_missed_at_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    validate_device("cuda", 1)
+    validate_device("cpu", 9)
+    code, text = chosen(monkeypatch, "--device", "cuda", "--world-size", "1,2")
+    assert code == 2 and "2 ranks need a GPU each, and torch finds 1 here" in text
+
+
+@pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("GPU-a,GPU-b", "GPU-b")])
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch, visible, own):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    take_own_gpu(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+
+
+def test_ranks_on_gpus_exchange_by_nccl(monkeypatch):
+    made = []
+    monkeypatch.setattr(devices, "RankPool", lambda *args, **options: made.append(options))
+    devices.rank_pool("cuda", [(2, 1)], timedelta(1))
+    devices.rank_pool("cpu", [(2, 1)], timedelta(1))
+    assert made == [
+        {"enter": take_own_gpu, "backend": "cpu:gloo,cuda:nccl"}, {"enter": None, "backend": "gloo"}
+    ]  # fmt: skip
+
+
+def backend_of(communicators):
+    return str(dist.get_backend_config(communicators.communication.group))
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_a_pools_groups_have_its_backend():
+    with RankPool((2,), backend="cpu:gloo") as pool:
+        assert pool.run(backend_of, 2) == ["cpu:gloo"] * 2
+
+
+def test_a_process_that_emulates_already_goes_on(monkeypatch):
+    monkeypatch.setattr(dispatch, "emulated", (8, 0))
+    with devices.kernels_of(Target("triton")):
+        assert dispatch.emulated == (8, 0)
+
+
+def test_the_interpreter_is_no_emulator(monkeypatch):
+    if dispatch.emulated is not None:
+        pytest.skip("an emulation is under way")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set"), devices.kernels_of(Target("triton")):
+        pass

@@ -1,0 +1,80 @@
+"""Where a job computes: its device, and whether its Triton kernels have to be emulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+
+from ..distributed import RankPool
+from ..kernels import dispatch
+from ..ops import Impl
+from ..settings import setting
+
+Device = Literal["cpu", "cuda"]
+BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Of the groups, by the device whose tensors they exchange beside the host's."""
+ARCHITECTURE: Literal["sm_90"] = "sm_90"
+"""That kernels are compiled for where they are emulated."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a job computes on.
+
+    Args:
+        impl: of every op of a step (`tritonrec.ops.use_impl`). device: of the model and the buffers.
+    """
+
+    impl: Impl = setting("auto", "Of every op; triton on the CPU is emulated.")
+    device: Device = setting("cpu", "Of the model and the buffers; each rank takes a GPU of its own.")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether Triton kernels run without a GPU."""
+        return self.impl == "triton" and self.device == "cpu"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step takes long: kernels are emulated, or plain loops."""
+        return self.emulated or self.impl == "reference"
+
+
+@contextmanager
+def kernels_of(target: Target) -> Iterator[None]:
+    """Inside, this process can compute on `target`: Triton on the CPU is emulated, unless it is already.
+
+    Raises ValueError where ``TRITON_INTERPRET=1`` is set.
+    """
+    if not target.emulated or dispatch.emulated is not None:
+        yield
+        return
+    from .emulator import Emulation, emulated
+
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as on a GPU; Triton warns where it is not said
+    with emulated(Emulation(ARCHITECTURE)):
+        yield
+
+
+def validate_device(device: Device, ranks: int) -> None:
+    """Raise ValueError where this machine has not as many devices as ranks."""
+    if device == "cuda" and (count := torch.cuda.device_count()) < ranks:
+        raise ValueError(f"{ranks} ranks need a GPU each, and torch finds {count} here")
+
+
+def rank_pool(device: Device, meshes: Iterable[tuple[int, int]], timeout: timedelta) -> RankPool:
+    """Ranks that compute on `device`; on GPUs each has one of its own."""
+    return RankPool(
+        meshes, timeout, enter=take_own_gpu if device == "cuda" else None, backend=BACKENDS[device]
+    )
+
+
+def take_own_gpu(rank: int) -> None:
+    """Hide all GPUs but one from this process, before CUDA has started."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
