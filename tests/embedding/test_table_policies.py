@@ -77,9 +77,16 @@ class Cluster:
         self.layout, self.world_size = layout, world_size
         self.tables = [
             DynamicTable(
-                DIM, WIDTH, layout=layout, seed=SEED, scale=0.5, slots=8, chunk_rows=4, policy=policy,
+                DIM,
+                WIDTH,
+                layout=layout,
+                seed=SEED,
+                scale=0.5,
+                slots=8,
+                chunk_rows=4,
+                policy=policy,
                 placement=placement,
-            )  # fmt: skip
+            )
             for _ in range(world_size)
         ]
         self.ranks = Ranks(world_size)
@@ -218,7 +225,9 @@ class TableAgainstRules(RuleBasedStateMachine):
             found = table.lookup(padded, self.now, all_reduce, count)
             values = table.gather(found.handles, padded)
             assert (found.handles[len(mine) :] == -1).all()
-            return Lookup(*(None if each is None else each[: len(mine)] for each in found)), values[: len(mine)]
+            return Lookup(*(None if each is None else each[: len(mine)] for each in found)), values[
+                : len(mine)
+            ]
 
         if beside:
             writer.start()

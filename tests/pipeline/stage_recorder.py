@@ -175,7 +175,9 @@ class Table:
         places, rows = self._places, self._access.rows
         before = None if places.previous is None else places.previous.get(OwnedRows)
         if rows == "new" and before is not None:
-            assert not torch.isin(rest[0][first >= 0], before.tables[self._number].keys).any(), "reads rows that are kept"
+            assert not torch.isin(rest[0][first >= 0], before.tables[self._number].keys).any(), (
+                "reads rows that are kept"
+            )
         if rows == "dropped":
             here = places[KeptRows][self._number].trimmed().before
             kept = before.tables[self._number].handles[here]
@@ -249,7 +251,8 @@ def allowed_rows(kind, access, places, micro_batch):
     if kind is Buffer and access.rows in ("kept", "dropped"):
         if places[KeptRows] is None:
             return [torch.empty(0, dtype=torch.int64) for _ in places[Buffer]]
-        kept = [common.trimmed()[access.batch == 0] for common in places[KeptRows]]
+        kept = [each.trimmed() for each in places[KeptRows]]
+        kept = [each.before if access.batch else each.now for each in kept]
         if access.rows == "kept":
             return kept
         sizes = [len(rows) for rows in places.previous[Buffer]]

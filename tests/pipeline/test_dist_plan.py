@@ -21,7 +21,7 @@ def plan_input_dist(keys, world, dedup, first_use, padded=False) -> InputDist:
 
 
 def exchange(asked: list[InputDist]):
-    """What each owner gets in the key exchange: keys, last uses, and how many from whom with which and back."""
+    """What each owner gets in the key exchange: keys, last uses, and the sizes of what follows, both ways."""
     world = len(asked)
     for owner in range(world):
         parts = [one.keys.split(one.input_splits)[owner] for one in asked]

@@ -4,7 +4,7 @@ from .features import FeatureConfig, HashTableCollection, TableGroup
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .optimizer import DenseOptimizer, OptimizerName, RowOptimizer
-from .policy import Eviction, Placement, PrecisionTiers, TablePolicy
+from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
 from .table import DynamicTable
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Placement",
     "PrecisionTiers",
     "RowOptimizer",
+    "Storage",
     "TableGroup",
     "TablePolicy",
 ]

@@ -1,4 +1,4 @@
-"""Rows in host memory behind a cache in device memory, filled by the lookup a batch before the rows are used."""
+"""Rows in host memory behind a cache in device memory, which is filled a batch before the rows are used."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ class CachedStorage(RowStorage):
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        return torch.where(
-            self._place(handles) < 0, self._home.in_low_precision(handles), self._low[handles]
-        )
+        return torch.where(self._place(handles) < 0, self._home.in_low_precision(handles), self._low[handles])
 
     def prefetch(self, handles: torch.Tensor) -> None:
         self._lookup += 1

@@ -57,12 +57,9 @@ class Candidates:
         self._columns["counts"][handles] = counts
         self._columns["last"][handles] = step
         admitted = select((counts >= self.admission) & (handles >= 0), self._padded)
-        if admitted.count is None:
-            self.erase(admitted.take(keys))
-        else:
-            gone = admitted.take(keys)
-            self._index.release(self._index.erase(gone, admitted.count), admitted.count)
-            self._changes.erase(gone, admitted.count)
+        gone = admitted.take(keys)
+        self._index.release(self._index.erase(gone, admitted.count), admitted.count)
+        self._changes.erase(gone, admitted.count)
         return admitted
 
     def erase(self, keys: torch.Tensor) -> None:

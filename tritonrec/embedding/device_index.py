@@ -80,18 +80,16 @@ class DeviceIndex:
         if len(self._free):
             stacked = self._free[(numbers[_FREE] - 1 - place).clamp(0, len(self._free) - 1)]
             fresh = torch.where(again, stacked, fresh)
-        handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count)
+        handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count, numbers[_KEYS])
         new = inserted.sum()
         reused = torch.minimum(new, numbers[_FREE])
-        self._numbers.add(torch.stack([new, new - reused, -reused]), (size, size, 0))
+        self._numbers.add(torch.stack([torch.zeros_like(new), new - reused, -reused]), (size, size, 0))
         return handles, inserted
 
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """See `KeyIndex.erase`; -1 behind the count."""
-        handles = launch.hash_erase(self._keys, self._rows, keys ^ murmur.SECRET, count)
-        erased = (handles >= 0).sum()
-        none = torch.zeros_like(erased)
-        self._numbers.add(torch.stack([-erased, none, none]), (0, 0, 0))
+        used = self._numbers.values[_KEYS]
+        handles = launch.hash_erase(self._keys, self._rows, keys ^ murmur.SECRET, count, used)
         self._erased += len(keys)
         if self._erased > MAX_ERASED * self.slots:
             self._make_anew()
@@ -130,19 +128,19 @@ class DeviceIndex:
         used = select(self._rows >= 0, padded=True)
         keys, handles = used.take(self._keys), used.take(self._rows).clamp(min=0)
         self._keys, self._rows = torch.zeros_like(self._keys), torch.full_like(self._rows, -1)
-        self._insert(keys, handles, used.count)
+        self._insert(keys, handles, used.count, torch.zeros_like(self._numbers.values[_KEYS]))
         self._erased = 0
 
     def _insert(
-        self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None
+        self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None, used: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Insert keys, of which new ones get the next of `handles`; there is room, so none is refused."""
         status = torch.zeros((), dtype=torch.int64, device=self._device)
-        return launch.hash_insert(self._keys, self._rows, keys, 0, handles, count, None, status)
+        return launch.hash_insert(self._keys, self._rows, keys, 0, handles, count, None, status, used)
 
     def _check_room(self, keys: int) -> None:
         if self._numbers.bound(_END) + keys > MAX_ROWS and len(self) + keys > MAX_ROWS:
             raise MemoryError(
-                f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and up to {keys} are "
-                "new: use more ranks, or evict"
+                f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and up to {keys} "
+                "are new: use more ranks, or evict"
             )

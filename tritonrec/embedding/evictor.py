@@ -72,7 +72,8 @@ class Evictor:
     ) -> torch.Tensor:
         """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
 
-        Chosen on the host, which waits for a table on a device. Collective over the ranks that share the table, where `all_reduce` is given.
+        Chosen on the host, which waits for a table on a device. Collective over the ranks that share the
+        table, where `all_reduce` is given.
         """
         ttl, capacity = self.eviction.ttl, self.eviction.capacity
         if capacity is not None:

@@ -83,9 +83,9 @@ class TableGroup:
 class HashTableCollection:
     """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
-    Tables of one dimension, optimizer, scale, policy and placement become one `DynamicTable`; `KeyLayout`
-    keeps their ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its results:
-    initial values, eviction and owners depend on table name and id only.
+    Tables of one dimension, optimizer, scale, policy and placement become one `DynamicTable`, and `KeyLayout`
+    keeps their ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its
+    results: initial values, eviction and owners depend on table name and id only.
 
     Args:
         features: of the model; their order has no effect.

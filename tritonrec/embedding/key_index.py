@@ -95,11 +95,13 @@ class KeyIndex:
         """Bytes of the list of free handles."""
         return self._handles.nbytes
 
-    def find(self, keys: torch.Tensor, count: None = None) -> torch.Tensor:
-        """The handle of each key (K,) int64, repeats allowed; -1 where it is absent."""
+    def find(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """The handle of each key (K,) int64, repeats allowed; -1 where it is absent. `count`: None here."""
         return torch.from_numpy(self._find(self._salted(keys)))
 
-    def find_or_insert(self, keys: torch.Tensor, count: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_or_insert(
+        self, keys: torch.Tensor, count: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Find the handles of `keys` (K,) int64, distinct (not checked); absent keys get new ones in order.
 
         Returns:
@@ -116,7 +118,7 @@ class KeyIndex:
         self._make_room(new, len(unsigned))
         return self._insert(unsigned)
 
-    def erase(self, keys: torch.Tensor) -> torch.Tensor:
+    def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Erase distinct keys; returns their handles (K,) int64, -1 where absent.
 
         The handles stay reserved until `release`.
@@ -129,7 +131,7 @@ class KeyIndex:
         self._size -= int(np.count_nonzero(rows >= 0))
         return torch.from_numpy(rows)
 
-    def release(self, handles: torch.Tensor) -> None:
+    def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Let new keys reuse the `handles` (K,) int64, distinct, of erased keys."""
         self._handles.release(handles)
 

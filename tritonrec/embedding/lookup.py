@@ -11,8 +11,8 @@ import torch
 class Lookup(NamedTuple):
     """The rows of a step's keys.
 
-    handles: (K,) int64, -1 for a key that is not admitted, and behind the count. Valid until the second lookup after this one
-        begins; evictions, moves and inserts in between do not change them.
+    handles: (K,) int64, -1 for a key that is not admitted, and behind the count. Valid until the second
+        lookup after this one begins; evictions, moves and inserts in between do not change them.
     low_precision: (K,) bool, rows to store in 16 bits, False where not admitted; None without precision
         tiers.
     """

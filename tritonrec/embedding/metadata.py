@@ -68,8 +68,9 @@ class RowMetadata:
             policy.remove(keys)
 
     def record(self, handles: torch.Tensor, step: int) -> torch.Tensor:
-        """Record a lookup of the rows of `handles` (K,), distinct or -1; returns reserved handles that are free
-        now."""
+        """Record a lookup of the rows of `handles` (K,), distinct or -1; returns reserved handles that are
+        free now.
+        """
         if self.policies:
             self.changes.mark(self.pinned.last)  # their column `recent` changes
         self.changes.mark(handles)

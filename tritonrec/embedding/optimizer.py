@@ -75,7 +75,17 @@ class RowOptimizer:
         else:
             first, second = state[:, :dim], state[:, dim:]
             launch.sparse_adam(
-                weight, first, second, indices, gradient, self.lr, self.beta1, self.beta2, self.eps, step, count
+                weight,
+                first,
+                second,
+                indices,
+                gradient,
+                self.lr,
+                self.beta1,
+                self.beta2,
+                self.eps,
+                step,
+                count,
             )
 
 

@@ -18,9 +18,7 @@ class RowColumn:
         device: of the values.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, absent: int = 0, end: int = 0, device: torch.device | None = None
-    ):
+    def __init__(self, dtype: torch.dtype, absent: int = 0, end: int = 0, device: torch.device | None = None):
         self._absent = absent
         self._values = torch.zeros(end + 1, dtype=dtype, device=device)
         self._values[-1] = absent

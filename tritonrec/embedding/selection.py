@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from ..kernels import launch
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True)
+class Selection:
     """Chosen positions of a list.
 
-    positions: (n,) int64, ascending; with a `count` as many as the list has, the chosen ones first.
-    count: () int64, the number of chosen positions where only the device knows it; None: all of them.
+    Args:
+        positions: (n,) int64, ascending; with a `count` as many as the list has, the chosen ones first.
+        count: () int64, the number of chosen positions where only the device knows it; None: all of them.
     """
 
     positions: torch.Tensor
@@ -51,12 +53,14 @@ def trimmed(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
     return values if count is None else values[: int(count)]
 
 
-class Distinct(NamedTuple):
+@dataclass(frozen=True)
+class Distinct:
     """The distinct keys of a list.
 
-    keys: (U,) int64 in order of first occurrence; with a `count` as many as the list has.
-    inverse: (n,) int64, occurrence -> key.
-    count: () int64, U where only the device knows it; None: all keys.
+    Args:
+        keys: (U,) int64 in order of first occurrence; with a `count` as many as the list has.
+        inverse: (n,) int64, occurrence -> key.
+        count: () int64, U where only the device knows it; None: all keys.
     """
 
     keys: torch.Tensor
@@ -67,6 +71,7 @@ class Distinct(NamedTuple):
 def distinct(keys: torch.Tensor, padded: bool) -> Distinct:
     """The distinct ones of `keys` (n,) int64; `padded`: nothing waits for their number."""
     if not padded:
-        return Distinct(*launch.unique(keys)[:2], None)
+        found, inverse, _counts = launch.unique(keys)
+        return Distinct(found, inverse, None)
     found, inverse, _counts, count = launch.unique_padded(keys)
     return Distinct(found, inverse, count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from .candidates import Candidates
@@ -93,9 +92,9 @@ class DynamicTable:
     @property
     def counters(self) -> Counters:
         """Rows and lookups on this rank since the table was made; waits for a device."""
-        return Counters(
-            *self._looked_up.tolist(), self._evicted, *self._rows.moved, self._rows.cache_hits[0]
-        )
+        found, inserted, rejected = self._looked_up.tolist()
+        cached, _all = self._rows.cache_hits
+        return Counters(found, inserted, rejected, self._evicted, *self._rows.moved, cached)
 
     def lookup(
         self,

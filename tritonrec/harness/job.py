@@ -24,6 +24,7 @@ from ..embedding import (
     FeatureConfig,
     HashTableCollection,
     OptimizerName,
+    Placement,
     RowOptimizer,
     TablePolicy,
 )  # fmt: skip
@@ -63,6 +64,7 @@ class Job:
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
+        placement: of the tables; their device is the target's.
         target: what it computes on, in `verify` and `train`; inside of `devices.kernels_of`.
     """
 
@@ -88,6 +90,7 @@ class Job:
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
+    placement: Placement = field(default_factory=Placement)
     target: Target = field(default_factory=Target)
 
     @property
@@ -148,7 +151,7 @@ class Job:
         """Empty tables of the model's features."""
         return HashTableCollection(
             self.features(), self.rule(optimizer), merge=self.merge, seed=self.seed, slots=self.slots,
-            chunk_rows=self.chunk_rows,
+            chunk_rows=self.chunk_rows, placement=replace(self.placement, device=self.target.device),
         )  # fmt: skip
 
     def features(self) -> list[FeatureConfig]:

@@ -44,7 +44,9 @@ class Tokens(NamedTuple):
         if timestamps is not None:
             num_tokens = len(timestamps)
         if not seq_offsets.is_cpu:
-            torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
+            torch._assert_async(
+                (lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens"
+            )
         elif len(lengths) and int(lengths.max()) > max_seq_len:
             raise ValueError(f"a sample has {int(lengths.max())} tokens, the model takes {max_seq_len}")
         owners = torch.repeat_interleave(sample_ids, lengths, output_size=num_tokens)

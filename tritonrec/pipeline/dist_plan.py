@@ -93,9 +93,9 @@ class Lookups:
 
     Args:
         inverse: as there. keys, last_use: as there, with padding behind them.
-        gradient_rows: stored rows by last use and then by owner, with padding behind them; None: `keys`' order.
-        sizes: (1 or 2, M, W) int64, rows that owner r sends with micro-batch i; gradients sent likewise, where
-            a row's last use is another than its first.
+        gradient_rows: stored rows by last use and then by owner, padding behind them; None: in their order.
+        sizes: (1 or 2, M, W) int64, rows that owner r sends with micro-batch i; gradients sent likewise,
+            where a row's last use may be another than its first.
     """
 
     inverse: list[torch.Tensor]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NewType, TypeVar
+from typing import Any, NewType, TypeVar
 
 import torch
 
@@ -104,11 +104,13 @@ DeviceSamples = NewType("DeviceSamples", list[Batch])
 """[M] micro-batches on the device."""
 
 
-class Common(NamedTuple):
+@dataclass(frozen=True)
+class Common:
     """Rows of one table that two windows share.
 
-    before, now: (n,) int64, rows of the last window's buffer and of this one's. count: () int64, the number of
-    them that are valid, the others are -1; None: all.
+    Args:
+        before, now: (n,) int64, rows of the last window's buffer and of this one's.
+        count: () int64, the number of valid ones, behind which both are -1; None: all.
     """
 
     before: torch.Tensor

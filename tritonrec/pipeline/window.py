@@ -48,9 +48,9 @@ class LookupCounts:
     occurrences: int = 0
     exchanged: int = 0
     received: int = 0
-    read: int = 0
-    kept: int = 0
-    written: int = 0
+    read: int | torch.Tensor = 0
+    kept: int | torch.Tensor = 0
+    written: int | torch.Tensor = 0
     lookups: int = 0
     rows: int = 0
     key_bytes: int = 0

@@ -31,6 +31,7 @@ PANELS = {
     "HSTUConfig": "Sizes of the model",
     "WindowConfig": "Windows and exchanges",
     "TablePolicy": "Policies of tables",
+    "Placement": "Policies of tables",
     "Run": "Run, checkpoints and evaluation",
     "SlipstreamConfig": "Slipstream, for dlrm (docs/slipstream.md)",
     "SlipstreamRun": "Slipstream, for dlrm (docs/slipstream.md)",

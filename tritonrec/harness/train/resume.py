@@ -11,7 +11,7 @@ from ..job import Job
 from .run import Run
 from .saver import restore
 
-LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance"}
+LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance", "placement"}
 """Settings that change no bit, so a run may go on with others."""
 
 NESTED = ("sizes", "policy", "target")

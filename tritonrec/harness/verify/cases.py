@@ -9,7 +9,7 @@ from itertools import combinations, product
 from random import Random
 from typing import Any
 
-from ...embedding import OptimizerName
+from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
 from .variants import RESTART, VARIANTS, Variant
@@ -23,6 +23,9 @@ samples, so that ranks and micro-batches stay empty."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
+STORAGES: tuple[Storage, ...] = ("host", "device", "cached")
+CACHE_ROWS = 40
+"""Of a cached table: fewer than a batch's rows, so that rows also bypass the cache and leave it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Case:
     than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to
     whole updates. With `restart` the run is saved half way, and goes on at that world size in fresh
     tables and with fresh optimizers. `replicas` ranks hold the same part of the tables (2D sparse
-    parallelism), before a restart; after it there is one copy.
+    parallelism), before a restart; after it there is one copy. `storage` is where the tables are, those of
+    the reference are in host memory; after a restart they are in another one.
     """
 
     mode: Mode
@@ -65,6 +69,7 @@ class Case:
     variant: str = ""
     restart: int = 0
     replicas: int = 1
+    storage: Storage = "host"
 
     def __post_init__(self) -> None:
         # A last update of fewer batches would have to be the reference's last one too, and others share that.
@@ -73,7 +78,14 @@ class Case:
 
     def job(self, job: Job) -> Job:
         """The job of the case, where the harness has `job`."""
-        return self._variant.job(job.on(self.data))
+        return replace(
+            self._variant.job(job.on(self.data)), placement=Placement(self.storage, "", CACHE_ROWS)
+        )
+
+    def resumed(self) -> Case:
+        """The case after its restart: with the tables elsewhere, unless they are in host memory."""
+        after: dict[Storage, Storage] = {"host": "host", "device": "cached", "cached": "device"}
+        return replace(self, storage=after[self.storage])
 
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches."""
@@ -90,7 +102,7 @@ class Case:
     @property
     def shows(self) -> tuple[str, ...]:
         """Counts that tell what the variant did."""
-        return self._variant.shows
+        return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
 
     @property
     def _variant(self) -> Variant:
@@ -100,6 +112,7 @@ class Case:
         return (
             f"{self.mode} {self.consistency} world_size={self.world_size} "
             f"{f'replicas={self.replicas} ' if self.replicas > 1 else ''}N={self.micro_batches} "
+            f"{f'storage={self.storage} ' if self.storage != 'host' else ''}"
             f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
             f"{' on ' + self.data if self.data else ''}{' ' + self.variant if self.variant else ''}"
             f"{f' restarted at world_size={self.restart}' if self.restart else ''}"
@@ -114,6 +127,8 @@ class Case:
             yield replace(self, restart=0)
         if self.variant:
             yield replace(self, variant="")
+        if self.storage != "host":
+            yield replace(self, storage="host")
         if self.replicas > 1:
             yield replace(self, replicas=1)
         elif self.world_size > 1:
@@ -136,13 +151,17 @@ def small_table(
     micro_batches: Iterable[int],
     steps: int | None = None,
 ) -> list[Case]:
-    """Cases for an implementation on which a step takes long: modes x world sizes x micro-batches at
-    ``"batch"``, with the other factors dealt round robin.
+    """Cases for an implementation on which a step takes long: modes x world sizes x micro-batches x storages
+    at ``"batch"``, with the other factors dealt round robin.
     """
+    every = product(modes, world_sizes, micro_batches, STORAGES)
     return [
-        Case(mode, "batch", ranks, count, index % 2 == 1, OPTIMIZERS[-1 - index % 3], steps or 4)
-        for index, (mode, ranks, count) in enumerate(product(modes, world_sizes, micro_batches))
-    ]
+        Case(
+            mode, "batch", ranks, count, index % 2 == 1, OPTIMIZERS[-1 - index % 4 % 3], steps or 4,
+            storage=storage,
+        )
+        for index, (mode, ranks, count, storage) in enumerate(every)
+    ]  # fmt: skip
 
 
 def contract_table(
@@ -204,6 +223,8 @@ def contract_table(
     def place(c: Case) -> tuple[Any, ...]:
         if c.replicas > 1:
             return 3, c.variant, c.world_size, c.replicas, order[c.mode]
+        if c.storage != "host":
+            return 4, c.storage, c.restart, c.variant, order[c.mode]
         if c.restart:
             return 2, c.world_size, c.restart
         plain = (c.consistency, c.world_size, c.micro_batches, c.steps)
@@ -245,11 +266,35 @@ def extra_cases(
             for index, name in enumerate(VARIANTS)
             if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
+    cases += storage_cases(size, modes, largest, micro_batches, length)
     cases += replica_cases(size, modes, largest, micro_batches, length)
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
+    return cases
+
+
+def storage_cases(
+    size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
+) -> list[Case]:
+    """Tables in device memory and cached there: every mode, all policies, and a restart elsewhere.
+
+    The device is that of the job; on the CPU the same tables and stages run, with its kernels. ``"quick"``
+    runs two cases.
+    """
+    cases = []
+    for storage in STORAGES[1:]:
+        plain = Case(modes[-1], "batch", largest, max(micro_batches), True, "adam", steps, 3, storage=storage)
+        variants = [name for name in ("scale", "policies") if modes[-1] in VARIANTS[name].modes]
+        cases.append(replace(plain, variant=variants[0]))
+        if size == "quick":
+            continue
+        cases += [replace(plain, mode=mode, consistency="window") for mode in modes]
+        cases += [
+            replace(plain, variant=name) for name in (*variants[1:], "first-use", "dedup-none", "merged")
+        ]
+        cases.append(replace(plain, variant=RESTART, restart=1, clustering=False))
     return cases
 
 

@@ -83,6 +83,7 @@ class Verifier:
             stretch = Stretch(0, half, save=saved)
             before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
             rest = Stretch(half, case.steps, load=saved)
+            args = (self.job, case.resumed(), self._references.name, fault)
             return before + self._pool.run(run_case, case.restart, *args, rest)
 
     def shrink(self, failed: CaseResult) -> CaseResult:

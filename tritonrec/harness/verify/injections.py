@@ -250,10 +250,10 @@ def evicts_rows_in_a_buffer(program: Program) -> None:
     table = program.tables.groups[0].table
     lookup = table.lookup
 
-    def forgetful(keys, step, all_reduce=None):
+    def forgetful(keys, step, all_reduce=None, count=None):
         pinned = table._metadata.pinned
         pinned.last = pinned.last[:0]
-        return lookup(keys, step, all_reduce)
+        return lookup(keys, step, all_reduce, count)
 
     table.lookup = forgetful  # type: ignore[method-assign]
 

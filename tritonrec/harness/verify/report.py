@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...files import save_json
 from ...version import __version__
 from ..devices import ARCHITECTURE, Target
 from ..job import Job
-from .cases import Case
+from .cases import CACHE_ROWS, Case
 from .faults import Fault
 from .state import Difference, as_json
 from .variants import VARIANTS
@@ -103,18 +104,14 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the injected faults, and the first difference if there is one."""
-    plain: list[CaseResult] = []
-    varied: list[CaseResult] = []
-    replicated: list[CaseResult] = []
+    tables: dict[Callable[[Job, list[CaseResult]], Table], list[CaseResult]] = {
+        _contract: [], _embedding: [], _storages: [], _replicas: [],
+    }  # fmt: skip
     for result in report.cases:
-        place = replicated if result.case.replicas > 1 else varied if result.case.variant else plain
-        place.append(result)
-    if plain:
-        console.print(_contract("Contract table", report.job, plain))
-    if varied:
-        console.print(_embedding(varied))
-    if replicated:
-        console.print(_replicas(replicated))
+        tables[_table_of(result.case)].append(result)
+    for table, results in tables.items():
+        if results:
+            console.print(table(report.job, results))
     if report.faults:
         console.print(_faults_table(report))
     if report.smallest is not None:
@@ -131,9 +128,18 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
 
 
-def _contract(title: str, job: Job, results: list[CaseResult]) -> Table:
+def _table_of(case: Case) -> Callable[[Job, list[CaseResult]], Table]:
+    """The table that shows a case."""
+    if case.replicas > 1:
+        return _replicas
+    if case.storage != "host":
+        return _storages
+    return _embedding if case.variant else _contract
+
+
+def _contract(job: Job, results: list[CaseResult]) -> Table:
     table = Table(
-        title=f"{title} on {job.data}{_kernels(job.target)}: bit-identical to the reference?",
+        title=f"Contract table on {job.data}{_kernels(job.target)}: bit-identical to the reference?",
         caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
         "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
         "C key-centric clustering, D random delays, MB and s of comparison. * on a made log of 35 users "
@@ -154,7 +160,7 @@ def _contract(title: str, job: Job, results: list[CaseResult]) -> Table:
     return table
 
 
-def _embedding(results: list[CaseResult]) -> Table:
+def _embedding(_job: Job, results: list[CaseResult]) -> Table:
     table = Table(
         title="Embedding system: bit-identical to the reference?",
         caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
@@ -165,15 +171,38 @@ def _embedding(results: list[CaseResult]) -> Table:
         table.add_column(name, justify="right" if name == "N" else "left", no_wrap=name != "counts")
     for result in results:
         case = result.case
-        ranks = f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
         table.add_row(
-            case.variant, case.mode + "*" * (case.consistency == "window"), ranks, str(case.micro_batches),
-            _counts(result), _outcome(result),
+            case.variant, case.mode + "*" * (case.consistency == "window"), _ranks(case),
+            str(case.micro_batches), _counts(result), _outcome(result),
         )  # fmt: skip
     return table
 
 
-def _replicas(results: list[CaseResult]) -> Table:
+def _storages(job: Job, results: list[CaseResult]) -> Table:
+    table = Table(
+        title=f"Tables on the device or cached there{_kernels(job.target)}: bit-identical to the reference?",
+        caption="device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
+        f"{CACHE_ROWS} of them on the device. > W': saved half way by W ranks, continued by W' with the "
+        "other storage. The reference's tables are in host memory. Batch consistency, * consistency `window`.",
+        padding=(0, 0, 0, 1),
+    )
+    for name in ("storage", "mode", "W", "N", "optimizer", "variant", "counts", "s", "result"):
+        table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
+    for result in results:
+        case = result.case
+        table.add_row(
+            case.storage, case.mode + "*" * (case.consistency == "window"), _ranks(case),
+            str(case.micro_batches), case.optimizer.removeprefix("rowwise_"), case.variant, _counts(result),
+            f"{result.seconds:.1f}", _outcome(result),
+        )  # fmt: skip
+    return table
+
+
+def _ranks(case: Case) -> str:
+    return f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
+
+
+def _replicas(_job: Job, results: list[CaseResult]) -> Table:
     table = Table(
         title="2D sparse parallelism, exact gradients: bit-identical to the reference?",
         caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part. "

@@ -34,9 +34,9 @@ def route(
 ) -> Routes:
     """Deduplicate each micro-batch's keys and send them to their owners.
 
-    The host waits for the split sizes of the exchange, and for nothing else; this lane is a batch ahead. Where
-    gradients are added up over replicas of the tables, all replicas of a shard get the keys that each of them
-    received, so that they hold, update and keep the same rows.
+    The host waits for the split sizes of the exchange, a batch ahead of their use. Where gradients are added
+    up over replicas of the tables, all replicas of a shard get the keys that each of them received, so that
+    they hold, update and keep the same rows.
     """
     config, world = context.config, routing.world_size
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)

@@ -128,20 +128,22 @@ def _retrieve(
         received = _moved(received, table.device)
         # Reductions over replicas are planned on the host, which waits for the number of keys then.
         padded = table.padded and not context.replicated
-        keys, inverse, count = distinct(received.keys, padded)
+        found = distinct(received.keys, padded)
+        keys, inverse, count = found.keys, found.inverse, found.count
         num_own, replica_rows = len(keys), []
         if context.replicated:  # every replica has the union of the received keys, in the same order
-            keys, places, count = distinct(torch.cat(received.replica_keys), padded)
-            replica_rows = list(places.split([len(each) for each in received.replica_keys]))
-        found = index[number].lookup(keys, window.update, over_ranks, count)
+            union = distinct(torch.cat(received.replica_keys), padded)
+            keys, count = union.keys, union.count
+            replica_rows = list(union.inverse.split([len(each) for each in received.replica_keys]))
+        rows = index[number].lookup(keys, window.update, over_ranks, count)
         if before is not None:
             kept.append(_common(before.tables[number], keys, count, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
         if context.config.dedup in ("lookup", "both"):
-            table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
+            table_keys = TableKeys(keys, rows.handles, kept[-1] if kept else None)
             buffer.append(fetch(context, table, table_keys, counts))
         else:
-            buffer.append(_fetch_received(context, table, received.keys, found.handles, inverse, counts))
+            buffer.append(_fetch_received(context, table, received.keys, rows.handles, inverse, counts))
         gradient.append(context.sums.zeros(num_own, table.dim))
         counts.lookups += 1
         counts.received += len(received.keys)
@@ -152,12 +154,15 @@ def _retrieve(
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
             rows = replica_rows[context.replica][inverse]
             sent = plan_output_dist(rows, received.splits, None)[0]
-            on_host = [each.cpu() for each in replica_rows], [each.cpu() for each in received.replica_last_use]
+            on_host = (
+                [each.cpu() for each in replica_rows],
+                [each.cpu() for each in received.replica_last_use],
+            )
             reductions = _reductions(context, on_host[0], len(keys), on_host[1])
         sent, gradients = sent.to(context.device), gradients.to(context.device)
         owned.append(
             TableRows(
-                keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, reductions
+                keys, rows.handles, count, rows.low_precision, sent, gradients, replica_rows, reductions
             )
         )
     kept_rows = None if before is None else KeptRows(kept)
@@ -193,7 +198,8 @@ def _common(before: TableRows, keys: torch.Tensor, count: torch.Tensor | None, p
     """The rows that the last window and this one share."""
     if padded:
         return Common(*launch.intersect_padded(before.keys, keys, before.count, count))
-    return Common(*launch.intersect(before.keys, keys), None)
+    there, here = launch.intersect(before.keys, keys)
+    return Common(there, here, None)
 
 
 def _moved(received: ReceivedKeys, device: torch.device) -> ReceivedKeys:
