@@ -63,8 +63,8 @@ def verify(
     require_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
-    slow = job.target.is_slow and not (quick or full)
-    if slow:
+    small = job.target.is_slow and not (quick or full)
+    if job.target.is_slow:
         data = SMALL.data if job.data == JOB.data else job.data
         job = replace(SMALL, data=data, target=job.target)
     job = checked(lambda: load_job(job))
@@ -72,12 +72,12 @@ def verify(
     chosen = names(modes, PIPELINED, "--modes")
     ranks = numbers(world_size, "--world-size", most=MOST_RANKS)
     counts = numbers(micro_batches, "--micro-batches")
-    if (quick or slow) and world_size == RANKS:
+    if (quick or small) and world_size == RANKS:
         ranks = [1, 2]
-    if slow and micro_batches == COUNTS:
+    if small and micro_batches == COUNTS:
         counts = [4]
     checked(lambda: validate_device(job.target.device, max(ranks)))
-    if slow:
+    if small:
         cases = small_table(chosen, ranks, counts, steps)  # type: ignore[arg-type]
     else:
         cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]

@@ -125,6 +125,7 @@ VARIANTS: dict[str, Variant] = {
         {
             "model": "dlrm",
             "data": CRITEO,
+            "batch_size": 32,
             "policy": TablePolicy(Eviction("lru", capacity=15), 2, PrecisionTiers(2, 3)),
         },
         {"merge": True},
