@@ -32,6 +32,7 @@ def triples(cases):
 
 def test_full_is_the_whole_product():
     full = [c for c in contract_table("full") if not c.data and not c.variant and c.replicas == 1]
+    full = [c for c in full if c.storage == "host"]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     product = 1
     for size in sizes:
@@ -44,7 +45,7 @@ def test_default_covers_every_triple_and_the_longest_case():
     assert triples(default) == triples(contract_table("full"))
     longest = Case("nestpipe", "batch", 4, 8, True, "adam", steps=30)
     assert longest in default
-    assert len([case for case in default if not case.variant]) < 90
+    assert len([case for case in default if not case.variant]) < 96
 
 
 def test_quick_covers_every_value_and_every_mode_at_both_levels():
@@ -61,6 +62,24 @@ def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
     assert {case.variant for case in cases} == {"", *VARIANTS}
     pairs = {(case.world_size, case.restart) for case in cases if case.restart}
     assert pairs == {(before, after) for before in range(1, 5) for after in range(1, 5)}
+
+
+def test_tables_elsewhere_are_tried_in_every_mode_with_all_policies_and_across_a_restart():
+    for storage in ("device", "cached"):
+        cases = [case for case in contract_table() if case.storage == storage]
+        assert {case.mode for case in cases} == set(PIPELINED)
+        assert {case.variant for case in cases} >= {"", "scale", "policies", "first-use", "restart"}
+        assert all(case.resumed().storage != storage for case in cases)
+    quick = {(case.storage, case.variant) for case in contract_table("quick")}
+    assert quick >= {("device", "scale"), ("cached", "scale")}
+
+
+@pytest.mark.parametrize("storage", ["device", "cached"])
+def test_the_reference_of_a_table_elsewhere_is_one_on_the_host(storage):
+    case, job = Case("nestpipe", "batch", 2, 4, True, "adam", 6, storage=storage), Job()
+    assert case.job(job).placement.storage == storage
+    assert case.reference(job) == replace(case, storage="host").reference(job)
+    assert case.reference(job).job.placement.storage == "host"
 
 
 @pytest.mark.parametrize("size", ["default", "full"])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,10 @@ def test_the_cpus_kernels_get_the_whole_table(monkeypatch):
 
 def test_the_small_table_has_every_optimizer_with_and_without_clustering():
     cases = small_table(PIPELINED, [1, 2], [4])
-    assert len(cases) == 6 and len({case.optimizer for case in cases}) == 3
+    assert len(cases) == 18 and len({case.optimizer for case in cases}) == 3
+    assert {(case.mode, case.world_size, case.storage) for case in cases} == set(
+        product(PIPELINED, (1, 2), ("host", "device", "cached"))
+    )
     assert {case.clustering for case in cases} == {False, True}
 
 

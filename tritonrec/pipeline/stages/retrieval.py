@@ -128,41 +128,36 @@ def _retrieve(
         received = _moved(received, table.device)
         # Reductions over replicas are planned on the host, which waits for the number of keys then.
         padded = table.padded and not context.replicated
-        found = distinct(received.keys, padded)
-        keys, inverse, count = found.keys, found.inverse, found.count
-        num_own, replica_rows = len(keys), []
+        own = distinct(received.keys, padded)
+        keys, count, replica_rows = own.keys, own.count, []
         if context.replicated:  # every replica has the union of the received keys, in the same order
             union = distinct(torch.cat(received.replica_keys), padded)
             keys, count = union.keys, union.count
             replica_rows = list(union.inverse.split([len(each) for each in received.replica_keys]))
-        rows = index[number].lookup(keys, window.update, over_ranks, count)
+        found = index[number].lookup(keys, window.update, over_ranks, count)
         if before is not None:
             kept.append(_common(before.tables[number], keys, count, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
         if context.config.dedup in ("lookup", "both"):
-            table_keys = TableKeys(keys, rows.handles, kept[-1] if kept else None)
+            table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
             buffer.append(fetch(context, table, table_keys, counts))
         else:
-            buffer.append(_fetch_received(context, table, received.keys, rows.handles, inverse, counts))
-        gradient.append(context.sums.zeros(num_own, table.dim))
+            buffer.append(_fetch_received(context, table, received.keys, found.handles, own.inverse, counts))
+        gradient.append(context.sums.zeros(len(own.keys), table.dim))
         counts.lookups += 1
         counts.received += len(received.keys)
         sent, gradients = plan_output_dist(
-            inverse, received.splits, received.last_use, received.gradient_splits
+            own.inverse, received.splits, received.last_use, received.gradient_splits
         )
         reductions: list[ReplicaReduction] = []
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
-            rows = replica_rows[context.replica][inverse]
-            sent = plan_output_dist(rows, received.splits, None)[0]
-            on_host = (
-                [each.cpu() for each in replica_rows],
-                [each.cpu() for each in received.replica_last_use],
-            )
-            reductions = _reductions(context, on_host[0], len(keys), on_host[1])
+            rows = replica_rows[context.replica][own.inverse]
+            sent, _gradients = plan_output_dist(rows, received.splits, None)
+            reductions = _reductions(context, replica_rows, len(keys), received.replica_last_use)
         sent, gradients = sent.to(context.device), gradients.to(context.device)
         owned.append(
             TableRows(
-                keys, rows.handles, count, rows.low_precision, sent, gradients, replica_rows, reductions
+                keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, reductions
             )
         )
     kept_rows = None if before is None else KeptRows(kept)
@@ -235,7 +230,11 @@ def _fetch_received(
 def _reductions(
     context: Context, replicas: list[torch.Tensor], rows: int, last_use: list[torch.Tensor]
 ) -> list[ReplicaReduction]:
-    """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch."""
+    """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch.
+
+    The plan is made on the host.
+    """
+    replicas, last_use = ([each.cpu() for each in part] for part in (replicas, last_use))
     count = context.config.window_micro_batches
     last_micro_batch = torch.full((rows,), count - 1, dtype=torch.int64)
     if last_use:
