@@ -46,6 +46,7 @@ class CachedStorage(RowStorage):
         self._hand = torch.zeros((), dtype=torch.int64, device=device)
         self._lookup, self._size = 1, 0  # lookups so far, and keys of the last one
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._moved = [0, 0]  # to float32, to 16 bits; in host memory a cached row moves when it leaves
         self._lock = Turn(device)  # for columns that grow
 
     @property
@@ -83,7 +84,10 @@ class CachedStorage(RowStorage):
         if self.waits:
             handles, values, low_precision = tiers_of(handles, values, low_precision, self.dim)
             with self._lock:
+                before = self._low[handles]
                 self._low[handles] = low_precision
+            self._moved[0] += int((before & ~low_precision).sum())
+            self._moved[1] += int((low_precision & ~before).sum())
         places = self._place(handles)
         super().update(places, values)
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
@@ -125,7 +129,7 @@ class CachedStorage(RowStorage):
 
     @property
     def moved(self) -> tuple[int, int]:
-        return self._home.moved
+        return self._moved[0], self._moved[1]
 
     def memory(self) -> dict[str, int]:
         columns = (self._places, self._used, self._low, self._handles, self._recent)

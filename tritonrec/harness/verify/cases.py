@@ -287,7 +287,7 @@ def storage_cases(
     for storage in STORAGES[1:]:
         plain = Case(modes[-1], "batch", largest, max(micro_batches), True, "adam", steps, 3, storage=storage)
         variants = [name for name in ("scale", "policies") if modes[-1] in VARIANTS[name].modes]
-        cases.append(replace(plain, variant=variants[0]))
+        cases.append(replace(plain, variant=variants[0], steps=2 * steps))  # updates of three steps
         if size == "quick":
             continue
         cases += [replace(plain, mode=mode, consistency="window") for mode in modes]

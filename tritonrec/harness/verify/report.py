@@ -183,7 +183,7 @@ def _storages(job: Job, results: list[CaseResult]) -> Table:
         title=f"Tables on the device or cached there{_kernels(job.target)}: bit-identical to the reference?",
         caption="device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
         f"{CACHE_ROWS} of them on the device. > W': saved half way by W ranks, continued by W' with the "
-        "other storage. The reference's tables are in host memory. Batch consistency, * consistency `window`.",
+        "other storage. Reference: tables in host memory. Batch consistency, * consistency `window`.",
         padding=(0, 0, 0, 1),
     )
     for name in ("storage", "mode", "W", "N", "optimizer", "variant", "counts", "s", "result"):

@@ -137,7 +137,7 @@ def run_case(
 
 def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
     """States of the reference of ``"window"`` consistency, this rank's shard only."""
-    in_turn = replace(case, mode="sequential", delay_seed=None)
+    in_turn = replace(case, mode="sequential", storage="host", delay_seed=None)
     states: list[State] = []
     used: list[dict[str, Lookup]] = []
     with prepared(communicators, job, in_turn) as (trainer, loader):
