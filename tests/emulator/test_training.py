@@ -10,7 +10,7 @@ import torch
 from tritonrec import ops
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, Placement, RowOptimizer
 from tritonrec.harness.emulator.driver import current
 from tritonrec.harness.verify.run_case import compare_run
 from tritonrec.harness.verify.state import Comparison, dense_state, loss_state, table_state
@@ -22,6 +22,9 @@ BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).bat
 IN_A_STEP = {
     "unique.mark_kernel", "bucketize.place_kernel", "intersect.list_kernel", "philox.initial_rows_kernel",
     "rows.move_kernel", "segment_sum.segment_sum_kernel", "fixed_point.from_fixed_point_kernel",
+}  # fmt: skip
+ON_DEVICE = {
+    "hash_table.find_kernel", "hash_table.claim_kernel", "chunked_rows.read_kernel", "chunked_rows.write_kernel",
 }  # fmt: skip
 
 
@@ -38,16 +41,32 @@ class Scores(torch.nn.Module):
         )
 
 
-def trainer(optimizer, mode, impl):
+def trainer(optimizer, mode, impl, storage="host"):
     model, rule = Scores(), RowOptimizer(optimizer, lr=0.05)
-    tables = HashTableCollection([FeatureConfig("item", 6)], rule, seed=2, slots=8, chunk_rows=32)
+    tables = HashTableCollection(
+        [FeatureConfig("item", 6)],
+        rule,
+        seed=2,
+        slots=8,
+        chunk_rows=32,
+        placement=Placement(storage, "cpu", 20),
+    )
     dense = DenseOptimizer(model.named_parameters(), rule)
     config = WindowConfig(1 if mode == "reference" else 4, seed=4)
     return Trainer(model, tables, dense, Communicators.local(), mode, config, impl=impl)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", "sgd"])
-def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "storage"),
+    [
+        ("adam", "host"),
+        ("rowwise_adagrad", "device"),
+        ("sgd", "cached"),
+        ("adam", "device"),
+        ("adam", "cached"),
+    ],
+)
+def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer, storage):
     expected = []
     with trainer(optimizer, "reference", "cpu") as reference:
         tables, dense = reference.reference.tables, reference.reference.dense
@@ -55,12 +74,12 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
             losses = loss_state(result.sample_ids, result.losses)
             expected.append({**losses, **dense_state(dense), **table_state(tables)})
     before = {name: row.launches for name, row in current().rows.items()}
-    with trainer(optimizer, "nestpipe", "triton") as running:
+    with trainer(optimizer, "nestpipe", "triton", storage) as running:
         comparison = Comparison(running.program.tables, rank=0, world_size=1)
         compare_run(running, [BATCHES], comparison, expected.__getitem__, BATCHES[-1].step)
     assert comparison.first is None, comparison.first
     assert comparison.steps_seen == {(step, part) for step in range(4) for part in ("loss", "table")}
     launched = {name for name, row in current().rows.items() if row.launches > before.get(name, 0)}
     update = f"sparse_optimizers.{optimizer}_kernel"
-    assert {*IN_A_STEP, update} <= launched, launched
+    assert {*IN_A_STEP, update, *(ON_DEVICE if storage != "host" else ())} <= launched, launched
     assert ops.implementation("auto", torch.ones(1)) == "cpu"
