@@ -2,7 +2,7 @@
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
 # make test     the test suite, under five minutes on two cores: of slow tests their quick counterparts
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
-# make emulate  the tests of Triton kernels on emulated sm_80 and sm_90, in three schedules (docs/emulator.md)
+# make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
@@ -36,6 +36,7 @@ test-all: .venv/installed
 emulate: .venv/installed
 	$(PYTEST) --emulate sm_80 --emulate-schedules 3 -m "interpreter and not slow" tests/kernels
 	$(PYTEST) --emulate sm_90 --emulate-schedules 3 -m "interpreter and not slow" tests/kernels
+	$(BIN)/tritonrec verify --impl triton
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

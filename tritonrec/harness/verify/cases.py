@@ -79,7 +79,7 @@ class Case:
     def job(self, job: Job) -> Job:
         """The job of the case, where the harness has `job`."""
         return replace(
-            self._variant.job(job.on(self.data)), placement=Placement(self.storage, "", CACHE_ROWS)
+            self._variant.job(job.on(self.data)), placement=Placement(self.storage, cache_rows=CACHE_ROWS)
         )
 
     def resumed(self) -> Case:
