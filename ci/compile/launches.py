@@ -372,6 +372,9 @@ def _segment_sum(dim):
     run(ops.segment_sum, values, segments, size)
     run(ops.segment_sum, values, segments, size, consistency="batch")
     run(ops.segment_sum, values.long(), segments, size, consistency="batch")
+    everything = torch.zeros_like(segments)
+    run(ops.segment_sum, values, everything, 1)
+    run(ops.segment_sum, values, everything, 1, consistency="batch")
 
 
 @case("packed_rows", dim=(50, 128))

@@ -281,3 +281,46 @@ def test_a_sum_that_just_fits_is_added_once(impl, dim):
     expected = torch.empty_like(values)
     expected[segments] = values + 2**62
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300, 128 * 128 + 1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_only_segment_is_added_up_in_parts_of_any_number(impl, rows):
+    """A bias's gradient: all rows in one sum, which starts from what `out` has."""
+    values = on(impl, torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows)) * 8)
+    segments, start = torch.zeros(rows, dtype=torch.int64, device=values.device), torch.arange(5) - 2**40
+    got = segment_sum(
+        values, segments, 1, consistency="batch", out=on(impl, start.view(1, 5).clone()), impl=impl
+    )
+    terms = (values.cpu().double() * 2**36).round().to(torch.int64)
+    assert torch.equal(got.cpu().view(-1), start + terms.sum(0))
+    count = on(impl, torch.tensor(rows // 2))
+    part = segment_sum(values, segments, 1, consistency="batch", count=count, impl=impl)
+    assert torch.equal(part.cpu().view(-1), terms[: rows // 2].sum(0))
+    folded = torch.zeros(5)
+    for row in values.cpu() if rows < 400 else []:
+        folded = folded + row
+    if rows < 400:
+        assert torch.equal(segment_sum(values, segments, 1, impl=impl).cpu().view(-1), folded)
+
+
+@pytest.mark.parametrize("bad", [0, 128, 200, 299])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_bad_value_of_the_only_segment_is_named(impl, bad):
+    values = torch.randn(300, 3, generator=torch.Generator().manual_seed(1))
+    values[bad, 1] = float("nan")
+    segments = on(impl, torch.zeros(300, dtype=torch.int64))
+    with pytest.raises(ExactSumError) as raised:
+        segment_sum(on(impl, values), segments, 1, consistency="batch", impl=impl)
+    assert raised.value.index == (bad, 1)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_parts_whose_sum_leaves_int64_are_an_error(impl):
+    """Each part fits. Triton names the first row of the part that no longer does."""
+    values = torch.zeros(384, 2, dtype=torch.int64)
+    values[[5, 140, 300], 1] = 2**62
+    segments = on(impl, torch.zeros(384, dtype=torch.int64))
+    with pytest.raises(ExactSumError) as raised:
+        segment_sum(on(impl, values), segments, 1, consistency="batch", impl=impl)
+    assert raised.value.index == ((128, 1) if impl == "triton" else (140, 1))

@@ -1,7 +1,8 @@
 """Errors that ops find in values on a device, put off to one read for many ops.
 
 An op that adds in fixed point knows only on the device whether a value was too large. Where a `Deferred` is
-active, the host does not wait to raise: it collects the codes, and `check` reads all of them at once.
+active, the host does not wait to raise: it collects the positions of bad values, and `check` looks at all of
+them at once.
 """
 
 from __future__ import annotations
@@ -13,25 +14,33 @@ from contextlib import contextmanager
 import torch
 
 _of_thread = threading.local()
+NONE = 2**63 - 1
+"""Greater than any position: a program that found no bad value."""
+
+
+def first_bad(positions: torch.Tensor) -> torch.Tensor:
+    """() int64, 1 + the smallest of the positions (n,) that programs found, 0 where all found `NONE`."""
+    first = positions.min()
+    return torch.where(first == NONE, 0, first + 1)
 
 
 class Deferred:
-    """Codes of ops, in the order of their calls; threads may share it."""
+    """Positions of bad values that ops found, in the order of their calls; threads may share it."""
 
     def __init__(self) -> None:
         self._found: list[tuple[torch.Tensor, Callable[[int], Exception]]] = []
 
-    def add(self, code: torch.Tensor, error: Callable[[int], Exception]) -> None:
-        """Collect `code`, () int64, whose error is ``error(code)`` where it is not 0."""
-        self._found.append((code, error))
+    def add(self, positions: torch.Tensor, error: Callable[[int], Exception]) -> None:
+        """Collect `positions` (n,) int64, `NONE` where nothing is bad; the error is that of `first_bad`."""
+        self._found.append((positions, error))
 
     def check(self) -> None:
-        """Raise the error of the first code that is not 0; waits for the device, once."""
+        """Raise the error of the first call that found a bad value; waits for the device, once."""
         found, self._found = self._found, []
-        if not found:
+        if not found or bool((torch.cat([positions for positions, _ in found]) == NONE).all()):
             return
-        for code, (_, error) in zip(torch.stack([code for code, _ in found]).tolist(), found, strict=True):
-            if code:
+        for positions, error in found:
+            if code := int(first_bad(positions)):
                 raise error(code)
 
     @contextmanager

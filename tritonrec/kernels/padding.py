@@ -72,14 +72,18 @@ def report(
 ) -> None:
     """Raise ``error(code)`` for a code that is not 0; with a `status` keep the first code there instead.
 
-    Where errors are put off (`kernels.deferred`), a code on a device is kept for ``late(code)``, which needs
-    none of the op's tensors.
+    Kernels give the first bad positions of their programs, (n,) int64, `NONE` where there is none. The code
+    is then 1 + the smallest. Where errors are put off (`kernels.deferred`), positions are kept for
+    ``late(code)``, which needs none of the op's tensors.
     """
-    if status is None:
+    if isinstance(code, torch.Tensor) and code.dim():
         collecting = deferred.current()
-        if isinstance(code, torch.Tensor) and late is not None and collecting is not None:
+        if status is None and late is not None and collecting is not None:
             collecting.add(code, late)
-        elif int(code):
+            return
+        code = deferred.first_bad(code)
+    if status is None:
+        if int(code):
             raise error(int(code))
     elif isinstance(code, torch.Tensor):
         torch.where(status == 0, code, status, out=status)

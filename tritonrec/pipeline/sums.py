@@ -14,6 +14,7 @@ import torch
 from .. import ops
 from ..distributed import Communicator
 from ..kernels import launch
+from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .reduce_scatter import ReduceScatter
@@ -146,8 +147,8 @@ class Sums:
             index = _index(code - 1, shape)
             return FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
 
-        first = torch.where(bad.any(), bad.to(torch.int8).argmax() + 1, 0)
-        report(int(first) if on_host(means) else first, None, error, late)
+        first = torch.where(bad.any(), bad.to(torch.int8).argmax(), NONE).view(1)
+        report(first_bad(first) if on_host(means) else first, None, error, late)
         return means
 
 

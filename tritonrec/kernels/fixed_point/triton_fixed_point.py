@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import deferred
 from tritonrec.kernels.fixed_point.errors import report_value
 
 BLOCK, NUM_WARPS = 1024, 4
-# Greater than any position, so the identity of a minimum.
-NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+NONE = tl.constexpr(deferred.NONE)  # the identity of a minimum
 
 
 @triton.jit
@@ -54,12 +54,6 @@ def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLO
     tl.store(values_ptr + position, quotient.to(tl.float32), mask=position < length)
 
 
-def first_bad(bad: torch.Tensor) -> torch.Tensor:
-    """() int64, 1 + the smallest of the positions that programs found, 0 where all found none."""
-    first = bad.min()
-    return torch.where(first == NONE.value, 0, first + 1)
-
-
 def to_fixed_point(
     values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -81,7 +75,7 @@ def to_fixed_point(
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-    report_value(first_bad(bad), status, name, values, fraction_bits)
+    report_value(bad, status, name, values, fraction_bits)
     return terms
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.padding import report
 
@@ -188,4 +188,4 @@ def linear_weight_grad(
         value = None if late else float(values.view(-1)[int(bad.argmin())])
         return no_sum((sample, *divmod(place, inputs), value), bits, name)
 
-    report(first_bad(bad), None, error, partial(error, late=True))
+    report(bad.view(-1), None, error, partial(error, late=True))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE
 from tritonrec.kernels.packed_rows.reference import report_packed_sum
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.triton_segment_sum import MOST_PROGRAMS, by_segment
@@ -190,7 +190,7 @@ def add_packed_rows(
         BLOCK_DIM=block,
         num_warps=4,
     )
-    report_packed_sum(first_bad(bad), name, segments, widths, packed, dim, fraction_bits)
+    report_packed_sum(bad, name, segments, widths, packed, dim, fraction_bits)
 
 
 def _places(widths: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

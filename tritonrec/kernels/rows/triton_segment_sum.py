@@ -3,7 +3,8 @@
 There are no atomics, so no result depends on the schedule: a float sum is the left fold in order of
 occurrence that the CPU computes, and an int64 sum meets an overflow at the same occurrence. It also is what
 Ascend needs, which has no int64 atomic add. A segment is walked by one program per block of columns, so one
-very hot key bounds the time; programs stride over segments to stay below Ascend's 65,535 grid entries.
+very hot key bounds the time; programs stride over segments to stay below Ascend's 65,535 grid entries. The
+only segment of an exact sum is added up in parts, by as many programs: integers have one sum in any grouping.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.fixed_point.errors import report_sum
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, first_bad, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 from tritonrec.kernels.padding import padding
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.reference import into_zeros
+from tritonrec.kernels.triton_padding import num_valid
 
 MOST_PROGRAMS = 65535
 BLOCK_D, NUM_WARPS = 128, 4
+PART = 128
+"""Rows of one segment that a program adds up where it is the only segment: a bias's gradient has all tokens
+in one. Their int64 sums are added up in the same way, so that 100,000 rows are three steps of 128."""
 
 
 @triton.jit
@@ -32,13 +37,20 @@ def segment_sum_kernel(
     out_stride,
     value_stride,
     num_segments,
+    num_rows,
+    count_ptr,
+    part,
+    row_scale,
     dim,
     scale,
     limit,
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[segment] += values[order[i]] for i in [starts[segment], starts[segment + 1]), in order."""
+    """out[segment] += values[order[i]] for i in [starts[segment], starts[segment + 1]), in order.
+
+    Without `order` segments are parts of `part` rows, of `row_scale` occurrences each.
+    """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
     bad = tl.full((BLOCK_D,), NONE, tl.int64)
@@ -47,8 +59,17 @@ def segment_sum_kernel(
         to = out_ptr + segment * out_stride + column
         # one program owns this row's columns, so a plain load and store accumulate into `out`
         total = tl.load(to, mask=inside, other=0)
-        for i in range(tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)):
-            row = tl.load(order_ptr + i)
+        if order_ptr is None:
+            begin = segment * part
+            end = tl.minimum(begin + part, num_valid(num_rows, count_ptr))
+        else:
+            begin = tl.load(starts_ptr + segment)
+            end = tl.load(starts_ptr + segment + 1)
+        for i in range(begin, end):
+            if order_ptr is None:
+                row = i
+            else:
+                row = tl.load(order_ptr + i)
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
             value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
             if ADD == "floats":
@@ -62,7 +83,7 @@ def segment_sum_kernel(
                 # a wrapped sum has the sign that neither of its operands has
                 after = total + term
                 fits = fits & (((total ^ after) & (term ^ after)) >= 0)
-                bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
+                bad = tl.minimum(bad, tl.where(fits, NONE, row * row_scale * dim + column))
                 # added all the same: the first bad position is what counts, and the caller discards the sum
                 total = after
         # several threads may load one element where columns are few: none may load it changed
@@ -84,44 +105,58 @@ def segment_sum_into(
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
-    num_segments, dim = out.shape
+    num_segments = out.shape[0]
     if values.numel() == 0 or out.numel() == 0:
         return
-    values, keys = contiguous_rows(values), segments
-    if count is not None:
-        # behind the last segment, so in no program's range; the host does not wait for the count
-        keys = torch.where(padding(segments.numel(), count), num_segments, segments)
-    order, starts = by_segment(keys, num_segments)
-    block = min(BLOCK_D, triton.next_power_of_2(dim))
-    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    values = contiguous_rows(values)
     exact = consistency == "batch"
-    # float sums write no position, but a launch needs a tensor
-    bad = torch.empty(grid[0] * grid[1] if exact else 1, dtype=torch.int64, device=out.device)
     if not exact:
         add = "floats"
-    elif values.dtype == torch.float32:
-        add = "rounded"
     else:
-        add = "terms"
-    segment_sum_kernel[grid](
-        out,
-        values,
-        order,
-        starts,
-        bad,
-        out.stride(0),
-        values.stride(0),
-        num_segments,
-        dim,
-        2.0**fraction_bits,
-        2.0 ** (62 - fraction_bits),
-        ADD=add,
-        BLOCK_D=block,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        add = "rounded" if values.dtype == torch.float32 else "terms"
+    fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits)
+    if num_segments == 1:
+        bad = _sum_all(out, values, count, add, fixed_point)
+    else:
+        keys = segments
+        if count is not None:
+            # behind the last segment, so in no program's range; the host does not wait for the count
+            keys = torch.where(padding(segments.numel(), count), num_segments, segments)
+        order, starts = by_segment(keys, num_segments)
+        bad = _launch(out, values, order, starts, None, len(values), 1, add, fixed_point)
     if exact:
-        report_sum(first_bad(bad), status, name, values, segments, fraction_bits)
+        report_sum(bad, status, name, values, segments, fraction_bits)
+
+
+def _sum_all(out, values, count, add, fixed_point) -> torch.Tensor:
+    """Add all rows to the only row of `out`: float32 in order, integers in parts; the bad positions.
+
+    Where the sum of a part of the parts leaves int64, the position is that of its first row.
+    """
+    found, row_scale = [], 1
+    while add != "floats" and len(values) > PART:
+        parts = torch.zeros(
+            triton.cdiv(len(values), PART), out.shape[1], dtype=torch.int64, device=out.device
+        )
+        found.append(_launch(parts, values, None, None, count, PART, row_scale, add, fixed_point))
+        values, count, add, row_scale = parts, None, "terms", row_scale * PART
+    found.append(_launch(out, values, None, None, count, len(values), row_scale, add, fixed_point))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _launch(out, values, order, starts, count, part, row_scale, add, fixed_point) -> torch.Tensor:
+    """Add rows to `out`, by segment or by part; the first bad position of each program."""
+    num_segments, dim = out.shape
+    block = min(BLOCK_D, triton.next_power_of_2(dim))
+    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    # float sums write no position, but a launch needs a tensor
+    bad = torch.empty(1 if add == "floats" else grid[0] * grid[1], dtype=torch.int64, device=out.device)
+    sizes = out.stride(0), values.stride(0), num_segments, len(values)
+    segment_sum_kernel[grid](
+        out, values, order, starts, bad, *sizes, count, part, row_scale, dim, *fixed_point,
+        ADD=add, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return bad
 
 
 segment_sum = into_zeros(segment_sum_into)
