@@ -77,11 +77,12 @@ class Sums:
             received = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
             self.add(received, targets, out, name)
             return
+        if over.world_size == 1:
+            self.add(launch.gather_rows(values, rows), targets, out, name)
+            return
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)
         self.add(launch.gather_rows(values, own), to_own, out, name)
-        if over.world_size == 1:
-            return
         dim = values.shape[1]
         widths, packed = launch.pack_rows(values, others)
         their_widths = counted_all_to_all(sent, over, widths, send, receive)
