@@ -28,7 +28,7 @@ def test_the_rehearsal_passes_and_leaves_its_files(tmp_path):
     assert {"tests.xml", "launches.json", "bench.json", "bench.md", "roofs.json", "pipeline.json"} <= names
     assert {"pipeline.pftrace", "kernels.trace.json", "profile.json"} <= names
     pipeline = json.loads((tmp_path / "pipeline.json").read_text())
-    assert pipeline["identical"] == dict.fromkeys(("sequential", "dbp", "fwp", "nestpipe"), True)
+    assert len(pipeline["identical"]) == 12 and all(pipeline["identical"].values())
     assert "silu" in (tmp_path / "bench.md").read_text()
 
 

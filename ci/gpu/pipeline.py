@@ -1,8 +1,8 @@
-"""NestPipe steps with the dense model on a GPU and the tables in host memory, beside other modes.
+"""NestPipe steps on a GPU beside other modes, with tables in host memory, in its memory, and cached there.
 
-Host memory holds the key structures, rows and optimizer states; lookups, dedup, routing and row updates run
-on the CPU. Samples, buffers of looked-up rows, the model and its gradients are on the device. Every mode must
-give the losses of the sequential one, bit for bit; against the CPU they agree to rounding only.
+Samples, buffers of looked-up rows, the model and its gradients are on the device. Lookups, dedup and updates
+of rows run where the tables are. Every mode and storage must give the losses of the sequential one with
+tables in host memory, bit for bit; against the CPU they agree to rounding only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import json
 import sys
 import time
 import traceback
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer
+from tritonrec.embedding import Placement
+from tritonrec.harness.devices import Target
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
@@ -27,12 +30,10 @@ from tritonrec.trace import Recorder
 MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
 
 
-def run(job: Job, mode: str, steps: int, device: str, trace: Path | None):
+def run(job: Job, mode: str, storage: str, steps: int, device: str, trace: Path | None):
     """Losses of all steps, in float64, and the median seconds of a step."""
-    torch.manual_seed(job.seed)
-    model = job._model().to(device)
-    tables = job.tables("adam")
-    dense = DenseOptimizer(model.named_parameters(), job.rule("adam"))
+    placement = Placement(storage, cache_rows=1 << 16)
+    model, tables, dense = replace(job, placement=placement, target=Target(device=device)).build("adam")
     recorder = Recorder(0, 1) if trace else None
     switches = {"skip_fetch": True} if mode == "nestpipe" else {}
     config = WindowConfig(4, "batch", first_use=True, taper=0.7, seed=job.seed, **switches)
@@ -63,26 +64,26 @@ def main() -> int:
     job = Job("zipf", batch_size=arguments.batch_size, num_negatives=32, sizes=MODEL)
     report: dict = {
         "device": arguments.device,
-        "tables": "host memory",
         "steps": arguments.steps,
         "seconds": {},
     }
     code, expected = 0, None
-    for mode in ("sequential", "dbp", "fwp", "nestpipe"):
-        trace = arguments.trace if mode == "nestpipe" else None
+    for storage, mode in product(("host", "device", "cached"), ("sequential", "dbp", "fwp", "nestpipe")):
+        name = f"{mode} {storage}"
+        trace = arguments.trace if name == "nestpipe device" else None
         try:
-            losses, took = run(job, mode, arguments.steps, arguments.device, trace)
+            losses, took = run(job, mode, storage, arguments.steps, arguments.device, trace)
         except Exception as error:
             traceback.print_exc()
-            report["error"] = f"{mode}: {type(error).__name__}: {error}"
+            report["error"] = f"{name}: {type(error).__name__}: {error}"
             code = 1
             break
         expected = losses if expected is None else expected
-        report["seconds"][mode] = round(took, 5)
-        report.setdefault("identical", {})[mode] = bool(torch.equal(losses, expected))
-        code |= not report["identical"][mode]
+        report["seconds"][name] = round(took, 5)
+        report.setdefault("identical", {})[name] = bool(torch.equal(losses, expected))
+        code |= not report["identical"][name]
     if arguments.device != "cpu" and expected is not None:
-        on_cpu, _ = run(job, "sequential", arguments.steps, "cpu", None)
+        on_cpu, _ = run(job, "sequential", "host", arguments.steps, "cpu", None)
         report["largest_difference_to_cpu"] = float((on_cpu - expected).abs().max())
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -5,8 +5,8 @@
 #   ci/gpu/run.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
 #   ci/gpu/run.sh bench         every kernel beside its peers, roofs of this GPU; then the ratios as Markdown
 #   ci/gpu/run.sh tune          times the candidates of ci/compile/tune.py, one kernel after another, until time is up
-#   ci/gpu/run.sh pipeline      NestPipe steps: dense model on the GPU, tables in host memory
-#   ci/gpu/run.sh verify        `tritonrec verify --quick`: ranks and kernels of the CPU, on this machine
+#   ci/gpu/run.sh pipeline      NestPipe steps: dense model on the GPU, tables on the host, on the GPU, cached there
+#   ci/gpu/run.sh verify        `tritonrec verify --quick --device cuda`: every mode and storage, one rank
 #   ci/gpu/run.sh profile       torch.profiler over the kernels: a Chrome trace and a table of device times
 #   ci/gpu/run.sh all           one after another
 #   ci/gpu/run.sh --rehearse [STAGE ...]   the same stages without a GPU: Triton in the interpreter, tiny shapes
@@ -84,11 +84,10 @@ pipeline() {
 }
 
 verify() {
-    echo "verify: ranks are processes of the CPU with gloo, tables and kernels are the CPU's; nothing of it" \
-        "runs on the GPU today. The GPU's part is shown by the stages correctness and pipeline."
-    local size=()
-    $rehearse && size=(--world-size 1 --micro-batches 2 --steps 2 --modes nestpipe)
-    TRITON_INTERPRET= within "$PYTHON" -m tritonrec verify --quick --data zipf --json "$OUT/verify.json" "${size[@]}"
+    local size=(--device cuda)
+    $rehearse && size=(--micro-batches 2 --steps 2 --modes nestpipe)
+    TRITON_INTERPRET= within "$PYTHON" -m tritonrec verify --quick --world-size 1 --data zipf \
+        --json "$OUT/verify.json" "${size[@]}"
 }
 
 profile() {
