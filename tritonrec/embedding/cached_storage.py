@@ -120,8 +120,8 @@ class CachedStorage(RowStorage):
         self._handles[to] = (arriving + 1).to(torch.int32)
         self._recent[to] = now
         if most:
-            last = to[(number - 1).clamp(min=0)]
-            self._hand = torch.where(number > 0, (last + 1) % self._cache_rows, self._hand)
+            last = to.gather(0, (number - 1).clamp(min=0).view(1))[0]  # an index () would wait for the device
+            self._hand.copy_(torch.where(number > 0, (last + 1) % self._cache_rows, self._hand))
 
     @property
     def moved(self) -> tuple[int, int]:
