@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .index_pool import MAX_ROWS
 from .row_column import RowColumn
 from .row_storage import RowStorage, tiers_of
 from .selection import select
@@ -26,12 +25,10 @@ class CachedStorage(RowStorage):
 
     Args:
         home: the rows in host memory, which the device reads and writes.
-        cache_rows: rows of the cache.
+        cache_rows: rows of the cache, at most `policy.MAX_CACHE_ROWS`.
     """
 
     def __init__(self, home: RowStorage, cache_rows: int):
-        if not 1 <= cache_rows <= MAX_ROWS // 2:
-            raise ValueError(f"cache_rows must be 1 to {MAX_ROWS // 2}, got {cache_rows}")
         device = home.device
         super().__init__(home.dim, home.row_width, cache_rows, device)
         self._home, self._cache_rows, self.waits = home, cache_rows, home.waits
