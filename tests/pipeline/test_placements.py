@@ -1,7 +1,5 @@
 """Promise: where tables are changes no bit, however small caches and chunks; what cannot run is named."""
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given, settings

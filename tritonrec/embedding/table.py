@@ -46,7 +46,7 @@ class DynamicTable:
         chunk_rows: rows of one value chunk.
         policy: eviction, admission and precision tiers; none by default.
         placement: host memory, device memory or both; host memory by default. A lookup on a device waits for
-            nothing, unless rows are evicted or have precision tiers.
+            nothing, unless rows are evicted or have precision tiers; with admission, once a window of it.
     """
 
     def __init__(
