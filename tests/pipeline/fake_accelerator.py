@@ -21,9 +21,10 @@ class FakeAccelerator:
         self._random, self._slow = Random(seed), slow
         self._queues = {}
         self.log = []
+        self.begun = 0
 
     def begin(self):
-        self.begun = True
+        self.begun += 1
 
     def run(self, lane, after, work):
         if lane not in self._queues:

@@ -79,6 +79,30 @@ def test_a_lost_wait_shows(stage, edge, slow):
     assert not same(state(made), expected)
 
 
+@pytest.mark.parametrize("mode", ["dbp", "nestpipe"])
+def test_the_host_waits_for_the_device_once_and_not_whenever_it_is_ahead(mode):
+    accelerator = FakeAccelerator(slow="compute")
+    run_on(accelerator, mode, parts())
+    assert accelerator.begun == 1
+
+
+def test_after_a_failure_the_trainer_keeps_what_a_device_may_still_work_on():
+    made = parts()
+    forward = made[0].forward
+
+    def failing(batch, rows, seed):
+        if batch.step == 1:
+            raise FloatingPointError("loss is not finite")
+        return forward(batch, rows, seed)
+
+    made[0].forward = failing
+    config = WindowConfig(3, seed=4)
+    training = Trainer(*made, Communicators.local(), "nestpipe", config, streams=FakeAccelerator())
+    with pytest.raises(StageFailedError):
+        list(training.run(batches()))
+    assert 1 in [places.window.step for places in training._abandoned]
+
+
 def test_an_error_that_the_device_reports_late_names_its_stage():
     made = parts()
     model = made[0]
@@ -132,6 +156,11 @@ def test_device_streams_use_one_stream_a_lane_and_wait_before_they_work(monkeypa
         "stream 0 waits for event of stream 1", "stream 0 entered", "work 3", "stream 0 left",
         "stream 0 records",
     ]  # fmt: skip
+
+
+def test_a_tensor_of_the_device_stays_where_it_is_also_without_the_number_of_the_device():
+    values = torch.empty(3, device="meta")
+    assert streams.to_device(values, torch.device("meta:1")) is values
 
 
 def test_the_host_needs_neither_streams_nor_copies():

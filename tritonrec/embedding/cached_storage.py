@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .index_pool import MAX_ROWS
 from .row_column import RowColumn
 from .row_storage import RowStorage, tiers_of
 from .selection import select
@@ -26,12 +25,10 @@ class CachedStorage(RowStorage):
 
     Args:
         home: the rows in host memory, which the device reads and writes.
-        cache_rows: rows of the cache.
+        cache_rows: rows of the cache, at most `policy.MAX_CACHE_ROWS`.
     """
 
     def __init__(self, home: RowStorage, cache_rows: int):
-        if not 1 <= cache_rows <= MAX_ROWS // 2:
-            raise ValueError(f"cache_rows must be 1 to {MAX_ROWS // 2}, got {cache_rows}")
         device = home.device
         super().__init__(home.dim, home.row_width, cache_rows, device)
         self._home, self._cache_rows, self.waits = home, cache_rows, home.waits
@@ -124,8 +121,8 @@ class CachedStorage(RowStorage):
         self._handles[to] = (arriving + 1).to(torch.int32)
         self._recent[to] = now
         if most:
-            last = to[(number - 1).clamp(min=0)]
-            self._hand = torch.where(number > 0, (last + 1) % self._cache_rows, self._hand)
+            last = to.gather(0, (number - 1).clamp(min=0).view(1))[0]  # an index () would wait for the device
+            self._hand.copy_(torch.where(number > 0, (last + 1) % self._cache_rows, self._hand))
 
     @property
     def moved(self) -> tuple[int, int]:

@@ -21,6 +21,11 @@ class ChangeLog:
         """Bytes of the marks."""
         return 0 if self._changed is None else self._changed.nbytes
 
+    @property
+    def active(self) -> bool:
+        """Whether changes are recorded."""
+        return self._changed is not None
+
     def start(self, end: int) -> None:
         """Clear the log and record changes from now on; all handles so far are below `end`."""
         self._changed, self._erased = RowColumn(torch.bool, end=end, device=self._device), []

@@ -14,6 +14,7 @@ from .device_numbers import DeviceNumbers
 from .index_pool import MAX_ROWS
 from .key_index import LOAD_FACTOR
 from .selection import select, valid
+from .turn import use_here
 
 _KEYS, _END, _FREE = range(3)
 MAX_ERASED = 0.125
@@ -104,6 +105,7 @@ class DeviceIndex:
         if needed > len(self._free):
             larger = self._free.new_empty(max(needed, 2 * len(self._free)) + 1)
             larger[: len(self._free)] = self._free
+            use_here(self._free)
             self._free = larger
         inside = valid(size, count, self._device)
         place = self._numbers.values[_FREE] + torch.arange(size, device=self._device)
@@ -120,16 +122,20 @@ class DeviceIndex:
     def grow(self, keys: int) -> None:
         """Make room for `keys` more keys, behind the work that is queued."""
         while self._numbers.bound(_KEYS) + keys > LOAD_FACTOR * self.slots:
-            self._keys, self._rows = launch.hash_grow(self._keys, self._rows)
-            self._erased = 0
+            self._replace(*launch.hash_grow(self._keys, self._rows))
 
     def _make_anew(self) -> None:
         """The same keys and handles in as many slots, without tombstones."""
         used = select(self._rows >= 0, padded=True)
         keys, handles = used.take(self._keys), used.take(self._rows).clamp(min=0)
-        self._keys, self._rows = torch.zeros_like(self._keys), torch.full_like(self._rows, -1)
+        self._replace(torch.zeros_like(self._keys), torch.full_like(self._rows, -1))
         self._insert(keys, handles, used.count, torch.zeros_like(self._numbers.values[_KEYS]))
-        self._erased = 0
+
+    def _replace(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take slots without tombstones."""
+        use_here(self._keys)
+        use_here(self._rows)
+        self._keys, self._rows, self._erased = keys, rows, 0
 
     def _insert(
         self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None, used: torch.Tensor

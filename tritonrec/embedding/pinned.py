@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .turn import use_here
+
 
 class PinnedRows:
     """Handles of the last two lookups, whose rows are in the two buffers and will be updated.
@@ -24,6 +26,7 @@ class PinnedRows:
         """Pin the `handles` (K,) of a new lookup; returns the reserved handles that are free now."""
         free, following = self._reserved
         self._reserved = following, following[:0]
+        use_here(self._before)
         self._before, self.last = self.last, handles
         return free
 

@@ -9,6 +9,7 @@ from ..settings import MOST, setting
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 Storage = Literal["host", "device", "cached"]
+MAX_CACHE_ROWS = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Placement:
 
     storage: Storage = setting("host", "Where tables are: in host memory, on the device, or cached there.")
     device: str = "cpu"
-    cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, 2**29)
+    cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, MAX_CACHE_ROWS)
 
     def __post_init__(self) -> None:
         if self.storage not in ("host", "device", "cached"):
             raise ValueError(f"storage must be host, device or cached, got {self.storage!r}")
-        if self.cache_rows < 1:
-            raise ValueError(f"a cache has at least one row, got cache_rows={self.cache_rows}")
+        if not 1 <= self.cache_rows <= MAX_CACHE_ROWS:
+            raise ValueError(f"a cache has 1 to {MAX_CACHE_ROWS} rows, got cache_rows={self.cache_rows}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
 from .index_pool import MAX_ROWS, IndexPool
 from .row_column import RowColumn
-from .turn import Turn
+from .turn import Replaceable, Turn
 
 
 class Chunks:
@@ -29,6 +29,7 @@ class Chunks:
         self._pinned = on_host and device.type != "cpu"
         self._chunks: list[torch.Tensor] = []
         self._tables: list[torch.Tensor] = []  # of addresses: queued kernels may still use an old one
+        self._table = Replaceable(torch.empty(0, dtype=torch.int64, device=device))
         self.rows = 0
         self.reserve(0)
 
@@ -47,11 +48,12 @@ class Chunks:
                 for _ in range(needed - len(self._chunks))
             ]
             self._tables.append(chunked_rows.addresses(self._chunks, self._device))
+            self._table.replace(self._tables[-1])
 
     @property
     def addresses(self) -> torch.Tensor:
         """(chunks,) int64, of the chunks."""
-        return self._tables[-1]
+        return self._table.get()
 
     def grow(self, rows: int) -> None:
         """Make rows below `rows` usable."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels.dispatch import usable_device
 from .cached_storage import CachedStorage
 from .device_index import DeviceIndex
 from .key_index import KeyIndex
@@ -118,8 +119,11 @@ def make_table(
     chunk_rows: int,
     tiers: bool,
 ) -> StoredTable:
-    """A table where `placement` says; `tiers`: with rows in 16 bits."""
-    device = torch.device("cpu" if placement.storage == "host" else placement.device)
+    """A table where `placement` says; `tiers`: with rows in 16 bits.
+
+    Raises ValueError for a device that is not on this machine.
+    """
+    device = usable_device("cpu" if placement.storage == "host" else placement.device)
     kind = TieredStorage if tiers else RowStorage
     storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if placement.storage == "host":

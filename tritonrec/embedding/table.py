@@ -46,7 +46,7 @@ class DynamicTable:
         chunk_rows: rows of one value chunk.
         policy: eviction, admission and precision tiers; none by default.
         placement: host memory, device memory or both; host memory by default. A lookup on a device waits for
-            nothing, unless rows are evicted or have precision tiers.
+            nothing, unless rows are evicted or have precision tiers; with admission, once a window of it.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class DynamicTable:
             count: () int64, the number of valid keys, for a table that is `padded`.
         """
         self.in_flight.check("lookup")
+        self._check_device("keys", keys)
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
         if self._metadata.policies:
@@ -137,6 +138,7 @@ class DynamicTable:
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Handles (K,) of `keys` (K,) int64, -1 where absent; inserts and counts nothing."""
         self.in_flight.check("find")
+        self._check_device("keys", keys)
         return self._rows.find(keys)
 
     def gather(self, handles: torch.Tensor, keys: torch.Tensor, initial: bool = True) -> torch.Tensor:
@@ -145,6 +147,8 @@ class DynamicTable:
         A handle of -1 reads the initial row of its key; anything, without `initial`.
         """
         self.in_flight.check("gather")
+        self._check_device("handles", handles)
+        self._check_device("keys", keys)
         values = self._rows.gather(handles)
         if not initial:
             return values
@@ -187,6 +191,8 @@ class DynamicTable:
         float32 otherwise.
         """
         self.in_flight.check("update")
+        self._check_device("handles", handles)
+        self._check_device("values", values)
         self._check_values(len(handles), values)
         with self._updating:
             self._update(handles, values)
@@ -197,6 +203,7 @@ class DynamicTable:
         Later updates of the old handle are dropped. Admission counts are erased too.
         """
         self.in_flight.check("erase")
+        self._check_device("keys", keys)
         with self._updating, self._lock:
             if self._candidates is not None:
                 self._candidates.erase(keys)
@@ -388,9 +395,13 @@ class DynamicTable:
 
     def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows; needs `_updating`."""
-        with self._lock:
-            self._metadata.changes.mark(handles)
-            low_precision = self._low_precision(handles)
+        low_precision = None
+        if (
+            self._metadata.changes.active or self._precision is not None
+        ):  # a turn costs the overlap: see `Turn`
+            with self._lock:
+                self._metadata.changes.mark(handles)
+                low_precision = self._low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
     def _run_policies(
@@ -435,6 +446,10 @@ class DynamicTable:
 
             with self._updating:
                 self._update(part, round_low(self._rows.gather(part), self.dim, describe))
+
+    def _check_device(self, name: str, values: torch.Tensor) -> None:
+        if values.device != self.device:
+            raise ValueError(f"{self.layout} is on {self.device}, got {name} on {values.device}")
 
     def _check_values(self, count: int, values: torch.Tensor) -> None:
         if values.shape != (count, self.row_width) or values.dtype != torch.float32:

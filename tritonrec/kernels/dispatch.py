@@ -85,6 +85,30 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     return _known(impl)
 
 
+def usable_device(device: str | torch.device) -> torch.device:
+    """`device` with its number, as tensors that are on it have it.
+
+    Raises ValueError for a device that is not on this machine.
+    """
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"there is no device {str(device)!r}: the host is 'cpu', a GPU 'cuda' or 'cuda:1'"
+        ) from None
+    if named.type == "cpu":
+        return torch.device("cpu")
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is None or here.type != named.type:
+        found = "no accelerator" if here is None else here.type
+        raise ValueError(f"device {str(named)!r} is not usable: torch {torch.__version__} finds {found} here")
+    index = torch.accelerator.current_device_index() if named.index is None else named.index
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise ValueError(f"device {str(named)!r} is not usable: this machine has {count} of them")
+    return torch.device(named.type, index)
+
+
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """NVIDIA's compute capability of the tensor's GPU, (0, 0) elsewhere, as in Triton's interpreter."""
     if emulated is not None and tensor.is_cpu:

@@ -64,6 +64,7 @@ class Executor:
         self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
+        self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
@@ -85,8 +86,9 @@ class Executor:
                 lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
             )
             self._raise_if_stopped()
-            if not self._left:
+            if not self._awaited:
                 self._streams.begin()
+            self._awaited.add(batch)
             tasks = list(self.schedule.tasks(batch, self.micro_batches))
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
@@ -110,6 +112,7 @@ class Executor:
                 self._fail(task, error)
         with self._changed:
             self._raise_if_stopped()
+            self._awaited.discard(batch)
             # Later batches wait for events of this one and of those that the longest edge reaches back to.
             oldest = batch + 1 - self._reach
             self._events = {task: event for task, event in self._events.items() if task.batch >= oldest}

@@ -193,6 +193,17 @@ def validate_trainable(model: torch.nn.Module, dense: object, device: torch.devi
             )
 
 
+def validate_places(tables: HashTableCollection, device: torch.device) -> None:
+    """Raise ValueError naming a table on another device, unless it is in host memory."""
+    for group in tables.groups:
+        table = group.table
+        if table.padded and table.device != device:
+            raise ValueError(
+                f"{group.layout} is on {table.device}, and the trainer works on {device}: make them with "
+                f"Placement({table.placement.storage!r}, device={str(device)!r}), or in host memory"
+            )
+
+
 @contextmanager
 def lane_work(impl: ops.Impl) -> Iterator[None]:
     """A lane's work: it may use what is in flight, and its ops run on `impl`."""

@@ -8,13 +8,14 @@ import torch
 
 from .. import ops
 from ..data import Batch
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import DenseOptimizer, DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .program import Program
 from .stages.window import DROPOUT_STREAM
+from .streams import to_device, to_host
 
 
 class ReferenceTrainer:
@@ -27,7 +28,7 @@ class ReferenceTrainer:
         model, tables, dense: what is trained.
         seed: of dropout. fraction_bits: grid of gradient sums.
         accumulate: batches of one update.
-        impl: of every op, as of `Trainer`.
+        impl: of every op, as of `Trainer`. device: of the model and of tables that are not in host memory.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class ReferenceTrainer:
         fraction_bits: int = ops.FRACTION_BITS,
         accumulate: int = 1,
         impl: ops.Impl = "auto",
+        device: torch.device | None = None,
     ):
         self.model, self.tables, self.dense = model, tables, dense
         self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
         self.impl = default_impl() if impl == "auto" else impl
+        self.device = device or torch.device("cpu")
 
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
         """One update from `batches`, the whole global batch of each; returns their losses (B,).
@@ -58,15 +61,19 @@ class ReferenceTrainer:
     ) -> list[torch.Tensor]:
         update = batches[0].step // self.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
-        lookups = [batch.lookups() for batch in batches]
-        asked = [self.tables.keys(each) for each in lookups]
+        asked = [
+            self.tables.keys(batch.lookups()) for batch in batches
+        ]  # on the host, which looks at the ids
+        batches = [batch.to(self.device) for batch in batches]
 
         shards = []
         for index, group in enumerate(self.tables.groups):
-            keys, inverse, _ = ops.unique(torch.cat([keys[index] for keys in asked]))
+            every = to_device(torch.cat([keys[index] for keys in asked]), self.device)
+            distinct, inverse, _ = ops.unique(every)
+            keys = _to_table(distinct, group.table)
             found = group.table.lookup(keys, update)
-            values = group.table.gather(found.handles, keys)
-            sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64)
+            values = to_device(group.table.gather(found.handles, keys), self.device)
+            sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64, device=self.device)
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
 
@@ -77,7 +84,7 @@ class ReferenceTrainer:
                 for group, _keys, _found, values, _sums, places in shards
             ]
             seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
-            by_feature = self.tables.by_feature(rows, lookups[number])
+            by_feature = self.tables.by_feature(rows, batch.lookups())
             with accumulator.active():
                 losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
@@ -89,11 +96,11 @@ class ReferenceTrainer:
 
         for group, _keys, found, values, sums, _places in shards:
             mean = ops.from_fixed_point(sums, terms, self.fraction_bits)
-            admitted = (found.handles >= 0).nonzero().squeeze(1)
+            admitted = to_device((found.handles >= 0).nonzero().squeeze(1), self.device)
             group.optimizer.update(values, admitted, mean[admitted], update + 1)
             if found.low_precision is not None:
                 group.table.round_low_precision(values, found.low_precision)
-            group.table.update(found.handles, values)
+            group.table.update(found.handles, _to_table(values, group.table))
 
         dense = {
             name: ops.from_fixed_point(sums, terms, self.fraction_bits)
@@ -101,6 +108,11 @@ class ReferenceTrainer:
         }
         self.dense.step(dense, update + 1)
         return losses
+
+
+def _to_table(values: torch.Tensor, table: DynamicTable) -> torch.Tensor:
+    """`values` in host memory for a table there, as they are for one on the device."""
+    return values if table.padded else to_host(values)
 
 
 def run_sequentially(

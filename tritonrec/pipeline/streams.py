@@ -84,7 +84,7 @@ def streams_for(device: torch.device) -> Streams:
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device through page-locked memory, queued on the current stream; itself on the CPU."""
-    if device.type == "cpu" or values.device == device:
+    if device.type == "cpu" or values.device.type == device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
 

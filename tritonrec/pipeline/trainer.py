@@ -15,11 +15,11 @@ from .. import ops
 from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..kernels.dispatch import default_impl
+from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .executor import Delay, Executor, StageFailedError
-from .flight import Flight, lane_work, on_the_callers_thread, validate_trainable
+from .flight import Flight, lane_work, on_the_callers_thread, validate_places, validate_trainable
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
@@ -64,7 +64,7 @@ class Trainer:
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
-        device: where samples, buffers and the dense model are; the tables stay in host memory.
+        device: where samples, buffers and the dense model are, and the tables that are not in host memory.
         schedule: another table than `schedule_of` the mode; checked like any.
         streams: where the lanes' work runs; those of the device by default.
         impl: of every op that a step runs, the model's included (`ops.use_impl`); ``"auto"`` is what it means
@@ -99,13 +99,15 @@ class Trainer:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self.config = mode, config or WindowConfig()
-        self._device = torch.device(device)
-        if not communicators.communication.supports(self._device):
+        device = torch.device(device)
+        if not communicators.communication.supports(device):
             raise ValueError(
-                f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
+                f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
-        validate_trainable(model, dense, self._device)
+        validate_trainable(model, dense, device)
+        self._device = usable_device(device)
+        validate_places(tables, self._device)
         self.impl = default_impl() if impl == "auto" else impl
         here = torch.empty(0, dtype=torch.float32, device=self._device)
         ops.implementation(self.impl, here)  # raises where it cannot run
@@ -119,6 +121,7 @@ class Trainer:
         self._number = 0
         self._read = -1  # the last update whose batches were read
         self._pending: deque[WindowPlaces] = deque()
+        self._abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: Program | None = None
@@ -140,7 +143,7 @@ class Trainer:
             validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(
                 model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
-                self.impl,
+                self.impl, self._device,
             )  # fmt: skip
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
@@ -310,6 +313,7 @@ class Trainer:
         """
         if self._executor is not None:
             self._executor.close()
+        self._abandoned += self._pending
         self._abandon()
 
     def __enter__(self) -> Trainer:
@@ -391,12 +395,16 @@ class Trainer:
             self._average.note(places[OwnedRows])
             if self._averages_after(window):
                 self.sync()
-        loss = self._sums.mean_loss(places[DenseMeans].loss)
         samples, losses, count = places[DeviceSamples], places[Losses], self.config.micro_batches
-        for number, batch in enumerate(window.batches):
+        copied = []
+        for number in range(len(window.batches)):
             part = range(number * count, (number + 1) * count)
-            ids = torch.cat([samples[i].sample_ids for i in part])
-            of_batch = torch.cat([losses[i] for i in part])
+            copied.append(
+                (torch.cat([samples[i].sample_ids for i in part]), torch.cat([losses[i] for i in part]))
+            )
+        # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
+        loss = self._sums.mean_loss(places[DenseMeans].loss)
+        for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
             self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss))
         places.retire()
 
