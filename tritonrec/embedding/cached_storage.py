@@ -124,7 +124,7 @@ class CachedStorage(RowStorage):
         self._handles[to] = (arriving + 1).to(torch.int32)
         self._recent[to] = now
         if most:
-            last = to[(number - 1).clamp(min=0)]
+            last = to.take((number - 1).clamp(min=0))  # an index () would be read by the host
             self._hand = torch.where(number > 0, (last + 1) % self._cache_rows, self._hand)
 
     @property

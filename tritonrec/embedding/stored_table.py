@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels.dispatch import numbered
 from .cached_storage import CachedStorage
 from .device_index import DeviceIndex
 from .key_index import KeyIndex
@@ -119,7 +120,7 @@ def make_table(
     tiers: bool,
 ) -> StoredTable:
     """A table where `placement` says; `tiers`: with rows in 16 bits."""
-    device = torch.device("cpu" if placement.storage == "host" else placement.device)
+    device = numbered("cpu" if placement.storage == "host" else placement.device)
     kind = TieredStorage if tiers else RowStorage
     storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if placement.storage == "host":

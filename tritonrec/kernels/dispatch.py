@@ -56,6 +56,11 @@ def _known(impl: Impl) -> Impl:
     return impl
 
 
+def numbered(device: str | torch.device) -> torch.device:
+    """The device as tensors there name it, by which devices are compared: ``"cuda"`` is ``cuda:0``, say."""
+    return torch.empty(0, device=device).device
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
     return tensor.is_cpu

@@ -15,7 +15,7 @@ from .. import ops
 from ..data import Batch
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..kernels.dispatch import default_impl
+from ..kernels.dispatch import default_impl, numbered
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .executor import Delay, Executor, StageFailedError
@@ -99,13 +99,13 @@ class Trainer:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self.config = mode, config or WindowConfig()
-        self._device = torch.device(device)
-        if not communicators.communication.supports(self._device):
+        if not communicators.communication.supports(torch.device(device)):
             raise ValueError(
-                f"the ranks' groups cannot exchange tensors on {self._device}: make Communicators with a "
+                f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
-        validate_trainable(model, dense, self._device)
+        validate_trainable(model, dense, torch.device(device))
+        self._device = numbered(device)
         self.impl = default_impl() if impl == "auto" else impl
         here = torch.empty(0, dtype=torch.float32, device=self._device)
         ops.implementation(self.impl, here)  # raises where it cannot run
@@ -245,7 +245,7 @@ class Trainer:
         executor.wait(places.window.number)
         try:
             places.errors.check()
-        except ArithmeticError as error:
+        except (ArithmeticError, RuntimeError) as error:
             kind, step = type(error).__name__, places.window.step
             raise StageFailedError(f"step {step} failed: {kind}: {error}") from error
         if len(self._pending) == 1:
