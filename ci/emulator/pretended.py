@@ -27,7 +27,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -172,9 +171,6 @@ class _Calls(TorchFunctionMode):
             if func is torch.Tensor.numpy:
                 raise TypeError("a GPU's tensor has no numpy array")
             self.gpu.wait()
-        if getattr(func, "namespace", "") == "tritonrec" or "tritonrec." in str(func)[:10]:
-            with self:
-                return OPDEFS[f"tritonrec::{func.__name__.split('.')[0]}"]._init_fn(*args, **kwargs)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         device = kwargs.get("device")

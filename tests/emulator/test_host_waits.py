@@ -28,9 +28,10 @@ from tritonrec.embedding import (  # noqa: E402
     RowOptimizer,
     TablePolicy,
 )
-from tritonrec.pipeline import Trainer, WindowConfig  # noqa: E402
+from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
+from tritonrec.pipeline.window import Window  # noqa: E402
 
 STEPS, MEASURED = 4, 2
 WITHOUT = (
@@ -124,6 +125,20 @@ def test_a_wait_in_a_stage_is_seen_with_its_line(read):
     found = waits(gpu, WITHOUT)
     assert set(found.values()) == {4} and [stage for stage, _ in found] == ["compute"], found
     assert "test_host_waits.py" in next(iter(found))[1]
+
+
+def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
+    def change(program):
+        def planted(window: Window) -> None:
+            if window.batches[0].step == MEASURED:
+                program.model.mix.weight.data.zero_()
+
+        program.after("dense_reduce", planted)
+
+    with pytest.raises(
+        StageFailedError, match="step 2 failed: RuntimeError: parameter mix.weight was changed"
+    ):
+        run(*CASES["device"], change)
 
 
 def test_tensors_of_host_and_gpu_do_not_mix():

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from ..kernels import launch
+from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .in_flight import InFlight
@@ -170,8 +171,8 @@ class DenseOptimizer:
                 "batches end at the step before the change"
             )
 
-        first = torch.where(changed.any(), changed.to(torch.int8).argmax() + 1, 0)
-        report(int(first) if at_once or on_host(first) else first, None, error, error)
+        places = torch.where(changed, torch.arange(len(names), device=changed.device), NONE)
+        report(first_bad(places) if at_once or on_host(places) else places, None, error, error)
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Load weights and state from another instance's `rows`; ValueError for other names or shapes."""
