@@ -139,7 +139,7 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     found = {case: measure(**CASES[case]) for case in options.case or CASES}
-    _show(table(found))
+    show(table(found), "launches / aten calls / waits of the host")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.update:
@@ -154,11 +154,12 @@ def main() -> int:
     return len(messages) > 0
 
 
-def _show(rows: list[list[str]]) -> None:
+def show(rows: list[list[str]], title: str) -> None:
+    """Print a table, its titles first."""
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(*rows[0], title="launches / aten calls / waits of the host")
+    shown = Table(*rows[0], title=title)
     for row in rows[1:]:
         shown.add_row(*row)
     Console(width=160).print(shown)
