@@ -182,12 +182,16 @@ def one_by_one(device, size=40):
         "counting_sort_of_many": lambda: ops.counting_sort(keys, 200, impl="triton", count=count),
         "unique_count": lambda: ops.unique(keys, impl="triton", padded=True, count=count),
         "insert_free_rows": lambda: ops.hash_insert(*pair, few, 5, free, impl="triton", status=status),
+        "insert_free_rows_int32": lambda: ops.hash_insert(
+            *pair, few, 5, free.int(), impl="triton", status=status
+        ),
         "insert_and_erase_counted": lambda: (
             ops.hash_insert(*pair, few, 5, impl="triton", status=status, used=count),
             ops.hash_erase(*pair, few, impl="triton", count=few_held, used=count),
         ),
         "find": lambda: ops.hash_find(*pair, keys, impl="triton"),
         "assign": lambda: ops.hash_assign(*pair, few, few, impl="triton", count=few_held),
+        "assign_int32": lambda: ops.hash_assign(*pair, few, few.int(), impl="triton", count=few_held),
         "erase": lambda: ops.hash_erase(*pair, few, impl="triton", count=few_held),
         "grow": lambda: ops.hash_grow(*pair, impl="triton"),
         "segment_sum": lambda: ops.segment_sum(values, keys, size, impl="triton"),

@@ -10,6 +10,9 @@ from typing import Literal
 import torch
 
 from ..kernels import launch
+from ..kernels.deferred import NONE, first_bad
+from ..kernels.dispatch import on_host
+from ..kernels.padding import report
 from .in_flight import InFlight
 
 OptimizerName = Literal["sgd", "rowwise_adagrad", "adam"]
@@ -107,7 +110,6 @@ class DenseOptimizer:
         self.parameters = dict(parameters)
         self.in_flight = InFlight("the dense optimizer")
         self._rows: dict[str, torch.Tensor] = {}
-        self._changed = torch.zeros(0, dtype=torch.bool)  # by parameter, since the update before the last
         for name, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
                 raise TypeError(
@@ -137,7 +139,7 @@ class DenseOptimizer:
         """
         self.in_flight.check("a step")
         if self.in_flight.active:
-            self.detect_changes()
+            self.check_unchanged()
         else:
             self._read_parameters()
         for name, gradient in gradients.items():
@@ -150,30 +152,27 @@ class DenseOptimizer:
         self.in_flight.begin(steps)
         self._read_parameters()
 
-    def detect_changes(self) -> None:
-        """Compare the parameters with the results of the last update, for `check_unchanged`.
+    def check_unchanged(self, at_once: bool = False) -> None:
+        """Raise RuntimeError naming a parameter that was changed outside while windows are in flight.
 
-        A change raises here on the host. On a device it raises at the next update, without a wait.
+        On a device, unless `at_once`, the error is put off where errors are (`kernels.deferred`).
         """
-        self.check_unchanged()
         flags = [
             (weight.view(torch.int32) != own.view(torch.int32)).any() for _, weight, own in self._weights()
         ]
-        if flags:
-            self._changed = torch.stack(flags)
-            if self._changed.device.type == "cpu":
-                self.check_unchanged()
+        if not flags:
+            return
+        names, changed = list(self.parameters), torch.stack(flags)
 
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError naming a parameter that was changed outside while windows were in flight."""
-        changed, self._changed = self._changed, self._changed[:0]
-        for name, is_changed in zip(self.parameters, changed.tolist(), strict=False):
-            if is_changed:
-                raise RuntimeError(
-                    f"parameter {name} was changed while windows are in flight, of which some were computed "
-                    "before the change: change parameters after list(trainer.run([])), or let the batches "
-                    "end at the step before the change"
-                )
+        def error(code: int) -> RuntimeError:
+            return RuntimeError(
+                f"parameter {names[code - 1]} was changed while windows are in flight, of which some were "
+                "computed before the change: change parameters after list(trainer.run([])), or let the "
+                "batches end at the step before the change"
+            )
+
+        places = torch.where(changed, torch.arange(len(names), device=changed.device), NONE)
+        report(first_bad(places) if at_once or on_host(places) else places, None, error, error)
 
     def load(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Load weights and state from another instance's `rows`; ValueError for other names or shapes."""

@@ -105,8 +105,7 @@ class Flight:
             with self.accumulator.active():
                 losses = train_micro_batch(self.model, batch, rows, seed, settings)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
-            self.dense.detect_changes()
-            self.dense.check_unchanged()
+            self.dense.check_unchanged(at_once=True)
             raise
         self.check_modes()
         return losses

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NewType, TypeVar
 
 import torch
@@ -281,11 +281,16 @@ class WindowPlaces:
         return self._counts.setdefault((stage, micro_batch), LookupCounts())
 
     def total_counts(self) -> LookupCounts:
-        """The counts of all tasks, as numbers; the tasks have ended."""
+        """The counts of all tasks, as numbers; the tasks have ended. Waits for a device, once."""
         total = LookupCounts()
         for counts in self._counts.values():
             total.add(counts)
-        return LookupCounts(**{name: int(value) for name, value in vars(total).items()})
+        there = {name: value for name, value in vars(total).items() if isinstance(value, torch.Tensor)}
+        if there:
+            total = replace(
+                total, **dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+            )
+        return total
 
     def retire(self) -> None:
         """After the last stage: keep what the next window reads."""

@@ -13,6 +13,7 @@ import torch
 
 from ..distributed import Communicators
 from ..embedding import DenseOptimizer, HashTableCollection
+from ..kernels.dispatch import usable_device
 from . import places as at
 from .flight import Flight
 from .headers import Header, exchange
@@ -56,7 +57,7 @@ class Program:
         validate_replicable(communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = model, tables, dense
-        device = torch.device(device)
+        device = usable_device(device)
         self.sums = Sums(config, device)
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,

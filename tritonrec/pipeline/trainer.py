@@ -248,7 +248,7 @@ class Trainer:
         executor.wait(places.window.number)
         try:
             places.errors.check()
-        except ArithmeticError as error:
+        except (ArithmeticError, RuntimeError) as error:
             kind, step = type(error).__name__, places.window.step
             raise StageFailedError(f"step {step} failed: {kind}: {error}") from error
         if len(self._pending) == 1:

@@ -39,7 +39,7 @@ def _check_row_list(name: str, rows: torch.Tensor) -> None:
 def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
     """Refuse row numbers outside [0, 2**31); on an accelerator the check is queued, and nothing waits."""
     if not on_host(rows):
-        inside = (rows >= 0) & (rows < 1 << 31)
+        inside = (rows >= 0) & (rows <= (1 << 31) - 1)  # a bound that int32 has
         if count is not None:
             inside |= padding(rows.numel(), count)
         torch._assert_async(inside.all(), f"{name} must be in [0, 2**31)")

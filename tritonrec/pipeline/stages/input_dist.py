@@ -39,10 +39,11 @@ def route(
     they hold, update and keep the same rows.
     """
     config, world = context.config, routing.world_size
+    on_device = context.device.type != "cpu"
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
     dedup, plans = config.dedup in ("exchange", "both"), []
     for group, keys in zip(context.tables.groups, by_table, strict=True):
-        padded = group.table.padded
+        padded = on_device or group.table.padded
         plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, padded))
         counts.occurrences += sum(map(len, keys))
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)

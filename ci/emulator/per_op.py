@@ -1,0 +1,361 @@
+"""What each op of a training step costs, without a GPU: launches, aten ops, waits, bytes and instructions.
+
+    python ci/emulator/per_op.py               a table
+    python ci/emulator/per_op.py --only unique
+    python ci/emulator/per_op.py --update      ci/baselines/per_op.json and the table in docs/launches.md
+
+Bytes and instructions are those of the emulated sm_90's PTX: bytes that kernels read and write in global
+memory, caches or not, beside the least there is to move, every input read once and every output written once.
+aten ops move bytes as well, and these are not counted. One realistic size each; instructions are of warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "ci" / "compile")]
+os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch  # noqa: E402
+from pretended import GPU, Pretended, pretended  # noqa: E402
+from steps import DOCS, markdown, show  # noqa: E402
+
+from tritonrec import ops  # noqa: E402
+from tritonrec.harness.emulator import Emulation, Session, emulated  # noqa: E402
+from tritonrec.kernels import chunked_rows, launch  # noqa: E402
+from tritonrec.kernels.deferred import Deferred  # noqa: E402
+from tritonrec.nn import GradientAccumulator  # noqa: E402
+
+BASELINE = ROOT / "ci" / "baselines" / "per_op.json"
+KEYS, DISTINCT, DIM, SLOTS, ROWS = 8192, 3000, 64, 16384, 20000
+BITS = ops.FRACTION_BITS
+SIZES = f"{KEYS:,} keys of {DISTINCT:,}, rows of {DIM}, tables of {ROWS:,} rows in {SLOTS:,} slots"
+
+Measured = tuple[Callable[[], Any], int]
+Case = Callable[[], Iterable[Measured]]
+CASES: dict[tuple[str, ...], Case] = {}
+"""Names of calls -> makes inputs, and gives these calls with the least bytes that each moves."""
+
+
+def case(*names: str) -> Callable[[Case], Case]:
+    """Adds a case."""
+
+    def add(function: Case) -> Case:
+        CASES[names] = function
+        return function
+
+    return add
+
+
+def size(*tensors: torch.Tensor) -> int:
+    """Bytes of tensors."""
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def on_gpu(values: torch.Tensor) -> torch.Tensor:
+    return values.to(GPU, non_blocking=True)
+
+
+def keys(count: int = KEYS) -> torch.Tensor:
+    return on_gpu(torch.randint(0, DISTINCT, (count,)))
+
+
+def distinct(count: int = DISTINCT) -> torch.Tensor:
+    return on_gpu(torch.randperm(2 * count)[:count])
+
+
+def floats(*shape: int, grad: bool = False) -> torch.Tensor:
+    return on_gpu(torch.randn(*shape)).requires_grad_(grad)
+
+
+def number(value: int) -> torch.Tensor:
+    return on_gpu(torch.tensor(value))
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return on_gpu(torch.randperm(ROWS)[:count])
+
+
+@case("unique")
+def _unique():
+    given = keys()
+    yield lambda: launch.unique_padded(given), 4 * size(given)  # keys in; keys, inverse and counts out
+
+
+@case("intersect")
+def _intersect():
+    left, right = distinct(), distinct()
+    yield lambda: launch.intersect_padded(left, right, None, None), 2 * size(left, right)
+
+
+@case("owner_of")
+def _owner_of():
+    given = distinct()
+    yield lambda: launch.owner_of(given, 8), 2 * size(given)
+
+
+@case("bucketize")
+def _bucketize():
+    given = distinct()
+    yield lambda: launch.bucketize(given, 8), 2 * size(given)
+
+
+@case("counting_sort")
+def _counting_sort():
+    given = distinct() % 33
+    yield lambda: launch.counting_sort(given, 33), 2 * size(given)
+
+
+def _table(used: int = DISTINCT) -> tuple[torch.Tensor, ...]:
+    table = on_gpu(torch.zeros(SLOTS, dtype=torch.int64)), on_gpu(torch.full((SLOTS,), -1, dtype=torch.int32))
+    held, count = distinct(used), number(0)
+    launch.hash_insert(*table, held, 0, None, None, None, number(0), count)
+    return *table, held, count
+
+
+@case("hash_find")
+def _hash_find():
+    slot_keys, slot_rows, held, _ = _table()
+    yield lambda: launch.hash_find(slot_keys, slot_rows, held), 28 * DISTINCT  # key, slot's key and row, row
+
+
+@case("hash_insert, half of the keys new")
+def _hash_insert():
+    slot_keys, slot_rows, held, count = _table()
+    given = torch.cat([held[: DISTINCT // 2], held[DISTINCT // 2 :] + 10**6])
+    least = 29 * DISTINCT + 12 * DISTINCT // 2
+    yield (
+        lambda: launch.hash_insert(slot_keys, slot_rows, given, DISTINCT, None, None, None, number(0), count),
+        least,
+    )
+
+
+@case("hash_erase")
+def _hash_erase():
+    slot_keys, slot_rows, held, count = _table()
+    yield lambda: launch.hash_erase(slot_keys, slot_rows, held, None, count), 40 * DISTINCT
+
+
+@case("gather_rows")
+def _gather_rows():
+    source, rows = floats(ROWS, DIM), rows_of(DISTINCT)
+    yield lambda: launch.gather_rows(source, rows), size(rows) + 8 * DISTINCT * DIM
+
+
+@case("scatter_rows")
+def _scatter_rows():
+    target, rows, source = floats(ROWS, DIM), rows_of(DISTINCT), floats(DISTINCT, DIM)
+    yield lambda: launch.scatter_rows(target, rows, source), size(rows) + 2 * size(source)
+
+
+@case("segment_sum, batch")
+def _segment_sum_batch():
+    values, segments = floats(KEYS, DIM), keys()
+    out = torch.zeros(DISTINCT, DIM, dtype=torch.int64, device=GPU)
+    args = values, segments, DISTINCT, "batch", BITS, "sums"
+    yield lambda: launch.segment_sum_into(out, *args), size(values, segments) + 2 * size(out)
+
+
+@case("segment_sum, window")
+def _segment_sum_window():
+    values, segments, out = floats(KEYS, DIM), keys(), torch.zeros(DISTINCT, DIM, device=GPU)
+    args = values, segments, DISTINCT, "window", BITS, "sums"
+    yield lambda: launch.segment_sum_into(out, *args), size(values, segments) + 2 * size(out)
+
+
+@case("from_fixed_point")
+def _from_fixed_point():
+    sums = on_gpu(torch.randint(-(2**30), 2**30, (DISTINCT, DIM)))
+    yield lambda: launch.from_fixed_point(sums, 128.0, BITS), size(sums) * 3 // 2
+
+
+@case("pack_rows", "add_packed_rows")
+def _packed():
+    sums, rows = on_gpu(torch.randint(-(2**30), 2**30, (DISTINCT, DIM))), on_gpu(torch.randperm(DISTINCT))
+    widths, packed = launch.pack_rows(sums, rows)
+    yield lambda: launch.pack_rows(sums, rows), size(sums, rows, widths, packed)
+    args = sums, rows, widths, packed, "sums", BITS
+    yield lambda: launch.add_packed_rows(*args), size(rows, widths, packed) + 2 * size(sums)
+
+
+@case("initial_rows")
+def _initial_rows():
+    given = distinct()
+    yield lambda: launch.initial_rows(7, 1, given, DIM, 0.05), size(given) + 4 * DISTINCT * DIM
+
+
+def _updated(columns: int, update: Callable[..., Any]) -> Iterable[Measured]:
+    """A rule that reads and writes so many values of a row, and reads its gradient."""
+    weight, rows, gradient = floats(ROWS, columns).abs(), rows_of(DISTINCT), floats(DISTINCT, DIM)
+    parts = weight[:, :DIM], weight[:, DIM : 2 * DIM], weight[:, 2 * DIM :]
+    least = size(rows, gradient) + 8 * DISTINCT * columns
+    yield lambda: update(*[each for each in parts if each.shape[1]], rows, gradient), least
+
+
+@case("sparse_sgd")
+def _sgd():
+    yield from _updated(DIM, lambda *given: launch.sparse_sgd(*given, 0.1))
+
+
+@case("sparse_rowwise_adagrad")
+def _adagrad():
+    yield from _updated(DIM + 1, lambda *given: launch.sparse_rowwise_adagrad(*given, 0.1, 1e-8))
+
+
+@case("sparse_adam")
+def _adam():
+    yield from _updated(3 * DIM, lambda *given: launch.sparse_adam(*given, 0.1, 0.9, 0.999, 1e-8, 3))
+
+
+@case("read_rows of chunks", "write_rows of chunks")
+def _chunked():
+    chunks = [floats(4096, 3 * DIM) for _ in range(5)]
+    table = chunked_rows.addresses(chunks, GPU)
+    places = chunked_rows.Chunks(table, table, ROWS, 0, 4096, DIM, 3 * DIM)
+    rows, values = rows_of(DISTINCT), floats(DISTINCT, 3 * DIM)
+    least = size(rows) + 2 * size(values)
+    yield lambda: chunked_rows.read_rows(places, rows), least
+    yield lambda: chunked_rows.write_rows(places, rows, values), least
+
+
+TOKENS, LENGTH, HEADS = 1024, 128, 2
+
+
+def _offsets() -> torch.Tensor:
+    return on_gpu(torch.arange(0, TOKENS + 1, LENGTH))
+
+
+@case("linear")
+def _linear():
+    x, weight, bias = floats(TOKENS, DIM), floats(4 * DIM, DIM), floats(4 * DIM)
+    yield lambda: ops.linear(x, weight, bias), size(x, weight, bias) + 16 * TOKENS * DIM
+
+
+@case("linear_weight_grad")
+def _linear_weight_grad():
+    grid = torch.zeros(4 * DIM, DIM, dtype=torch.int64, device=GPU)
+    dout, x, cuts = floats(TOKENS, 4 * DIM), floats(TOKENS, DIM), _offsets()
+    yield lambda: ops.linear_weight_grad(grid, dout, x, cuts), size(dout, x, cuts) + 2 * size(grid)
+
+
+def _forward_and_backward(
+    call: Callable[[], torch.Tensor], least: int, *given: torch.Tensor
+) -> Iterable[Measured]:
+    """Forward reads all that is given; backward reads that and the result's gradient, and writes theirs."""
+    kept: list[torch.Tensor] = []
+    yield lambda: kept.append(call()), least
+    gradient = torch.ones_like(kept[-1])
+    yield lambda: kept[-1].backward(gradient), least + size(*given)
+
+
+@case("norm_mul_dropout", "norm_mul_dropout, backward")
+def _norm():
+    x, weight, bias = floats(TOKENS, DIM, grad=True), floats(DIM, grad=True), floats(DIM, grad=True)
+    u = floats(TOKENS, DIM, grad=True)
+    given = x, u, weight, bias
+    yield from _forward_and_backward(
+        lambda: ops.norm_mul_dropout(x, u, weight, bias), size(*given, x), *given
+    )
+
+
+@case("norm_linear_silu", "norm_linear_silu, backward")
+def _norm_linear_silu():
+    x, scale, shift = floats(TOKENS, DIM, grad=True), floats(DIM, grad=True), floats(DIM, grad=True)
+    weight, bias = floats(4 * DIM, DIM, grad=True), floats(4 * DIM, grad=True)
+    given = x, scale, shift, weight, bias
+    least = size(*given) + 16 * TOKENS * DIM
+    yield from _forward_and_backward(lambda: ops.norm_linear_silu(*given), least, *given)
+
+
+@case("hstu_attention", "hstu_attention, backward")
+def _attention():
+    q, k, v = (floats(TOKENS, HEADS, DIM // HEADS, grad=True) for _ in range(3))
+    cuts, options = _offsets(), {"alpha": 0.1, "scaling_seqlen": LENGTH}
+    yield from _forward_and_backward(
+        lambda: ops.hstu_attention(q, k, v, cuts, LENGTH, **options), size(q, k, v, q, cuts), q, k, v
+    )
+
+
+@case("sampled_softmax", "sampled_softmax, backward")
+def _softmax():
+    hidden, negatives = floats(TOKENS, DIM, grad=True), floats(TOKENS, 32, DIM, grad=True)
+    positives, valid = floats(TOKENS, DIM, grad=True), torch.ones(TOKENS, 32, dtype=torch.bool, device=GPU)
+    given = hidden, positives, negatives
+    least = size(*given, valid) + 4 * TOKENS
+    yield from _forward_and_backward(lambda: ops.sampled_softmax(*given, valid), least, *given)
+
+
+def measure(names: tuple[str, ...], session: Session, gpu: Pretended) -> list[dict[str, Any]]:
+    """A row for each call of a case, the second time that it runs: the first may choose tiles."""
+    rows = []
+    for turn in ("first", "counted"):
+        torch.manual_seed(3)
+        session.restart()  # schedules, and with them the number of tries at a slot, do not depend on cases before
+        for name, (call, least) in zip(names, CASES[names](), strict=True):
+            session.history.clear()
+            with gpu.stage(f"{name}, {turn}"):
+                call()
+            if turn == "first":
+                continue
+            stage, counts = f"{name}, counted", [count for _, count in session.history]
+            rows.append(
+                {
+                    "op": name,
+                    "launches": gpu.launches[stage],
+                    "calls": gpu.calls[stage],
+                    "waits": gpu.waits_of(stage),
+                    "read": sum(count.bytes_read for count in counts),
+                    "written": sum(count.bytes_written for count in counts),
+                    "least": least,
+                    "instructions": sum(count.instructions for count in counts),
+                }
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of text, below their titles; bytes in KiB."""
+    titles = [
+        "op", "launches", "aten calls", "waits", "KiB read", "KiB written", "least KiB", "ratio", "instructions"
+    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        moved = row["read"] + row["written"]
+        kib = [f"{row[what] / 1024:,.0f}" for what in ("read", "written", "least")]
+        numbers = [str(row[what]) for what in ("launches", "calls", "waits")]
+        lines.append([row["op"], *numbers, *kib, f"{moved / row['least']:.2f}", f"{row['instructions']:,}"])
+    return [titles, *lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="ops whose name contains this")
+    parser.add_argument("--update", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    quiet = Emulation("sm_90", races=False, uninitialised=False)
+    with emulated(quiet) as session, pretended() as gpu:
+        session.keep_history = True
+        with GradientAccumulator(torch.nn.Module(), BITS).active(), Deferred().active():  # as in a step
+            for names in CASES:
+                if not options.only or any(options.only in name for name in names):
+                    rows += measure(names, session, gpu)
+    show(table(rows), SIZES)
+    if options.update:
+        from compile_matrix import put_between
+
+        BASELINE.write_text(json.dumps(rows, indent=1) + "\n")
+        DOCS.write_text(put_between(DOCS.read_text(), "per op", markdown(table(rows))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

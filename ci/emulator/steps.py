@@ -1,0 +1,169 @@
+"""Kernels launched, aten ops called and waits of the host, by stage of one training step, without a GPU.
+
+    python ci/emulator/steps.py                    a table
+    python ci/emulator/steps.py --json out.json    the same, and every line of code that waits
+    python ci/emulator/steps.py --check            against ci/baselines/steps.json: no launch and no wait more
+    python ci/emulator/steps.py --update           writes the baseline and the tables in docs/launches.md
+
+The GPU is pretended (pretended.py) and its kernels are emulated. The step is one of mode nestpipe in full
+flight: its buffers have rows of the step before, and the next one's keys are routed meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "ci" / "compile")]
+BASELINE = ROOT / "ci" / "baselines" / "steps.json"
+DOCS = ROOT / "docs" / "launches.md"
+STAGES = (
+    "prefetch", "h2d", "route", "retrieve", "copy_kept_rows", "exchange", "compute", "gradient_exchange",
+    "dense_reduce", "sparse_update", "dense_update", "write_back", "end of the step",
+)  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "device": {"storage": "device"},
+    "cached": {"storage": "cached"},
+    "device, skip_fetch": {"storage": "device", "skip_fetch": True},
+    "device, admission": {"storage": "device", "admission": 2},
+}
+"""Settings of each column: where tables are, and what else is on."""
+MICRO_BATCHES, MEASURED, STEPS = 4, 3, 6
+
+Report = dict[str, dict[str, dict[str, Any]]]
+
+
+def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1) -> dict[str, dict[str, Any]]:
+    """By stage of one step: launches, calls, waits, and the lines of code that wait."""
+    import torch
+    from pretended import pretended
+
+    from tritonrec.distributed import Communicators
+    from tritonrec.embedding import DenseOptimizer, HashTableCollection, TablePolicy
+    from tritonrec.harness.emulator import Emulation, emulated
+    from tritonrec.harness.job import Job
+    from tritonrec.nn import HSTUConfig
+    from tritonrec.pipeline import Trainer, WindowConfig
+
+    sizes = HSTUConfig(dim=16, layers=2)
+    job = Job(
+        "zipf:users=60,items=400,seed=1", batch_size=16, max_seq_len=16, num_negatives=4, sizes=sizes,
+        slots=1024, policy=TablePolicy(admission=admission),
+    )  # fmt: skip
+    placed: dict[str, Any] = {}
+    if storage != "host":
+        placed = {"placement": replace(job.placement, storage=storage, device="cuda", cache_rows=300)}
+    config = WindowConfig(MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch)
+    quiet = Emulation("sm_90", races=False, uninitialised=False)
+    with emulated(quiet), pretended() as gpu:
+        torch.manual_seed(0)
+        model, rule = job._model().to("cuda"), job.rule("adam")
+        tables = HashTableCollection(job.features(), rule, slots=job.slots, chunk_rows=1024, **placed)
+        dense = DenseOptimizer(model.named_parameters(), rule)
+        loader = job.loader()
+        local = Communicators.local()
+        with Trainer(model, tables, dense, local, "nestpipe", config, device="cuda") as trainer:
+
+            def seen(name: str, action: Any) -> Any:
+                def stage(places: Any, micro_batch: int | None = None) -> None:
+                    with gpu.stage(name if places.window.step == MEASURED else "another step"):
+                        action(places, micro_batch)
+
+                return stage
+
+            actions = trainer.program.actions
+            actions.update({name: seen(name, action) for name, action in actions.items()})
+            results = trainer.run(loader.batch(step) for step in range(STEPS))
+            for step in range(STEPS):
+                with gpu.stage("end of the step" if step == MEASURED else "another step"):
+                    next(results)
+            list(results)
+    return {
+        stage: {
+            "launches": gpu.launches[stage],
+            "calls": gpu.calls[stage],
+            "waits": gpu.waits_of(stage),
+            "lines": {line: count for (name, line), count in gpu.waits.items() if name == stage},
+        }
+        for stage in STAGES
+    }
+
+
+def table(found: Report) -> list[list[str]]:
+    """Rows of launches / aten calls / waits by stage, below their titles."""
+    rows = [["stage", *found]]
+    sums = {case: {"launches": 0, "calls": 0, "waits": 0} for case in found}
+    for stage in STAGES:
+        for case, by_stage in found.items():
+            for what in sums[case]:
+                sums[case][what] += by_stage[stage][what]
+        rows.append([stage, *(_cell(by_stage[stage]) for by_stage in found.values())])
+    return [*rows, ["all", *(_cell(total) for total in sums.values())]]
+
+
+def _cell(numbers: dict[str, int]) -> str:
+    return " / ".join(str(numbers[what]) for what in ("launches", "calls", "waits"))
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table of a page."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def worse(found: Report, baseline: Report) -> list[str]:
+    """Where a stage launches or waits more often than the baseline says."""
+    return [
+        f"{case}, {stage}: {found[case][stage][what]} {what}, {baseline[case][stage][what]} in the baseline"
+        for case in found
+        for stage in STAGES
+        for what in ("launches", "waits")
+        if found[case][stage][what] > baseline[case][stage][what]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=CASES, help="one of the columns; all by default")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--update", action="store_true")
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    found = {case: measure(**CASES[case]) for case in options.case or CASES}
+    show(table(found), "launches / aten calls / waits of the host")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.update:
+        from compile_matrix import put_between
+
+        BASELINE.write_text(json.dumps(found, indent=1) + "\n")
+        DOCS.write_text(put_between(DOCS.read_text(), "steps", markdown(table(found))))
+    if not options.check:
+        return 0
+    messages = worse(found, json.loads(BASELINE.read_text()))
+    print("\n".join(messages))
+    return len(messages) > 0
+
+
+def show(rows: list[list[str]], title: str) -> None:
+    """Print a table, its titles first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*rows[0], title=title)
+    for row in rows[1:]:
+        shown.add_row(*row)
+    Console(width=160).print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

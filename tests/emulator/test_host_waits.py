@@ -1,0 +1,170 @@
+"""Between its routing and its end a step with tables on a GPU waits for nothing; the GPU is pretended.
+
+Kernels run on the CPU here, and only the code around them is looked at. Ops are the subject of
+`tests/kernels/test_no_sync.py`, and both together of the slow test at the end.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "ci" / "emulator"), str(ROOT / "tests" / "pipeline")]
+
+import trainer_parts  # noqa: E402
+from pretended import pretended, without_kernels  # noqa: E402
+
+from tritonrec.distributed import Communicators  # noqa: E402
+from tritonrec.embedding import (  # noqa: E402
+    DenseOptimizer,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    TablePolicy,
+)
+from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig  # noqa: E402
+from tritonrec.pipeline.places import Embeddings  # noqa: E402
+from tritonrec.pipeline.stage import Read  # noqa: E402
+from tritonrec.pipeline.window import Window  # noqa: E402
+
+STEPS, MEASURED = 4, 2
+WITHOUT = (
+    "retrieve", "copy_kept_rows", "exchange", "compute", "gradient_exchange", "dense_reduce", "sparse_update",
+    "dense_update", "write_back",
+)  # fmt: skip
+CASES = {
+    "host": ("host", {}, {}),
+    "device": ("device", {}, {}),
+    "device_skip_fetch": ("device", {}, {"skip_fetch": True}),
+    "device_window": ("device", {}, {"consistency": "window"}),
+    "device_admission": ("device", {"admission": 2}, {}),
+    "cached": ("cached", {}, {}),
+    "cached_admission": ("cached", {"admission": 2}, {"skip_fetch": True}),
+}
+
+
+def run(storage, policy, window, change=None, device="cuda"):
+    """Trains in the pipeline on the pretended GPU; what it saw, by stage of one step, and the last loss."""
+    with pretended() as gpu, without_kernels(gpu):
+        model, rule = trainer_parts.Ranker().to(device), RowOptimizer("adam", lr=0.05)
+        feature = FeatureConfig("item", trainer_parts.DIM, policy=TablePolicy(**policy))
+        placement = Placement(storage, device, cache_rows=40)
+        tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
+        dense = DenseOptimizer(model.named_parameters(), rule)
+        config = WindowConfig(4, first_use=True, seed=4, **window)
+        with Trainer(
+            model, tables, dense, Communicators.local(), "nestpipe", config, device=device
+        ) as trainer:
+            actions = trainer.program.actions
+            if change is not None:
+                change(trainer.program)
+
+            def seen(name, action):
+                def stage(places, micro_batch=None):
+                    with gpu.stage(name if places.window.step == MEASURED else "another step"):
+                        action(places, micro_batch)
+
+                return stage
+
+            actions.update({name: seen(name, action) for name, action in actions.items()})
+            losses = [result.loss for result in trainer.run(trainer_parts.batches(STEPS))]
+    return gpu, losses
+
+
+def waits(gpu, stages):
+    return {key: count for key, count in gpu.waits.items() if key[0] in stages}
+
+
+@pytest.mark.parametrize("case", [each for each in CASES if each != "host"])
+def test_a_step_waits_once_for_its_routes_and_for_nothing_else(case):
+    gpu, losses = run(*CASES[case])
+    assert waits(gpu, WITHOUT) == {}
+    assert gpu.waits_of("route") == 1
+    assert all(gpu.calls[stage] + gpu.launches[stage] for stage in WITHOUT), "a stage was not seen"
+    assert losses == run(*CASES[case], device="cpu")[1]
+
+
+def test_tables_on_the_host_wait_for_keys_and_rows_alone():
+    gpu, losses = run(*CASES["host"])
+    stages = {stage: gpu.waits_of(stage) for stage in ("route", *WITHOUT) if gpu.waits_of(stage)}
+    assert stages == {"route": 1, "retrieve": 2, "write_back": 1}
+    assert {line.split()[0].split(":")[0] for _, line in waits(gpu, stages)} == {"pipeline/streams.py"}
+    assert losses == run(*CASES["host"], device="cpu")[1]
+
+
+READS = {
+    "int": lambda x: int(x.sum()),
+    "bool": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "index of the host": lambda x: x[torch.tensor([0])],
+    "index of no dimension": lambda x: x[x.long().sum() * 0],
+    "made of a list": lambda x: torch.tensor([1], device=x.device),
+    "repeats": lambda x: torch.repeat_interleave(x[:, 0].long() * 0),
+    "stream": lambda x: torch.accelerator.current_stream(x.device).synchronize(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_wait_in_a_stage_is_seen_with_its_line(read):
+    def change(program):
+        def planted(embeddings: Read[Embeddings]) -> None:
+            READS[read](embeddings[0])
+
+        program.after("compute", planted)
+
+    gpu, _ = run(*CASES["device"], change)
+    found = waits(gpu, WITHOUT)
+    assert set(found.values()) == {4} and [stage for stage, _ in found] == ["compute"], found
+    assert "test_host_waits.py" in next(iter(found))[1]
+
+
+def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
+    def change(program):
+        def planted(window: Window) -> None:
+            if window.batches[0].step == MEASURED:
+                program.model.mix.weight.data.zero_()
+
+        program.after("dense_reduce", planted)
+
+    with pytest.raises(
+        StageFailedError, match="step 2 failed: RuntimeError: parameter mix.weight was changed"
+    ):
+        run(*CASES["device"], change)
+
+
+def test_tensors_of_host_and_gpu_do_not_mix():
+    with pretended():
+        x = torch.ones(3, device="cuda")
+        assert x.is_cuda and not x.is_cpu and (x + 1)[1:].device == torch.device("cuda:0")
+        with pytest.raises(RuntimeError, match=r"aten.add.Tensor has tensors of the host and of the GPU"):
+            x + torch.ones(3)
+        with pytest.raises(TypeError, match="numpy"):
+            x.numpy()
+        with pytest.raises(RuntimeError, match="pinned"):
+            x.pin_memory()
+        assert (x.cpu() + torch.ones(3)).is_cpu
+    assert torch.ones(3).device.type == "cpu"
+
+
+@pytest.mark.slow
+def test_launches_and_waits_of_emulated_steps_are_those_of_the_baseline(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    out = tmp_path / "steps.json"
+    command = [sys.executable, str(ROOT / "ci" / "emulator" / "steps.py"), "--check", "--json", str(out)]
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    for case in ("device", "cached", "device, skip_fetch", "device, admission"):
+        assert all(found[case][stage]["waits"] == 0 for stage in WITHOUT), case
+        assert found[case]["route"]["waits"] == 1
