@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.embedding import Eviction, Placement, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import (
@@ -294,3 +294,20 @@ def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
         expected = own.run(where, 4, replicas=2)
         assert own.run(on_mesh, 4, replicas=2) == [(each, each) for each in expected]
         assert all("ranks must ascend" in message for message in own.run(mesh_refused, 4, replicas=2))
+
+
+@pytest.mark.parametrize("storage", ["device", "cached"])
+def test_replicas_of_tables_that_are_elsewhere_have_the_same_bits(pool, storage):
+    def tables(ranks, job, **mesh):
+        window = WindowConfig(2, first_use=True, skip_fetch=True, depth=3)
+        found = pool.run(train, ranks, window, 6, False, job, **mesh)
+        rows = {}  # of each id on every rank that has it
+        for ids, values, _dense, _bytes in found:
+            for each, row in zip(ids.tolist(), values, strict=True):
+                assert torch.equal(rows.setdefault(each, row), row)
+        return rows, found[0][2]
+
+    expected, dense = tables(2, JOB)
+    got, got_dense = tables(4, replace(JOB, placement=Placement(storage, cache_rows=3)), replicas=2)
+    assert got.keys() == expected.keys() and all(torch.equal(got[key], expected[key]) for key in got)
+    assert all(torch.equal(got_dense[name], dense[name]) for name in dense)
