@@ -44,6 +44,8 @@ CASES = {
     "device_skip_fetch": ("device", {}, {"skip_fetch": True}),
     "device_window": ("device", {}, {"consistency": "window"}),
     "device_admission": ("device", {"admission": 2}, {}),
+    "device_no_dedup": ("device", {}, {"first_use": False, "dedup": "none"}),
+    "device_dedup_at_the_sender": ("device", {}, {"first_use": False, "dedup": "exchange"}),
     "cached": ("cached", {}, {}),
     "cached_admission": ("cached", {"admission": 2}, {"skip_fetch": True}),
 }
@@ -57,7 +59,7 @@ def run(storage, policy, window, change=None, device="cuda"):
         placement = Placement(storage, device, cache_rows=40)
         tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
         dense = DenseOptimizer(model.named_parameters(), rule)
-        config = WindowConfig(4, first_use=True, seed=4, **window)
+        config = WindowConfig(4, seed=4, **{"first_use": True, **window})
         with Trainer(
             model, tables, dense, Communicators.local(), "nestpipe", config, device=device
         ) as trainer:
@@ -88,6 +90,19 @@ def test_a_step_waits_once_for_its_routes_and_for_nothing_else(case):
     assert gpu.waits_of("route") == 1
     assert all(gpu.calls[stage] + gpu.launches[stage] for stage in WITHOUT), "a stage was not seen"
     assert losses == run(*CASES[case], device="cpu")[1]
+
+
+def test_the_reference_computes_on_the_gpu_of_its_model():
+    losses = []
+    for device in ("cpu", "cuda"):
+        with pretended() as gpu, without_kernels(gpu):
+            model, tables, dense = trainer_parts.parts()
+            if device == "cuda":
+                model = trainer_parts.Ranker().to(device)
+                dense = DenseOptimizer(model.named_parameters(), dense.rule)
+            with Trainer(model, tables, dense, Communicators.local(), "reference", device=device) as trainer:
+                losses.append([result.loss for result in trainer.run(trainer_parts.batches(2))])
+    assert losses[0] == losses[1]
 
 
 def test_tables_on_the_host_wait_for_keys_and_rows_alone():
@@ -136,7 +151,7 @@ def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
         program.after("dense_reduce", planted)
 
     with pytest.raises(
-        StageFailedError, match="step 2 failed: RuntimeError: parameter mix.weight was changed"
+        StageFailedError, match=r"step 2 failed: RuntimeError: parameter mix\.weight was changed"
     ):
         run(*CASES["device"], change)
 
