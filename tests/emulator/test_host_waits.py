@@ -136,7 +136,7 @@ def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
         program.after("dense_reduce", planted)
 
     with pytest.raises(
-        StageFailedError, match="step 2 failed: RuntimeError: parameter mix.weight was changed"
+        StageFailedError, match=r"step 2 failed: RuntimeError: parameter mix\.weight was changed"
     ):
         run(*CASES["device"], change)
 
