@@ -58,7 +58,7 @@ def _known(impl: Impl) -> Impl:
 
 def numbered(device: str | torch.device) -> torch.device:
     """The device as tensors there name it, by which devices are compared: ``"cuda"`` is ``cuda:0``, say."""
-    return torch.empty(0, device=device).device
+    return torch.empty(0, dtype=torch.float32, device=device).device
 
 
 def on_host(tensor: torch.Tensor) -> bool:
