@@ -9,7 +9,7 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..embedding import DenseOptimizer, HashTableCollection
-from ..kernels.dispatch import default_impl
+from ..kernels.dispatch import default_impl, numbered
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
@@ -27,7 +27,7 @@ class ReferenceTrainer:
         model, tables, dense: what is trained.
         seed: of dropout. fraction_bits: grid of gradient sums.
         accumulate: batches of one update.
-        impl: of every op, as of `Trainer`.
+        impl: of every op, as of `Trainer`. device: of the model.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class ReferenceTrainer:
         fraction_bits: int = ops.FRACTION_BITS,
         accumulate: int = 1,
         impl: ops.Impl = "auto",
+        device: str | torch.device = "cpu",
     ):
         self.model, self.tables, self.dense = model, tables, dense
         self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
+        self.device = numbered(device)
         self.impl = default_impl() if impl == "auto" else impl
 
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
@@ -58,15 +60,17 @@ class ReferenceTrainer:
     ) -> list[torch.Tensor]:
         update = batches[0].step // self.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
+        batches = [batch.to(self.device) for batch in batches]
         lookups = [batch.lookups() for batch in batches]
         asked = [self.tables.keys(each) for each in lookups]
 
         shards = []
         for index, group in enumerate(self.tables.groups):
             keys, inverse, _ = ops.unique(torch.cat([keys[index] for keys in asked]))
-            found = group.table.lookup(keys, update)
-            values = group.table.gather(found.handles, keys)
-            sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64)
+            there = keys.to(group.table.device)
+            found = group.table.lookup(there, update)
+            values = group.table.gather(found.handles, there).to(self.device)
+            sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64, device=self.device)
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
 
@@ -89,11 +93,11 @@ class ReferenceTrainer:
 
         for group, _keys, found, values, sums, _places in shards:
             mean = ops.from_fixed_point(sums, terms, self.fraction_bits)
-            admitted = (found.handles >= 0).nonzero().squeeze(1)
+            admitted = (found.handles >= 0).nonzero().squeeze(1).to(self.device)
             group.optimizer.update(values, admitted, mean[admitted], update + 1)
             if found.low_precision is not None:
                 group.table.round_low_precision(values, found.low_precision)
-            group.table.update(found.handles, values)
+            group.table.update(found.handles, values.to(group.table.device))
 
         dense = {
             name: ops.from_fixed_point(sums, terms, self.fraction_bits)

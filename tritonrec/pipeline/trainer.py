@@ -140,7 +140,7 @@ class Trainer:
             validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(
                 model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
-                self.impl,
+                self.impl, self._device,
             )  # fmt: skip
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
