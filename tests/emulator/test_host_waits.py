@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-def run(storage, policy, window, change=None, device="cuda"):
+def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
     """Trains in the pipeline on the pretended GPU; what it saw, by stage of one step, and the last loss."""
     with pretended() as gpu, without_kernels(gpu):
         model, rule = trainer_parts.Ranker().to(device), RowOptimizer("adam", lr=0.05)
@@ -59,11 +59,10 @@ def run(storage, policy, window, change=None, device="cuda"):
         placement = Placement(storage, device, cache_rows=40)
         tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
         dense = DenseOptimizer(model.named_parameters(), rule)
-        config = WindowConfig(4, seed=4, **{"first_use": True, **window})
-        with Trainer(
-            model, tables, dense, Communicators.local(), "nestpipe", config, device=device
-        ) as trainer:
-            actions = trainer.program.actions
+        count = 1 if mode == "reference" else 4
+        config = WindowConfig(count, seed=4, **{"first_use": True, **window})
+        with Trainer(model, tables, dense, Communicators.local(), mode, config, device=device) as trainer:
+            actions = {} if mode == "reference" else trainer.program.actions
             if change is not None:
                 change(trainer.program)
 
@@ -92,25 +91,18 @@ def test_a_step_waits_once_for_its_routes_and_for_nothing_else(case):
     assert losses == run(*CASES[case], device="cpu")[1]
 
 
-def test_the_reference_computes_on_the_gpu_of_its_model():
-    losses = []
-    for device in ("cpu", "cuda"):
-        with pretended() as gpu, without_kernels(gpu):
-            model, tables, dense = trainer_parts.parts()
-            if device == "cuda":
-                model = trainer_parts.Ranker().to(device)
-                dense = DenseOptimizer(model.named_parameters(), dense.rule)
-            with Trainer(model, tables, dense, Communicators.local(), "reference", device=device) as trainer:
-                losses.append([result.loss for result in trainer.run(trainer_parts.batches(2))])
-    assert losses[0] == losses[1]
-
-
 def test_tables_on_the_host_wait_for_keys_and_rows_alone():
     gpu, losses = run(*CASES["host"])
     stages = {stage: gpu.waits_of(stage) for stage in ("route", *WITHOUT) if gpu.waits_of(stage)}
     assert stages == {"route": 1, "retrieve": 2, "write_back": 1}
     assert {line.split()[0].split(":")[0] for _, line in waits(gpu, stages)} == {"pipeline/streams.py"}
     assert losses == run(*CASES["host"], device="cpu")[1]
+
+
+@pytest.mark.parametrize("storage", ["host", "device", "cached"])
+def test_the_reference_run_has_its_bits_on_a_gpu(storage):
+    here, there = (run(storage, {}, {}, device=each, mode="reference")[1] for each in ("cpu", "cuda"))
+    assert here == there
 
 
 READS = {
