@@ -296,8 +296,13 @@ def pretended(capability: tuple[int, int] = (9, 0)) -> Iterator[Pretended]:
         (node, "apply", derivative),
         (driver.Launcher, "__call__", launched),
         (dispatch, "capability", lambda tensor: capability if tensor.is_cuda else (0, 0)),
+        (torch.accelerator, "is_available", lambda: True),
+        (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch.accelerator, "device_count", lambda: 1),
         (torch.accelerator, "current_stream", lambda device=None: _Stream(gpu)),
         (torch.accelerator, "synchronize", lambda device=None: gpu.wait()),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (trainer, "streams_for", lambda device: streams.HostStreams()),
     ]
     with _patched(changes), gpu._modes():

@@ -44,12 +44,14 @@ CASES = {
     "device_skip_fetch": ("device", {}, {"skip_fetch": True}),
     "device_window": ("device", {}, {"consistency": "window"}),
     "device_admission": ("device", {"admission": 2}, {}),
+    "device_no_dedup": ("device", {}, {"first_use": False, "dedup": "none"}),
+    "device_dedup_at_the_sender": ("device", {}, {"first_use": False, "dedup": "exchange"}),
     "cached": ("cached", {}, {}),
     "cached_admission": ("cached", {"admission": 2}, {"skip_fetch": True}),
 }
 
 
-def run(storage, policy, window, change=None, device="cuda"):
+def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
     """Trains in the pipeline on the pretended GPU; what it saw, by stage of one step, and the last loss."""
     with pretended() as gpu, without_kernels(gpu):
         model, rule = trainer_parts.Ranker().to(device), RowOptimizer("adam", lr=0.05)
@@ -57,11 +59,10 @@ def run(storage, policy, window, change=None, device="cuda"):
         placement = Placement(storage, device, cache_rows=40)
         tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
         dense = DenseOptimizer(model.named_parameters(), rule)
-        config = WindowConfig(4, first_use=True, seed=4, **window)
-        with Trainer(
-            model, tables, dense, Communicators.local(), "nestpipe", config, device=device
-        ) as trainer:
-            actions = trainer.program.actions
+        count = 1 if mode == "reference" else 4
+        config = WindowConfig(count, seed=4, **{"first_use": True, **window})
+        with Trainer(model, tables, dense, Communicators.local(), mode, config, device=device) as trainer:
+            actions = {} if mode == "reference" else trainer.program.actions
             if change is not None:
                 change(trainer.program)
 
@@ -96,6 +97,12 @@ def test_tables_on_the_host_wait_for_keys_and_rows_alone():
     assert stages == {"route": 1, "retrieve": 2, "write_back": 1}
     assert {line.split()[0].split(":")[0] for _, line in waits(gpu, stages)} == {"pipeline/streams.py"}
     assert losses == run(*CASES["host"], device="cpu")[1]
+
+
+@pytest.mark.parametrize("storage", ["host", "device", "cached"])
+def test_the_reference_run_has_its_bits_on_a_gpu(storage):
+    here, there = (run(storage, {}, {}, device=each, mode="reference")[1] for each in ("cpu", "cuda"))
+    assert here == there
 
 
 READS = {
@@ -136,7 +143,7 @@ def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
         program.after("dense_reduce", planted)
 
     with pytest.raises(
-        StageFailedError, match="step 2 failed: RuntimeError: parameter mix.weight was changed"
+        StageFailedError, match=r"step 2 failed: RuntimeError: parameter mix\.weight was changed"
     ):
         run(*CASES["device"], change)
 
