@@ -16,14 +16,14 @@ SCALARS += [(ops.hash_insert, "next_row")]
 DOORS = {
     "public": lambda *given, **rest: ops.hash_insert(*given[:-1], impl=given[-1], **rest),
     "registered": lambda keys, rows, new, next_row, free=None, impl="auto", *, status=None: (
-        torch.ops.tritonrec.hash_insert(keys, rows, new, 0, free, None, next_row, status, impl)
+        torch.ops.tritonrec.hash_insert(keys, rows, new, 0, free, None, next_row, status, None, impl)
     ),
 }
 
 
 def test_every_scalar_is_here():
     assert len(SCALARS) > 14 and {name for _, name in SCALARS} == {
-        "count", "left_count", "right_count", "status", "next_row"
+        "count", "left_count", "right_count", "status", "next_row", "used"
     }  # fmt: skip
 
 
@@ -67,7 +67,9 @@ def test_a_counter_may_run_out(impl):
 @pytest.mark.parametrize("next_row", [-1, 2**31])
 def test_the_registered_op_checks_a_number_too(next_row):
     with pytest.raises(ValueError, match=rf"next_row must be in \[0, 2\*\*31\), got {next_row}$"):
-        torch.ops.tritonrec.hash_insert(*empty(8), keys_of([1]), next_row, None, None, None, None, "cpu")
+        torch.ops.tritonrec.hash_insert(
+            *empty(8), keys_of([1]), next_row, None, None, None, None, None, "cpu"
+        )
 
 
 def test_an_accelerator_asserts_without_a_wait(monkeypatch):
