@@ -61,9 +61,8 @@ class ReferenceTrainer:
     ) -> list[torch.Tensor]:
         update = batches[0].step // self.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
-        asked = [
-            self.tables.keys(batch.lookups()) for batch in batches
-        ]  # on the host, which looks at the ids
+        # on the host, which looks at the ids
+        asked = [self.tables.keys(batch.lookups()) for batch in batches]
         batches = [batch.to(self.device) for batch in batches]
 
         shards = []
