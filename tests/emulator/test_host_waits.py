@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "ci" / "emulator"), str(ROOT / "tests" / "pipeline")]
 
 import trainer_parts  # noqa: E402
 from pretended import pretended, without_kernels  # noqa: E402
+from speeds import slow_except  # noqa: E402
 
 from tritonrec.distributed import Communicators  # noqa: E402
 from tritonrec.embedding import (  # noqa: E402
@@ -82,7 +83,10 @@ def waits(gpu, stages):
     return {key: count for key, count in gpu.waits.items() if key[0] in stages}
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if each != "host"])
+@pytest.mark.parametrize(
+    "case",
+    slow_except(["device", "device_window", "cached_admission"], [each for each in CASES if each != "host"]),
+)
 def test_a_step_waits_once_for_its_routes_and_for_nothing_else(case):
     gpu, losses = run(*CASES[case])
     assert waits(gpu, WITHOUT) == {}
@@ -120,7 +124,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", slow_except(["int", "mask", "index of no dimension", "stream"], READS))
 def test_a_wait_in_a_stage_is_seen_with_its_line(read):
     def change(program):
         def planted(embeddings: Read[Embeddings]) -> None:

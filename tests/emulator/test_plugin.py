@@ -49,6 +49,7 @@ def test_without_the_option_nothing_is_emulated():
     assert "emulated" not in done.stdout and " passed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_interpreter_and_the_emulator_exclude_each_other():
     code = (
         "from tritonrec.harness.emulator import Emulation, emulated\n"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_except
 
 from tritonrec.kernels import address_table, chunked_rows, dispatch
 from tritonrec.kernels.chunked_rows import LOW, Chunks, addresses, op
@@ -182,7 +183,7 @@ def test_one_value_that_does_not_fit_is_enough(impl):
     assert fits(values, 3, impl) == [True, False, False, True, True]
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 5, 1 << 10])
+@pytest.mark.parametrize("chunk_rows", slow_except([5], [1, 5, 1 << 10]))
 @pytest.mark.parametrize("impl", FAST)
 def test_every_float16_and_bfloat16_comes_back(impl, chunk_rows):
     weights = torch.where(EVERY_HALF.isnan(), 0, EVERY_HALF.to(torch.float32))
@@ -247,13 +248,14 @@ def test_the_host_does_not_wait(monkeypatch):
 def test_a_table_of_addresses_keeps_its_chunks_and_nothing_keeps_the_table():
     chunks = [torch.ones(3, 2) for _ in range(2)]
     pointers, kept = [each.data_ptr() for each in chunks], [weakref.ref(each) for each in chunks]
-    table, number = addresses(chunks, torch.device("cpu")), len(address_table._behind)
+    table = addresses(chunks, torch.device("cpu"))
+    entry = id(table)
     del chunks
     gc.collect()
     assert table.tolist() == pointers and all(each() is not None for each in kept)
     del table
     gc.collect()
-    assert all(each() is None for each in kept) and len(address_table._behind) == number - 1
+    assert all(each() is None for each in kept) and entry not in address_table._behind
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ shows as other bits, as it would on a device.
 
 from collections import Counter
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator
+from speeds import slow_except
 from test_switches import CONFIG, POLICY, batches, parts, run, same, state
 
 from tritonrec.distributed import Communicators
@@ -34,8 +36,9 @@ def run_on(accelerator, mode, made, schedule=None, **window):
         return [result.losses for result in training.run(batches())]
 
 
-@pytest.mark.parametrize("mode", PIPELINED)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "seed"), slow_except([("nestpipe", 0), ("fwp", 1)], product(PIPELINED, (0, 1)))
+)
 def test_deferred_work_gives_the_bits_of_synchronous_training(mode, seed):
     expected, _ = run("reference", parts(POLICY))
     made = parts(POLICY)
@@ -79,7 +82,7 @@ def test_a_lost_wait_shows(stage, edge, slow):
     assert not same(state(made), expected)
 
 
-@pytest.mark.parametrize("mode", ["dbp", "nestpipe"])
+@pytest.mark.parametrize("mode", slow_except(["nestpipe"], ["dbp", "nestpipe"]))
 def test_the_host_waits_for_the_device_once_and_not_whenever_it_is_ahead(mode):
     accelerator = FakeAccelerator(slow="compute")
     run_on(accelerator, mode, parts())
