@@ -13,8 +13,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
-# Two processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+# Processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin. Many
+# tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: verify smoke test test-all emulate lint bench compile-matrix clean

@@ -1,9 +1,12 @@
 """Promise: where tables are changes no bit, however small caches and chunks; what cannot run is named."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_except
 from trainer_parts import same, state
 
 from tritonrec import checkpoint, nn
@@ -111,8 +114,13 @@ def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
     assert same(state(made), state(expected))
 
 
-@pytest.mark.parametrize("skip_fetch", [False, True])
-@pytest.mark.parametrize("place", ["device", "cached", "one_row_cached"])
+@pytest.mark.parametrize(
+    ("place", "skip_fetch"),
+    slow_except(
+        [("device", True), ("one_row_cached", False)],
+        product(["device", "cached", "one_row_cached"], [False, True]),
+    ),
+)
 def test_rows_loaded_and_erased_between_runs_are_seen_by_the_next(place, skip_fetch):
     def run(made, mode, **window):
         config = WindowConfig(seed=4, **window)
@@ -138,7 +146,13 @@ def by_key(tables):
     }
 
 
-@pytest.mark.parametrize("places", [("host", "device", "cached", "host"), ("cached", "host", "device")])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("host", "device", "cached", "host"),
+        pytest.param(("cached", "host", "device"), marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_and_deltas_move_between_storages(tmp_path, places):
     expected = parts(policy="all")
     trained(expected, "reference", [batch(step) for step in range(4 * len(places))])
@@ -163,7 +177,7 @@ def test_checkpoints_and_deltas_move_between_storages(tmp_path, places):
     assert same(state(made), state(expected))
 
 
-@pytest.mark.parametrize("skip_fetch", [False, True])
+@pytest.mark.parametrize("skip_fetch", slow_except([True], [False, True]))
 def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip_fetch):
     window = {"micro_batches": 2, "skip_fetch": skip_fetch}
     places = "device", "cached", "one_row_cached"

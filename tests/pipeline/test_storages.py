@@ -66,7 +66,7 @@ def test_every_place_ends_at_the_bits_of_the_reference(storage, mode, policy, wi
 
 @pytest.mark.parametrize("storage", ["device", "cached"])
 def test_what_a_device_counts_is_what_the_host_counts(storage):
-    """One stage after another: in a pipeline moves between the tiers depend on the timing, and no value does."""
+    """One stage after another: in a pipeline moves between the tiers depend on the timing."""
     seen = []
     for placement in (None, Placement(storage, cache_rows=25)):
         made = parts("all", placement)

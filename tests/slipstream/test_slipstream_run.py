@@ -133,6 +133,7 @@ def test_settings_that_exclude_each_other_are_refused():
         SlipstreamRun(CONFIG, (0.5, 2.0))
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_was_dropped_saved_and_lost_and_draws_it(tmp_path):
     arguments = [
         "train", "--model", "dlrm", "--data", DATA, "--batch-size", 24, "--dim", 6, "--steps", 40,
