@@ -52,7 +52,11 @@ def run(installed, tmp, code=USE, **environment):
     )
 
 
-@pytest.mark.parametrize("variable", [{}, {"NUMBA_CACHE_DIR": "/proc/nowhere"}], ids=["unset", "unwritable"])
+@pytest.mark.parametrize(
+    "variable",
+    [pytest.param({}, marks=pytest.mark.slow), {"NUMBA_CACHE_DIR": "/proc/nowhere"}],
+    ids=["unset", "unwritable"],
+)
 def test_kernels_run_in_a_container_without_a_writable_home_and_are_kept(installed, tmp_path, variable):
     done = run(installed, tmp_path, **variable)
     assert done.returncode == 0, done.stderr

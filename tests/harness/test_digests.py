@@ -23,7 +23,7 @@ RECORDED = Path(__file__).with_name("digests.json")
 WORLD_SIZES = (1, 2, 4)
 CONSISTENCIES = ("batch", "window")
 MODELS = ("hstu", "fuxi", "grm", "dlrm")
-SPEEDS = [*(pytest.param(model, marks=pytest.mark.slow) for model in ("hstu", "fuxi")), "grm", "dlrm"]
+SPEEDS = [*(pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != "dlrm"), "dlrm"]
 STEPS = 4
 
 pytestmark = pytest.mark.multi_rank

@@ -102,6 +102,7 @@ def test_replicas_meet_at_the_end_or_with_first_use_as_rows_leave():
         assert early(task).sent / whole.sent == pytest.approx(gone / sum(leaving))
 
 
+@pytest.mark.slow
 def test_a_crowded_network_is_planned_in_groups():
     link = Link(1e7, contention=1.0, node_size=8, node_bytes_per_second=1e11)
     crowded = replace(COSTS, link=link)

@@ -7,6 +7,7 @@ import torch
 from fake_accelerator import FakeAccelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import slow_except
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tritonrec.distributed import Communicators, RankPool
@@ -107,7 +108,7 @@ def replica_bytes(communicators, window, steps):
         return sent, trainer.counts.row_bytes, tables.export()["item"]
 
 
-@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("consistency", slow_except(["batch"], ["batch", "window"]))
 def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_micro_batch(pool, consistency):
     plain = WindowConfig(2, seed=4, consistency=consistency)
     for world, replicas in ((2, 2), (4, 2)):
@@ -121,7 +122,7 @@ def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_mi
                 assert torch.equal(rows[0], same[0]) and torch.equal(rows[1], same[1])
 
 
-@pytest.mark.parametrize("late", ["communication", "replica"])
+@pytest.mark.parametrize("late", slow_except(["replica"], ["communication", "replica"]))
 def test_on_an_accelerator_that_is_late_replicas_reduce_all_the_same(pool, late):
     window = WindowConfig(3, seed=4, first_use=True, skip_fetch=True)
     expected = pool.run(train, 4, window, 4, replicas=2)
@@ -296,7 +297,7 @@ def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
         assert all("ranks must ascend" in message for message in own.run(mesh_refused, 4, replicas=2))
 
 
-@pytest.mark.parametrize("storage", ["device", "cached"])
+@pytest.mark.parametrize("storage", slow_except(["cached"], ["device", "cached"]))
 def test_replicas_of_tables_that_are_elsewhere_have_the_same_bits(pool, storage):
     def tables(ranks, job, **mesh):
         window = WindowConfig(2, first_use=True, skip_fetch=True, depth=3)
