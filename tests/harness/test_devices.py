@@ -38,13 +38,13 @@ def run(*arguments):
 def test_verify_proves_every_mode_on_emulated_kernels(tmp_path):
     file = tmp_path / "report.json"
     code, text = run("verify", "--impl", "triton", "--json", file)
-    assert code == 0 and "6 of 6 cases identical" in text and "impl triton, emulated sm_90" in text, text
+    assert code == 0 and "18 of 18 cases identical" in text and "impl triton, emulated sm_90" in text, text
     report = json.loads(file.read_text())
     assert report["environment"]["emulated"] == "sm_90"
     assert report["environment"]["job"]["target"] == {"impl": "triton", "device": "cpu"}
-    assert {(case["mode"], case["world_size"]) for case in report["cases"]} == {
-        (mode, ranks) for mode in PIPELINED for ranks in (1, 2)
-    }
+    assert {(case["mode"], case["world_size"], case["storage"]) for case in report["cases"]} == set(
+        product(PIPELINED, (1, 2), ("host", "device", "cached"))
+    )
     assert all(case["identical"] and case["bytes_compared"] for case in report["cases"])
 
 
