@@ -16,7 +16,7 @@ class DictTable:
     """
 
     device, padded = torch.device("cpu"), False
-    cache_hits = 0, 0
+    cached = 0
 
     def __init__(self, placement, dim, row_width, initial_rows, slots, chunk_rows, tiers):
         self.dim, self.row_width, self.initial_rows = dim, row_width, initial_rows

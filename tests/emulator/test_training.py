@@ -15,7 +15,7 @@ from tritonrec.harness.emulator.driver import current
 from tritonrec.harness.verify.run_case import compare_run
 from tritonrec.harness.verify.state import Comparison, dense_state, loss_state, table_state
 from tritonrec.kernels import dispatch
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(step) for step in range(4)]
@@ -42,8 +42,8 @@ class Scores(torch.nn.Module):
         )
 
 
-def trainer(optimizer, mode, impl, storage="host"):
-    model, rule = Scores(), RowOptimizer(optimizer, lr=0.05)
+def trainer(optimizer, mode, impl, storage="host", model=Scores):
+    model, rule = model(), RowOptimizer(optimizer, lr=0.05)
     tables = HashTableCollection(
         [FeatureConfig("item", 6)],
         rule,
@@ -84,3 +84,18 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
     update = f"sparse_optimizers.{optimizer}_kernel"
     assert {*IN_A_STEP, update, *(ON_DEVICE if storage != "host" else ())} <= launched, launched
     assert ops.implementation("auto", torch.ones(1)) == "cpu"
+
+
+class Unbounded(Scores):
+    """Its losses are infinite from the second step on."""
+
+    def forward(self, batch, rows, seed):
+        return super().forward(batch, rows, seed) * (torch.inf if batch.step else 1.0)
+
+
+def test_a_sum_that_does_not_exist_is_an_error_of_its_step_though_nobody_waited_for_it():
+    with trainer("adam", "nestpipe", "triton", "device", Unbounded) as running:
+        steps = running.run(BATCHES)
+        assert next(steps).step == 0
+        with pytest.raises(StageFailedError, match="step 1 failed: ExactSumError: embedding gradient"):
+            next(steps)

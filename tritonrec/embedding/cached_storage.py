@@ -42,15 +42,13 @@ class CachedStorage(RowStorage):
         self._recent = RowColumn(torch.int32, end=cache_rows, device=device)
         self._hand = torch.zeros((), dtype=torch.int64, device=device)
         self._lookup, self._size = 1, 0  # lookups so far, and keys of the last one
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._found = torch.zeros((), dtype=torch.int64, device=device)
         self._moved = [0, 0]  # to float32, to 16 bits; in host memory a cached row moves when it leaves
         self._lock = Turn(device)  # for columns that grow
 
     @property
-    def hits(self) -> tuple[int, int]:
-        """Rows that lookups found in the cache, and all rows that they looked up; waits for the device."""
-        found, looked_up = self._counts.tolist()
-        return found, looked_up
+    def cached(self) -> int:
+        return int(self._found)
 
     def grow(self, end: int) -> None:
         with self._lock:
@@ -96,7 +94,7 @@ class CachedStorage(RowStorage):
         self._lookup += 1
         now, before, self._size = self._lookup, self._size, len(handles)
         places = self._place(handles)
-        self._counts += torch.stack([(places >= 0).sum(), (handles >= 0).sum()])
+        self._found += (places >= 0).sum()
         self._recent[places] = now
         # a row of the last lookup that has no cache row now is being updated in host memory
         missing = (handles >= 0) & (places < 0) & (self._used[handles] != now - 1)

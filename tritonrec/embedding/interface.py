@@ -99,8 +99,8 @@ class EmbeddingTable(Protocol):
         ...
 
     @property
-    def cache_hits(self) -> tuple[int, int]:
-        """Rows that `prefetch` found in a cache, and all rows given to it."""
+    def cached(self) -> int:
+        """Rows that `prefetch` found in a cache so far; waits for a device."""
         ...
 
     def memory(self) -> dict[str, int]:

@@ -77,19 +77,8 @@ class RowOptimizer:
             launch.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps, count)
         else:
             first, second = state[:, :dim], state[:, dim:]
-            launch.sparse_adam(
-                weight,
-                first,
-                second,
-                indices,
-                gradient,
-                self.lr,
-                self.beta1,
-                self.beta2,
-                self.eps,
-                step,
-                count,
-            )
+            rates = self.lr, self.beta1, self.beta2, self.eps
+            launch.sparse_adam(weight, first, second, indices, gradient, *rates, step, count)
 
 
 class DenseOptimizer:

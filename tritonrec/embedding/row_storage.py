@@ -28,7 +28,6 @@ class Chunks:
         self._shape, self._dtype, self._device = (chunk_rows, width), dtype, device
         self._pinned = on_host and device.type != "cpu"
         self._chunks: list[torch.Tensor] = []
-        self._tables: list[torch.Tensor] = []  # of addresses: queued kernels may still use an old one
         self._table = Replaceable(torch.empty(0, dtype=torch.int64, device=device))
         self.rows = 0
         self.reserve(0)
@@ -47,8 +46,7 @@ class Chunks:
                 torch.empty(self._shape, dtype=self._dtype, device=device, pin_memory=self._pinned)
                 for _ in range(needed - len(self._chunks))
             ]
-            self._tables.append(chunked_rows.addresses(self._chunks, self._device))
-            self._table.replace(self._tables[-1])
+            self._table.replace(chunked_rows.addresses(self._chunks, self._device))
 
     @property
     def addresses(self) -> torch.Tensor:
@@ -125,6 +123,11 @@ class RowStorage:
     def moved(self) -> tuple[int, int]:
         """See `EmbeddingTable.moved`."""
         return 0, 0
+
+    @property
+    def cached(self) -> int:
+        """See `EmbeddingTable.cached`."""
+        return 0
 
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""

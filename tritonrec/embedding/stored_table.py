@@ -99,9 +99,9 @@ class StoredTable:
         return self._storage.moved
 
     @property
-    def cache_hits(self) -> tuple[int, int]:
-        """See `EmbeddingTable.cache_hits`."""
-        return self._storage.hits if isinstance(self._storage, CachedStorage) else (0, 0)
+    def cached(self) -> int:
+        """See `EmbeddingTable.cached`."""
+        return self._storage.cached
 
     def memory(self) -> dict[str, int]:
         """See `EmbeddingTable.memory`: key_structure, metadata, fp32_values, fp16_values, saved_by_fp16."""

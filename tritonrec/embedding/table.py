@@ -93,8 +93,7 @@ class DynamicTable:
     def counters(self) -> Counters:
         """Rows and lookups on this rank since the table was made; waits for a device."""
         found, inserted, rejected = self._looked_up.tolist()
-        cached, _all = self._rows.cache_hits
-        return Counters(found, inserted, rejected, self._evicted, *self._rows.moved, cached)
+        return Counters(found, inserted, rejected, self._evicted, *self._rows.moved, self._rows.cached)
 
     def lookup(
         self,

@@ -1,0 +1,65 @@
+"""Promise: an error that is put off is raised by the next check, the first one first, and by nobody else."""
+
+import threading
+
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.kernels.deferred import Deferred
+
+
+def add(row, column, name, impl="triton"):
+    """An exact sum of 200 rows, of which one value is not a number."""
+    values = torch.randn(200, 3, generator=torch.Generator().manual_seed(row))
+    values[row, column] = torch.nan
+    segments = torch.arange(200) % 4
+    return ops.segment_sum(values, segments, 4, consistency="batch", name=name, impl=impl)
+
+
+@pytest.mark.interpreter
+def test_the_first_of_several_errors_is_raised_by_the_check_and_once():
+    errors = Deferred()
+    with errors.active():
+        ops.segment_sum(torch.ones(5, 3), torch.zeros(5).long(), 1, consistency="batch", impl="triton")
+        add(150, 2, "first")
+        add(3, 0, "second")
+    with pytest.raises(ops.ExactSumError, match=r"^first\[150, 2\]") as raised:
+        errors.check()
+    assert raised.value.value is None
+    errors.check()
+
+
+@pytest.mark.interpreter
+def test_without_a_bad_value_the_check_is_silent():
+    errors = Deferred()
+    with errors.active():
+        ops.segment_sum(torch.ones(5, 3), torch.zeros(5).long(), 2, consistency="batch", impl="triton")
+        ops.to_fixed_point(torch.ones(7), impl="triton")
+    errors.check()
+
+
+@pytest.mark.interpreter
+def test_outside_and_on_other_threads_errors_are_raised_at_once():
+    errors, raised = Deferred(), []
+
+    def elsewhere():
+        try:
+            add(1, 1, "elsewhere")
+        except ops.ExactSumError as error:
+            raised.append(error.name)
+
+    with errors.active():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert raised == ["elsewhere"]
+    with pytest.raises(ops.ExactSumError, match=r"^here\[7, 2\] = nan"):
+        add(7, 2, "here")
+    errors.check()
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_an_implementation_that_knows_the_value_raises_it_at_once(impl):
+    with Deferred().active(), pytest.raises(ops.ExactSumError, match=r"^here\[7, 2\] = nan"):
+        add(7, 2, "here", impl)
