@@ -9,7 +9,7 @@ import torch
 from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
@@ -78,9 +78,9 @@ def train(job, mode):
     loader = job.loader()
     with Trainer(*made, Communicators.local(), mode, WindowConfig(micro_batches=2, seed=1)) as trainer:
         losses = [result.losses for result in trainer.run(loader.batch(step) for step in range(3))]
-    model, tables, dense = made
+    model, tables, optimizer = made
     rows = [part for pair in tables.export().values() for part in pair]
-    return [*losses, *model.state_dict().values(), *dense.rows.values(), *rows]
+    return [*losses, *model.state_dict().values(), *DenseModel(model, optimizer).tensors().values(), *rows]
 
 
 @pytest.mark.parametrize("name", JOBS)

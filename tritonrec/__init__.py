@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
     from .data import KeyedJaggedTensor
     from .distributed import Communicators, from_environment
-    from .embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+    from .embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
     from .harness.verify import verify
     from .pipeline import Trainer, WindowConfig
     from .trace import Recorder
 
 PACKAGE_OF = {
     "Communicators": "distributed",
-    "DenseOptimizer": "embedding",
     "FeatureConfig": "embedding",
     "HashTableCollection": "embedding",
     "KeyedJaggedTensor": "data",
@@ -36,7 +35,6 @@ PACKAGE_OF = {
 
 __all__ = [
     "Communicators",
-    "DenseOptimizer",
     "FeatureConfig",
     "HashTableCollection",
     "KeyedJaggedTensor",

@@ -37,8 +37,7 @@ from rich.table import Table
 from tritonrec import __version__, ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
-from tritonrec.embedding import DenseOptimizer
-from tritonrec.harness.job import Job
+from tritonrec.harness.job import Job, dense_optimizer
 from tritonrec.harness.lab.network import LabError, Network
 from tritonrec.harness.lab.rounds import ranks_in
 from tritonrec.harness.lab.settings import Setting, parse_switches
@@ -148,22 +147,6 @@ def theirs(communicators, job, system, batches, terms, items, optimizer):
         yield float(total)
 
 
-class DenseRule:
-    """Our update rule of dense parameters with the face of a torch optimizer."""
-
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], rule):
-        self.parameters, self.steps = parameters, 0
-        self.rows = DenseOptimizer(parameters.items(), rule)
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def step(self) -> None:
-        self.steps += 1
-        self.rows.step({name: p.grad for name, p in self.parameters.items()}, self.steps)
-
-
 @dataclass
 class Features:
     """A batch as TorchRec's pipeline moves it: one feature, one long sequence in the order of `lookups`."""
@@ -195,7 +178,7 @@ class Dense(torch.nn.Module):
 
     def __init__(self, job: Job):
         super().__init__()
-        self.hstu, _tables, _dense = job.build("sgd")
+        self.hstu, _tables, _optimizer = job.build("sgd")
 
     def forward(self, features: Features, rows) -> tuple[torch.Tensor, torch.Tensor]:
         values = rows["item"].values()
@@ -242,8 +225,8 @@ def torchrec_model(job: Job, items: int, optimizer: str, world: int):
             for shard in tensor.local_shards():
                 first = shard.metadata.shard_offsets[0]
                 shard.tensor.copy_(initial[first : first + shard.tensor.shape[0]])
-    dense = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
-    return model, DenseRule(dense, job.rule(optimizer))
+    dense = [p for name, p in model.named_parameters() if "embeddings" not in name]
+    return model, dense_optimizer(dense, optimizer, job.lr, job.eps)
 
 
 @contextmanager

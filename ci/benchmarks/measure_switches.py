@@ -36,11 +36,11 @@ def train_rank(communicators: Communicators, job: Job, config: WindowConfig, ste
 
     ``edge_bytes`` are those of the first exchange of rows and the last one of gradients, which nothing hides.
     """
-    model, tables, dense = job.build("adam")
+    model, tables, optimizer = job.build("adam")
     loader = job.loader(communicators.rank, communicators.world_size)
     last = config.window_micro_batches - 1
     edge = 0
-    with Trainer(model, tables, dense, communicators, "nestpipe", config) as trainer:
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", config) as trainer:
 
         def count_first(micro_batch: int, counts: LookupCounts) -> None:
             nonlocal edge

@@ -257,6 +257,9 @@ class _Stream:
     def __init__(self, gpu: Pretended):
         self._gpu = gpu
 
+    def is_capturing(self) -> bool:
+        return False
+
     def wait_event(self, event: _Event) -> None:
         pass
 
@@ -297,7 +300,7 @@ def pretended(capability: tuple[int, int] = (9, 0)) -> Iterator[Pretended]:
         (driver.Launcher, "__call__", launched),
         (dispatch, "capability", lambda tensor: capability if tensor.is_cuda else (0, 0)),
         (torch.accelerator, "is_available", lambda: True),
-        (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+        (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "device_count", lambda: 1),
         (torch.accelerator, "current_stream", lambda device=None: _Stream(gpu)),

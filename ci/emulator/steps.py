@@ -46,9 +46,9 @@ def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1)
     from pretended import pretended
 
     from tritonrec.distributed import Communicators
-    from tritonrec.embedding import DenseOptimizer, HashTableCollection, TablePolicy
+    from tritonrec.embedding import HashTableCollection, TablePolicy
     from tritonrec.harness.emulator import Emulation, emulated
-    from tritonrec.harness.job import Job
+    from tritonrec.harness.job import Job, dense_optimizer
     from tritonrec.nn import HSTUConfig
     from tritonrec.pipeline import Trainer, WindowConfig
 
@@ -66,10 +66,10 @@ def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1)
         torch.manual_seed(0)
         model, rule = job._model().to("cuda"), job.rule("adam")
         tables = HashTableCollection(job.features(), rule, slots=job.slots, chunk_rows=1024, **placed)
-        dense = DenseOptimizer(model.named_parameters(), rule)
+        optimizer = dense_optimizer(model.parameters(), "adam", job.lr, job.eps)
         loader = job.loader()
         local = Communicators.local()
-        with Trainer(model, tables, dense, local, "nestpipe", config, device="cuda") as trainer:
+        with Trainer(model, tables, optimizer, local, "nestpipe", config, device="cuda") as trainer:
 
             def seen(name: str, action: Any) -> Any:
                 def stage(places: Any, micro_batch: int | None = None) -> None:

@@ -22,13 +22,13 @@ from speeds import slow_except  # noqa: E402
 
 from tritonrec.distributed import Communicators  # noqa: E402
 from tritonrec.embedding import (  # noqa: E402
-    DenseOptimizer,
     FeatureConfig,
     HashTableCollection,
     Placement,
     RowOptimizer,
     TablePolicy,
 )
+from tritonrec.harness.job import dense_optimizer  # noqa: E402
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
@@ -59,10 +59,10 @@ def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
         feature = FeatureConfig("item", trainer_parts.DIM, policy=TablePolicy(**policy))
         placement = Placement(storage, device, cache_rows=40)
         tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
-        dense = DenseOptimizer(model.named_parameters(), rule)
+        optimizer = dense_optimizer(model.parameters(), "adam", 0.05)
         count = 1 if mode == "reference" else 4
         config = WindowConfig(count, seed=4, **{"first_use": True, **window})
-        with Trainer(model, tables, dense, Communicators.local(), mode, config, device=device) as trainer:
+        with Trainer(model, tables, optimizer, Communicators.local(), mode, config, device=device) as trainer:
             actions = {} if mode == "reference" else trainer.program.actions
             if change is not None:
                 change(trainer.program)

@@ -10,8 +10,9 @@ import torch
 from tritonrec import ops
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer
 from tritonrec.harness.emulator.driver import current
+from tritonrec.harness.job import dense_optimizer
 from tritonrec.harness.verify.run_case import compare_run
 from tritonrec.harness.verify.state import Comparison, dense_state, loss_state, table_state
 from tritonrec.kernels import dispatch
@@ -52,9 +53,16 @@ def trainer(optimizer, mode, impl, storage="host", model=Scores):
         chunk_rows=32,
         placement=Placement(storage, "cpu", 20),
     )
-    dense = DenseOptimizer(model.named_parameters(), rule)
     config = WindowConfig(1 if mode == "reference" else 4, seed=4)
-    return Trainer(model, tables, dense, Communicators.local(), mode, config, impl=impl)
+    return Trainer(
+        model,
+        tables,
+        dense_optimizer(model.parameters(), optimizer, 0.05),
+        Communicators.local(),
+        mode,
+        config,
+        impl=impl,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,10 +78,9 @@ def trainer(optimizer, mode, impl, storage="host", model=Scores):
 def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer, storage):
     expected = []
     with trainer(optimizer, "reference", "cpu") as reference:
-        tables, dense = reference.reference.tables, reference.reference.dense
         for result in reference.run(BATCHES):
             losses = loss_state(result.sample_ids, result.losses)
-            expected.append({**losses, **dense_state(dense), **table_state(tables)})
+            expected.append({**losses, **dense_state(reference.dense), **table_state(reference.tables)})
     before = {name: row.launches for name, row in current().rows.items()}
     with trainer(optimizer, "nestpipe", "triton", storage) as running:
         comparison = Comparison(running.program.tables, rank=0, world_size=1)

@@ -200,12 +200,23 @@ def layout_of(tables):
     return SimpleNamespace(groups=groups, keys=tables.keys, by_feature=tables.by_feature)
 
 
+def bits(values):
+    """The values as bytes."""
+    return values.contiguous().reshape(-1).view(torch.uint8)
+
+
 def snapshot(value):
     """Copies of all tensors in a value, by where they are in it."""
     if isinstance(value, torch.Tensor):
         return {"": value.detach().clone()}
     if isinstance(value, Dense):
-        return snapshot([value.optimizer.rows, value.optimizer.parameters])
+        model = value.model
+        own = (
+            []
+            if model.optimizer is None
+            else [model.optimizer.state.get(p) for p in model.parameters.values()]
+        )
+        return snapshot([model.parameters, own])
     if isinstance(value, DenseGradient):
         accumulator = value.flight.accumulator
         return snapshot([accumulator.sums, [each.grad for each in value.flight.model.parameters()]])
@@ -224,8 +235,7 @@ def changed(before, after):
     """Where two snapshots differ, NaN being equal to NaN."""
     both = before.keys() & after.keys()
     return sorted(
-        (before.keys() ^ after.keys())
-        | {at for at in both if not before[at].view(torch.uint8).equal(after[at].view(torch.uint8))}
+        (before.keys() ^ after.keys()) | {at for at in both if not bits(before[at]).equal(bits(after[at]))}
     )
 
 

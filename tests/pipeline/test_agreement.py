@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
-from tritonrec.embedding import DenseOptimizer, Eviction, RowOptimizer, TablePolicy
+from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
@@ -24,28 +24,36 @@ JOB = Job(
 MANY = JOB.__class__(**{**vars(JOB), "slots": 256, "chunk_rows": 128})
 
 
-def change_values(model, tables, dense):
+def change_values(model, tables, optimizer):
     with torch.no_grad():
         model.layers[0].output.weight[1, 2] += 1e-6
-    return model, tables, DenseOptimizer(model.named_parameters(), dense.rule)
+    return model, tables, optimizer
 
 
-def change_state(model, tables, dense):
-    dense.rows["layers.0.output.weight"][0, -1] = 1.0
-    return model, tables, dense
+def change_state(model, tables, optimizer):
+    model.layers[0].output.weight.grad = torch.ones_like(model.layers[0].output.weight)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()  # the state moves, the weight does not
+    optimizer.param_groups[0]["lr"] = 0.05
+    return model, tables, optimizer
 
 
-def freeze(model, tables, dense):
+def freeze(model, tables, optimizer):
     model.layers[0].output.weight.requires_grad_(False)
-    return model, tables, dense
+    return model, tables, optimizer
 
 
-def evaluate(model, tables, dense):
-    return model.eval(), tables, dense
+def evaluate(model, tables, optimizer):
+    return model.eval(), tables, optimizer
 
 
-def dense_rule(model, tables, dense):
-    return model, tables, DenseOptimizer(model.named_parameters(), RowOptimizer("adam", 0.05, beta2=0.99))
+def dense_rule(model, tables, optimizer):
+    optimizer.param_groups[0]["betas"] = 0.9, 0.99
+    return model, tables, optimizer
+
+
+def other_optimizer(model, tables, optimizer):
+    return model, tables, torch.optim.RAdam(model.parameters(), lr=0.05)
 
 
 def config(**options):
@@ -64,7 +72,8 @@ def sizes(**options):
 DIFFERENCES = {
     "lr": (job(lr=0.01), "lr=0.01", "lr=0.05"),
     "optimizer": ({"optimizer": "sgd"}, "name='sgd'", "name='adam'"),
-    "optimizer of the dense model alone": ({"parts": dense_rule}, "beta2=0.99", "beta2=0.999"),
+    "settings of the dense optimizer": ({"parts": dense_rule}, "0.99)", "0.999)"),
+    "optimizer of the dense model alone": ({"parts": other_optimizer}, "optimizer=RAdam", "optimizer=Adam"),
     "seed of model and tables": (job(seed=5), "seed of the tables=5", "seed of the tables=0"),
     "policy": (
         job(policy=TablePolicy(Eviction("lru", capacity=9))), "Eviction(policy='lru'", "eviction=None"
@@ -77,7 +86,9 @@ DIFFERENCES = {
         {"parts": change_values}, "parameter layers.0.output.weight=", "parameter layers.0.output.weight="
     ),
     "optimizer state": (
-        {"parts": change_state}, "optimizer state of layers.0.output.weight=", "optimizer state"
+        {"parts": change_state},
+        "optimizer state layers.0.output.weight/step=",
+        "rank 0 has no optimizer state layers.0.output.weight/step",
     ),
     "a frozen parameter": ({"parts": freeze}, "frozen", "parameter layers.0.output.weight="),
     "evaluation": ({"parts": evaluate}, "training=False", "training=True"),
@@ -164,13 +175,13 @@ def test_an_error_lists_a_few_settings_and_counts_the_others():
 
 def train(communicators, counts, mode="nestpipe", first=0, accumulate=1, late=None):
     """Train ``counts[rank]`` batches; results there were, and the error."""
-    model, tables, dense = JOB.build("adam")
+    model, tables, optimizer = JOB.build("adam")
     rank = communicators.rank
     loader = JOB.loader(rank, communicators.world_size)
     window, done = WindowConfig(2, accumulate=accumulate), []
     start = first if late == rank else 0
     try:
-        with Trainer(model, tables, dense, communicators, mode, window) as trainer:
+        with Trainer(model, tables, optimizer, communicators, mode, window) as trainer:
             for result in trainer.run(loader.batch(start + step) for step in range(counts[rank])):
                 done.append(result.step)
     except (RanksDisagreeError, StageFailedError) as error:
@@ -209,7 +220,7 @@ def test_ranks_at_different_steps(pool, world, replicas):
 
 def train_until_stopped(communicators, mode, when, window):
     """One rank is asked to stop while the batch of step `when` is read; the steps of every result."""
-    model, tables, dense = JOB.build("adam")
+    model, tables, optimizer = JOB.build("adam")
     loader = JOB.loader(communicators.rank, communicators.world_size)
     communicators.stop.clear()
 
@@ -218,7 +229,7 @@ def train_until_stopped(communicators, mode, when, window):
             communicators.stop.set()
         return loader.batch(step)
 
-    with Trainer(model, tables, dense, communicators, mode, window) as trainer:
+    with Trainer(model, tables, optimizer, communicators, mode, window) as trainer:
         until = takewhile(lambda step: not trainer.stopping, range(100))
         steps = [result.step for result in trainer.run(batch(step) for step in until)]
         assert trainer.stopping
@@ -241,9 +252,9 @@ def test_the_reference_stops_too():
 
 def single_steps(communicators):
     """As many steps as each likes to drain in between; the ranks need no agreement about the end."""
-    model, tables, dense = JOB.build("adam")
+    model, tables, optimizer = JOB.build("adam")
     loader = JOB.loader(communicators.rank, communicators.world_size)
-    with Trainer(model, tables, dense, communicators, "nestpipe", WindowConfig(2)) as trainer:
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", WindowConfig(2)) as trainer:
         for step in range(3):
             trainer.step(loader.batch(step))
             if communicators.rank == 0:

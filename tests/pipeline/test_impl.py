@@ -9,7 +9,7 @@ from trainer_parts import EVERY_MODE, batches, parts, state
 from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.kernels.op import Op
-from tritonrec.pipeline import ReferenceTrainer, Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, ReferenceTrainer, Trainer, WindowConfig
 
 
 @pytest.fixture
@@ -65,7 +65,8 @@ def test_auto_is_that_of_the_thread_that_makes_the_trainer(ran, mode):
 def test_a_reference_trainer_takes_it_too(ran):
     given = batches(2, 3)
     ran.clear()
-    trainer = ReferenceTrainer(*parts(), impl="reference")
+    model, tables, optimizer = parts()
+    trainer = ReferenceTrainer(tables, DenseModel(model, optimizer), impl="reference")
     trainer.step(given[:1])
     assert {impl for _, impl, _ in ran} == {"reference"}
 

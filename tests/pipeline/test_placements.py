@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_except
-from trainer_parts import same, state
+from trainer_parts import optimizer_of, same, state
 
 from tritonrec import checkpoint, nn
+from tritonrec.checkpoint import flatten, unflatten
 from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.data.jagged import Lookup, offsets_of
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
-    DenseOptimizer,
     DynamicTable,
     Eviction,
     FeatureConfig,
@@ -24,7 +24,7 @@ from tritonrec.embedding import (
     RowOptimizer,
     TablePolicy,
 )
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, StageFailedError, Trainer, WindowConfig
 
 PLACES = {
     "host": Placement(),
@@ -66,7 +66,7 @@ def parts(item="host", genre="host", word="host", policy="none", chunk_rows=1):
         FeatureConfig("word", 4, policy=policy, placement=PLACES[word], merge=False),
     ]
     tables = HashTableCollection(features, rule, seed=2, slots=8, chunk_rows=chunk_rows)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
 def batch(step, kind="mixed", size=5):
@@ -158,19 +158,22 @@ def test_checkpoints_and_deltas_move_between_storages(tmp_path, places):
     trained(expected, "reference", [batch(step) for step in range(4 * len(places))])
     loaded = None
     for number, place in enumerate(places):
-        _, tables, dense = made = parts(place, place, place, "all")
+        model, tables, optimizer = made = parts(place, place, place, "all")
+        dense = DenseModel(model, optimizer)
         if loaded is not None:
             tables.load_state(loaded.tables)
-            dense.load(loaded.dense)
+            dense.load_state_dict(unflatten(loaded.meta, loaded.dense))
         folder = tmp_path / place / str(number)
         tables.track_changes()
-        saved = checkpoint.save(folder, 0, dense.rows, tables.state(), {})
+        meta, tensors = flatten(dense.state_dict(), "dense")
+        saved = checkpoint.save(folder, 0, tensors, tables.state(), meta)
         for step in (2, 4):
             first = 4 * number + step - 2
             trained(made, "nestpipe", [batch(first), batch(first + 1)], micro_batches=2, skip_fetch=True)
             changed, erased = tables.take_changes()
-            saved = checkpoint.save(folder, step, dense.rows, changed, {}, base=saved, erased=erased)
-        loaded = checkpoint.load(folder, like=tables.state(), like_dense=dense.rows)
+            meta, tensors = flatten(dense.state_dict(), "dense")
+            saved = checkpoint.save(folder, step, tensors, changed, meta, base=saved, erased=erased)
+        loaded = checkpoint.load(folder, like=tables.state(), like_dense=tensors)
         there, here = by_key(loaded.tables), by_key(tables.state())
         assert there.keys() == here.keys()
         assert all(torch.equal(there[name][c], here[name][c]) for name in here for c in here[name])
@@ -197,7 +200,7 @@ def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip
     for group in made[1].groups:
         assert group.table.erase(group.table.export()[0]).all() and len(group.table) == 0
     made[1].load_state(saved[1].state())
-    made[2].load(saved[2].rows)
+    DenseModel(made[0], made[2]).load_state_dict(DenseModel(saved[0], saved[2]).state_dict())
     for one in (saved, made):
         trained(one, "nestpipe", [batch(step) for step in range(3, 9)], **window)
     assert same(state(made), state(saved))

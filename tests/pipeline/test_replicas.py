@@ -49,15 +49,16 @@ def gathered(communicators):
 
 def train(communicators, window, steps, sync=False, job=JOB, late=None):
     """`late`: an accelerator made of threads, whose lane of that name is slow."""
-    model, tables, dense = job.build("adam")
+    model, tables, optimizer = job.build("adam")
     loader = job.loader(communicators.rank, communicators.world_size)
     streams = None if late is None else FakeAccelerator(communicators.rank, slow=late)
-    with Trainer(model, tables, dense, communicators, "nestpipe", window, streams=streams) as trainer:
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", window, streams=streams) as trainer:
         list(trainer.run(loader.batch(step) for step in range(steps)))
         if sync:
             trainer.sync()
         ids, rows = tables.export()["item"]
-        return ids, rows, {name: each.clone() for name, each in dense.rows.items()}, trainer.counts.row_bytes
+        dense = {name: each.clone() for name, each in trainer.dense.tensors().items()}
+        return ids, rows, dense, trainer.counts.row_bytes
 
 
 def test_groups_are_those_of_the_source(pool):
@@ -96,9 +97,9 @@ def test_replicas_stay_equal_and_send_less_between_owners(pool):
 def replica_bytes(communicators, window, steps):
     """What replicas sent each other after each micro-batch, of all steps, and what `train` returns."""
     sent = [0] * window.window_micro_batches
-    model, tables, dense = JOB.build("adam")
+    model, tables, optimizer = JOB.build("adam")
     loader = JOB.loader(communicators.rank, communicators.world_size)
-    with Trainer(model, tables, dense, communicators, "nestpipe", window) as trainer:
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", window) as trainer:
 
         def add(micro_batch: int, counts: LookupCounts):
             sent[micro_batch] += counts.row_bytes
@@ -276,9 +277,9 @@ def on_mesh(communicators):
 
 
 def on_a_device_nobody_serves(communicators):
-    model, tables, dense = JOB.build("adam")
+    model, tables, optimizer = JOB.build("adam")
     try:
-        Trainer(model.to("meta"), tables, dense, communicators, "nestpipe", device="meta")
+        Trainer(model.to("meta"), tables, optimizer, communicators, "nestpipe", device="meta")
     except ValueError as error:
         return str(error)
 

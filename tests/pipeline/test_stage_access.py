@@ -139,7 +139,7 @@ def test_a_stage_that_writes_what_it_reads_is_found():
     assert "h2d, which declares samples as read, has changed it" in said
     said = refused(stages.exchange, lambda buffer, **_: buffer[0].add_(1))
     assert "exchange, which declares buffer as read, has changed it" in said
-    said = refused(stages.compute, lambda dense, **_: dense.optimizer.rows["mix.weight"].add_(1))
+    said = refused(stages.compute, lambda dense, **_: dense.model.parameters["mix.weight"].data.add_(1))
     assert "compute, which declares dense as read, has changed it" in said
 
 

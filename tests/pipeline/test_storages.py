@@ -1,12 +1,13 @@
 """Promise: a table's place changes no bit: host memory, device memory, or host memory behind a cache."""
 
+import copy
+
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import DIM, Ranker, batches, same, trained
+from trainer_parts import DIM, Ranker, batches, optimizer_of, same, trained
 
 from tritonrec.embedding import (
-    DenseOptimizer,
     Eviction,
     FeatureConfig,
     HashTableCollection,
@@ -15,6 +16,7 @@ from tritonrec.embedding import (
     RowOptimizer,
     TablePolicy,
 )
+from tritonrec.pipeline import DenseModel
 
 POLICIES = {
     "none": TablePolicy(),
@@ -50,7 +52,7 @@ def parts(policy, placement=None):
     rule, model = RowOptimizer("adam", lr=0.05), Ranker()
     feature = FeatureConfig("item", DIM, policy=POLICIES[policy])
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
 @pytest.mark.parametrize(("storage", "mode", "policy", "window"), slow_except(QUICK, CASES))
@@ -83,7 +85,8 @@ def test_a_state_moves_from_place_to_place_in_the_middle_of_a_run():
         made = parts("all", Placement(storage, cache_rows=25))
         if state is not None:
             made[1].load_state(state)
-            made[2].load(dense)
+            DenseModel(made[0], made[2]).load_state_dict(dense)
         got, _ = trained(made, "nestpipe", "batch", batches()[done : done + count])
-        state, dense, done = made[1].state(), {k: v.clone() for k, v in made[2].rows.items()}, done + count
+        dense = copy.deepcopy(DenseModel(made[0], made[2]).state_dict())
+        state, done = made[1].state(), done + count
     assert same(got, expected)

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 from speeds import slow_except
+from trainer_parts import optimizer_of, state
 
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
-    DenseOptimizer,
     Eviction,
     FeatureConfig,
     HashTableCollection,
@@ -44,7 +44,7 @@ def parts(policy=None):
     model, rule = HSTU(CONFIG), RowOptimizer("adam", lr=0.05)
     feature = FeatureConfig("item", 6, policy=policy or TablePolicy())
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
 def batches(count=6):
@@ -61,11 +61,6 @@ def run(mode, made=None, step_by_step=False, **window):
         else:
             list(training.run(batches()))
         return state(made), training.counts
-
-
-def state(made):
-    _, tables, dense = made
-    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
 
 
 def same(a, b):

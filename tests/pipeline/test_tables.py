@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 from speeds import slow_except
+from trainer_parts import optimizer_of, state
 
 from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
-    DenseOptimizer,
     Eviction,
     FeatureConfig,
     HashTableCollection,
@@ -32,7 +32,7 @@ def parts(policy=None, config=CONFIG, optimizer="adam"):
     model, rule = HSTU(config), RowOptimizer(optimizer, lr=0.05)
     feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
 def batches(count, seed=3):
@@ -47,11 +47,6 @@ def run(mode, run_batches, made=None, **window):
         results = list(training.run(run_batches))
         counts = training.counts
     return state(made), results, counts
-
-
-def state(made):
-    _, tables, dense = made
-    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
 
 
 def same(a, b):

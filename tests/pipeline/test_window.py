@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from speeds import slow_except
+from trainer_parts import optimizer_of, state
 
 from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import MODES, PIPELINED, StageFailedError, Trainer, WindowConfig
 
@@ -20,7 +21,7 @@ def parts(optimizer="adam"):
     torch.manual_seed(0)
     model, rule = HSTU(CONFIG), RowOptimizer(optimizer)
     tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
 def trainer(mode="nestpipe", micro_batches=3, consistency="batch", parts_=None, **options):
@@ -40,11 +41,6 @@ def batch_of(step, *lengths):
     return JaggedBatch.from_sequences(
         step, torch.arange(len(lengths)), offsets, ids, ids, ids + 1, torch.stack([ids + 3, -ids], 1)
     )
-
-
-def state(parts_):
-    _, tables, dense = parts_
-    return [*(part for pair in tables.export().values() for part in pair), *dense.rows.values()]
 
 
 def same(a, b):
@@ -182,7 +178,7 @@ def test_an_ordinary_gradient_is_refused_at_batch_consistency():
             return self.inner(batch, {"item": self.plain(rows["item"])}, seed)
 
     mixed = Mixed()
-    together = (mixed, made[1], DenseOptimizer(mixed.named_parameters(), RowOptimizer()))
+    together = (mixed, made[1], optimizer_of(mixed))
     named = r"parameter plain\.weight got an ordinary float32 gradient"
     for mode, error in (("reference", TypeError), ("nestpipe", StageFailedError)):
         with trainer(mode, parts_=together) as training, pytest.raises(error, match=named):
@@ -213,14 +209,14 @@ def test_a_bad_window_is_refused(options):
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_model_loaded_after_its_optimizer_was_made_is_trained_from_what_was_loaded(mode):
     def trained(load_first):
-        model, tables, dense = parts()
+        model, tables, optimizer = parts()
         other = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
         model.load_state_dict(other)
         if load_first:
-            dense = DenseOptimizer(model.named_parameters(), dense.rule)
-        with trainer(mode, parts_=(model, tables, dense)) as training:
+            optimizer = optimizer_of(model, lr=1e-3)
+        with trainer(mode, parts_=(model, tables, optimizer)) as training:
             list(training.run(batches()))
-        return state((model, tables, dense)), list(model.parameters())
+        return state((model, tables, optimizer)), list(model.parameters())
 
     expected, parameters = trained(load_first=True)
     got, same_parameters = trained(load_first=False)

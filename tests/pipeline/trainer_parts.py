@@ -9,8 +9,8 @@ from speeds import slow_except
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import DenseOptimizer, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
-from tritonrec.pipeline import MODES, Trainer, WindowConfig
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+from tritonrec.pipeline import MODES, DenseModel, Trainer, WindowConfig
 
 DIM = 6
 EVERY = slow_except(
@@ -64,7 +64,14 @@ def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None):
     model = model()
     feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+    return model, tables, optimizer_of(model, optimizer, lr)
+
+
+def optimizer_of(model, name="adam", lr=0.05):
+    """torch's optimizer of this name, None for a model without parameters."""
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "rowwise_adagrad": torch.optim.Adagrad}[name]
+    parameters = list(model.parameters())
+    return kind(parameters, lr=lr) if parameters else None
 
 
 def trainer(made, mode="nestpipe", consistency="batch", communicators=None, **window):
@@ -84,12 +91,11 @@ def _batch(step, size, rank, world_size):
 
 
 def state(made):
-    model, tables, dense = made
+    model, tables, optimizer = made
     exported = [part for pair in tables.export().values() for part in pair]
     return [
         *exported,
-        *dense.rows.values(),
-        *(parameter.detach().clone() for parameter in model.parameters()),
+        *(each.clone() for each in DenseModel(model, optimizer).tensors().values()),
     ]
 
 

@@ -24,6 +24,8 @@ that they need. Nothing is pickled. One run writes into a directory at a time: i
         -> Checkpoint(step, dense, tables, meta, saved_by, files, bytes_read, bytes_needed)     a rank's shard
     Saver(directory, *, rank=0, world_size=1, gather=single_rank, full_every=1)
         .next_is_full(), .save(step, dense, tables, meta, *, erased=None, owned=False), .wait(), .close()
+    flatten(state_dict, name) -> (values for meta, tensors for dense)
+    unflatten(values, tensors) -> state_dict
 
 `docs/checkpoints.md` has the guarantees, and how to read the files with safetensors alone.
 """
@@ -34,6 +36,7 @@ from .manifest import VERSION
 from .reader import Checkpoint, load
 from .saver import Saver
 from .slices import SLICES, range_of, slice_of
+from .trees import flatten, unflatten
 from .writer import Saved, save
 
 __all__ = [
@@ -45,10 +48,12 @@ __all__ = [
     "Gather",
     "Saved",
     "Saver",
+    "flatten",
     "load",
     "range_of",
     "save",
     "single_rank",
     "slice_of",
     "steps",
+    "unflatten",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from ..data import (
     load_interactions,
 )  # fmt: skip
 from ..embedding import (
-    DenseOptimizer,
     FeatureConfig,
     HashTableCollection,
     OptimizerName,
@@ -116,12 +116,18 @@ class Job:
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
 
-    def build(self, optimizer: OptimizerName) -> tuple[torch.nn.Module, HashTableCollection, DenseOptimizer]:
-        """A fresh model, an empty shard of its tables, and the dense optimizer."""
+    def build(
+        self, optimizer: OptimizerName
+    ) -> tuple[torch.nn.Module, HashTableCollection, torch.optim.Optimizer | None]:
+        """A fresh model, an empty shard of its tables, and the dense parameters' optimizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self._model().to(self.target.device)
-        return model, self.tables(optimizer), DenseOptimizer(model.named_parameters(), self.rule(optimizer))
+        return (
+            model,
+            self.tables(optimizer),
+            dense_optimizer(model.parameters(), optimizer, self.lr, self.eps),
+        )
 
     def _model(self) -> torch.nn.Module:
         sizes = self.sizes
@@ -170,7 +176,7 @@ class Job:
         return features
 
     def rule(self, optimizer: OptimizerName) -> RowOptimizer:
-        """The update rule of rows and dense parameters."""
+        """The update rule of rows."""
         return RowOptimizer(optimizer, self.lr, self.eps)
 
     def on(self, data: str) -> Job:
@@ -182,6 +188,26 @@ class Job:
         settings = json.loads(json.dumps(asdict(self)))
         settings["policy"]["heat"] = settings["policy"].pop("precision")  # its name in every checkpoint
         return settings
+
+
+def dense_optimizer(
+    parameters: Iterable[torch.nn.Parameter],
+    name: OptimizerName,
+    lr: float,
+    eps: float = 1e-8,
+    fused: bool = True,
+) -> torch.optim.Optimizer | None:
+    """torch's optimizer of this name, where Adagrad has no row-wise form; None for no parameters.
+
+    A `fused` one updates all parameters in one call.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return None
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, fused=fused)
+    kind = torch.optim.Adagrad if name == "rowwise_adagrad" else torch.optim.Adam
+    return kind(parameters, lr=lr, eps=eps, fused=fused)
 
 
 CLICKS = ("criteo", "avazu")

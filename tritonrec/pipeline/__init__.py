@@ -1,11 +1,13 @@
 """The scheduler: schedules as tables, their check, one executor, and the trainer in front of them."""
 
 from .check import ScheduleError, check
+from .dense import DenseModel
 from .executor import Executor, StageFailedError
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
+from .saver import TrainingSaver, restore
 from .schedule import (
     DBP,
     FWP,
@@ -36,6 +38,7 @@ __all__ = [
     "Access",
     "Consistency",
     "Dedup",
+    "DenseModel",
     "Edge",
     "Executor",
     "LookupCounts",
@@ -50,12 +53,14 @@ __all__ = [
     "StepResult",
     "Task",
     "Trainer",
+    "TrainingSaver",
     "Window",
     "WindowConfig",
     "WindowPlaces",
     "base_schedule",
     "check",
     "keep_rows",
+    "restore",
     "run_sequentially",
     "schedule_of",
     "with_replicas",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..distributed import Communicators, check_ranks_agree
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import HashTableCollection
 from ..ops import Impl
 from ..version import __version__
+from .dense import DenseModel
 from .schedule import Schedule
 from .window import WindowConfig
 
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 
 def validate_same_training(
     communicators: Communicators,
-    model: torch.nn.Module,
     tables: HashTableCollection,
-    dense: DenseOptimizer,
+    dense: DenseModel,
     mode: str,
     config: WindowConfig,
     schedule: Schedule | None,
@@ -47,13 +47,14 @@ def validate_same_training(
         "device": device.type,
         "impl": impl,
         **_of_tables(tables),
-        **_of_model(model),
-        "dense optimizer": dense.rule,
+        **_of_model(dense.model),
+        **_of_optimizer(dense),
     }
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    for number, (name, parameter) in enumerate(dense.model.named_parameters()):
         settings[f"parameter {name}"] = f"number {number}, {_of(parameter)}"
-    for name, rows in dense.rows.items():
-        settings[f"optimizer state of {name}"] = _of(rows)
+    for name, values in dense.tensors().items():
+        if name not in dense.parameters:
+            settings[f"optimizer state {name}"] = _of(values)
     check_ranks_agree(communicators.control, settings)
 
 
@@ -76,9 +77,27 @@ def _of_model(model: torch.nn.Module) -> dict[str, object]:
         sizes = getattr(module, "config", None)
         if is_dataclass(sizes):
             words.append(repr(sizes))
-        said = re.sub(r" at 0x[0-9a-f]+", "", " ".join(words)).strip()
-        settings[f"module {name or 'model'}"] = f"{type(module).__qualname__}({said})"
+        settings[f"module {name or 'model'}"] = (
+            f"{type(module).__qualname__}({_plain(' '.join(words)).strip()})"
+        )
     return settings
+
+
+def _of_optimizer(dense: DenseModel) -> dict[str, object]:
+    """Class and settings of the optimizer's groups, and of the scheduler."""
+    settings: dict[str, object] = {"optimizer": type(dense.optimizer).__qualname__}
+    for number, group in enumerate(dense.optimizer.param_groups if dense.optimizer else ()):
+        values = {name: value for name, value in group.items() if name != "params"}
+        settings[f"group {number} of the optimizer"] = f"{len(group['params'])} parameters, {values}"
+    scheduler = dense.scheduler
+    settings["scheduler"] = scheduler and f"{type(scheduler).__qualname__} {_plain(scheduler.state_dict())}"
+    settings["average"] = dense.average is not None
+    return settings
+
+
+def _plain(state: object) -> str:
+    """The text of a state, without memory addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(state))
 
 
 def _of(values: torch.Tensor) -> str:

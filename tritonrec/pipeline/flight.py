@@ -16,9 +16,10 @@ import torch
 
 from .. import ops
 from ..data import Batch
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..nn import GradientAccumulator
+from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -28,7 +29,7 @@ class Flight:
     """Guards a model, its tables and its optimizer while windows are in flight.
 
     Args:
-        model, tables, dense: what is trained.
+        tables, dense: what is trained.
         bits: fraction bits of the dense gradients, None for float32 ones.
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
@@ -36,14 +37,19 @@ class Flight:
 
     def __init__(
         self,
-        model: torch.nn.Module,
         tables: HashTableCollection,
-        dense: DenseOptimizer,
+        dense: DenseModel,
         bits: int | None,
         shared: bool,
         steps: Callable[[], str],
     ):
-        self.model, self.dense, self._bits, self._shared, self._steps = model, dense, bits, shared, steps
+        self.model, self.dense, self._bits, self._shared, self._steps = (
+            dense.model,
+            dense,
+            bits,
+            shared,
+            steps,
+        )
         self._tables = [group.table.in_flight for group in tables.groups]
         self._inside = ExitStack()
         self._modules: list[tuple[str, torch.nn.Module]] = []
@@ -67,13 +73,13 @@ class Flight:
         """Take over model, tables and optimizer, unless they are taken over already."""
         if self.under_way:
             return
-        validate_parameters(self.model, self.dense)
+        self.dense.validate()
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
                 inside.callback(guard.end)
-            self.dense.begin(self._steps)
-            inside.callback(self.dense.in_flight.end)
+            self.dense.begin(self._steps, self._shared)
+            inside.callback(self.dense.end)
             self.accumulator = GradientAccumulator(self.model, self._bits)
             inside.enter_context(self.accumulator.empty_gradients())
             self._modules = list(self.model.named_modules())
@@ -114,7 +120,7 @@ class Flight:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
         if self.under_way:
             self.check_modes()
-            validate_parameters(self.model, self.dense)
+            self.dense.validate()
             if self._requires_grad() != self._trained:
                 raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
 
@@ -158,32 +164,8 @@ class Flight:
         raise RuntimeError(in_flight_message(f"a copy of {type(self.model).__name__}", self._steps()))
 
 
-def validate_parameters(model: torch.nn.Module, dense: DenseOptimizer) -> None:
-    """Raise ValueError for a parameter of the model that the optimizer does not hold, and the reverse."""
-    own = dict(model.named_parameters())
-    for name, parameter in dense.parameters.items():
-        if own.get(name) is not parameter:
-            state = "is another tensor than the one" if name in own else "is not in the model but"
-            raise ValueError(
-                f"parameter {name} {state} given to the dense optimizer: make the optimizer of "
-                "model.named_parameters(), after whatever replaces parameters"
-            )
-    for name, parameter in own.items():
-        if parameter.requires_grad and name not in dense.parameters:
-            raise ValueError(
-                f"parameter {name} is not given to the dense optimizer: give it model.named_parameters(), or "
-                "freeze the parameter with requires_grad_(False)"
-            )
-
-
-def validate_trainable(model: torch.nn.Module, dense: object, device: torch.device) -> None:
-    """Raise TypeError for another optimizer, ValueError naming a parameter that is elsewhere or not its."""
-    if not isinstance(dense, DenseOptimizer):
-        raise TypeError(
-            f"dense must be a tritonrec DenseOptimizer(model.named_parameters(), rule), got "
-            f"{type(dense).__name__}"
-        )
-    validate_parameters(model, dense)
+def validate_model_place(model: torch.nn.Module, device: torch.device) -> None:
+    """Raise ValueError naming a parameter that is elsewhere than the trainer works."""
     for name, parameter in model.named_parameters():
         if parameter.device.type != device.type:
             raise ValueError(

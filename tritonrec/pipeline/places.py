@@ -18,10 +18,11 @@ import torch
 
 from ..data import Batch
 from ..distributed import Communicator
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import HashTableCollection
 from ..embedding.selection import trimmed
 from ..embedding.table import DynamicTable
 from ..kernels.deferred import Deferred
+from .dense import DenseModel
 from .dist_plan import InputDist, RowDist, Splits
 from .flight import Flight
 from .reduce_scatter import ReplicaReduction
@@ -61,10 +62,10 @@ class Context:
 @place("run")
 @dataclass(frozen=True)
 class Dense:
-    """The dense parameters: the model that computes with them, and their optimizer."""
+    """The dense model with its optimizer, and the guard under which it computes."""
 
     flight: Flight
-    optimizer: DenseOptimizer
+    model: DenseModel
 
 
 @place("run")

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..distributed import Communicators
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import HashTableCollection
 from ..kernels.dispatch import usable_device
 from . import places as at
+from .dense import DenseModel
 from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
@@ -34,9 +35,8 @@ class Program:
 
     Args:
         schedule: its table says what each stage is passed.
-        model: dense model, the same on every rank.
         tables: this rank's shard; an id belongs to ``ops.owner_of(id, world_size)``.
-        dense: optimizer of the model's parameters.
+        dense: the dense model and its optimizer, the same on every rank.
         communicators: one for each lane that communicates.
         config: see `WindowConfig`.
         flight: guards model, tables and optimizer while the stages run.
@@ -46,9 +46,8 @@ class Program:
     def __init__(
         self,
         schedule: Schedule,
-        model: torch.nn.Module,
         tables: HashTableCollection,
-        dense: DenseOptimizer,
+        dense: DenseModel,
         communicators: Communicators,
         config: WindowConfig,
         flight: Flight,
@@ -56,7 +55,7 @@ class Program:
     ):
         validate_replicable(communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
-        self.model, self.tables, self.dense = model, tables, dense
+        self.model, self.tables, self.dense = dense.model, tables, dense
         device = usable_device(device)
         self.sums = Sums(config, device)
         self.context = Context(

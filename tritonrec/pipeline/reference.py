@@ -8,9 +8,10 @@ import torch
 
 from .. import ops
 from ..data import Batch
-from ..embedding import DenseOptimizer, DynamicTable, HashTableCollection
+from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
+from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .program import Program
@@ -25,7 +26,7 @@ class ReferenceTrainer:
     executor, no buffers, no exchange.
 
     Args:
-        model, tables, dense: what is trained.
+        tables, dense: what is trained.
         seed: of dropout. fraction_bits: grid of gradient sums.
         accumulate: batches of one update.
         impl: of every op, as of `Trainer`. device: of the model and of tables that are not in host memory.
@@ -33,16 +34,15 @@ class ReferenceTrainer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
         tables: HashTableCollection,
-        dense: DenseOptimizer,
+        dense: DenseModel,
         seed: int = 0,
         fraction_bits: int = ops.FRACTION_BITS,
         accumulate: int = 1,
         impl: ops.Impl = "auto",
         device: torch.device | None = None,
     ):
-        self.model, self.tables, self.dense = model, tables, dense
+        self.model, self.tables, self.dense = dense.model, tables, dense
         self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
         self.impl = default_impl() if impl == "auto" else impl
         self.device = device or torch.device("cpu")
@@ -101,11 +101,11 @@ class ReferenceTrainer:
                 group.table.round_low_precision(values, found.low_precision)
             group.table.update(found.handles, _to_table(values, group.table))
 
-        dense = {
+        gradients = {
             name: ops.from_fixed_point(sums, terms, self.fraction_bits)
             for name, sums in accumulator.take().items()
         }
-        self.dense.step(dense, update + 1)
+        self.dense.step(gradients)
         return losses
 
 

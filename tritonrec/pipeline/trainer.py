@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
 from ..data import Batch
 from ..distributed import Communicators
-from ..embedding import DenseOptimizer, HashTableCollection
+from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
+from .dense import DenseModel
+from .dense_checks import validate_invariant
 from .executor import Delay, Executor, StageFailedError
-from .flight import Flight, lane_work, on_the_callers_thread, validate_places, validate_trainable
+from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
+from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, streams_for
 from .sums import Sums
@@ -58,7 +65,7 @@ class Trainer:
     Args:
         model: the dense model, equal on every rank (see `tritonrec.pipeline.Model`).
         tables: this rank's shard of the tables.
-        dense: optimizer of the model's parameters.
+        optimizer: of the model's parameters, any `torch.optim.Optimizer` (`DenseModel`).
         communicators: this rank's groups; `Communicators.local()` for one process.
         mode: see `MODES`. ``"reference"`` needs one rank and one micro-batch.
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
@@ -71,6 +78,8 @@ class Trainer:
             on the thread that makes the trainer. Where tables are in host memory and the model on a GPU, no
             other can run both.
         checked: False skips the check, for injected faults only.
+        scheduler: of the optimizer's learning rates; it makes a step after each update.
+        average: of the model's weights; it takes them up after each update.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -84,7 +93,7 @@ class Trainer:
         self,
         model: torch.nn.Module,
         tables: HashTableCollection,
-        dense: DenseOptimizer,
+        optimizer: torch.optim.Optimizer | None,
         communicators: Communicators,
         mode: Mode = "nestpipe",
         config: WindowConfig | None = None,
@@ -95,17 +104,22 @@ class Trainer:
         device: str | torch.device = "cpu",
         streams: Streams | None = None,
         impl: ops.Impl = "auto",
+        scheduler: LRScheduler | None = None,
+        average: AveragedModel | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        self.mode, self.config = mode, config or WindowConfig()
+        self.mode, self.config, self.tables = mode, config or WindowConfig(), tables
         device = torch.device(device)
         if not communicators.communication.supports(device):
             raise ValueError(
                 f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
-        validate_trainable(model, dense, device)
+        self.dense = DenseModel(model, optimizer, scheduler, average)
+        validate_model_place(model, device)
+        if self.config.consistency == "batch":
+            validate_invariant(optimizer)
         self._device = usable_device(device)
         validate_places(tables, self._device)
         self.impl = default_impl() if impl == "auto" else impl
@@ -116,6 +130,7 @@ class Trainer:
         self._average: ReplicaAverage | None = None
         self._communicators = communicators
         self._finished = 0  # the last step whose results are there
+        self.next_step = 0
         self._batches = 0  # of this run
         self._stopping = False
         self._number = 0
@@ -131,7 +146,7 @@ class Trainer:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         bits = self.config.fraction_bits if self.config.consistency == "batch" else None
         shared = self._schedule is not None and self._schedule.overlaps_batches
-        self._flight = Flight(model, tables, dense, bits, shared, self._steps_in_flight)
+        self._flight = Flight(tables, self.dense, bits, shared, self._steps_in_flight)
         self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
             mode=mode,
@@ -142,17 +157,17 @@ class Trainer:
         if self._schedule is None:
             validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(
-                model, tables, dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
+                tables, self.dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
                 self.impl, self._device,
             )  # fmt: skip
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
         validate_same_training(
-            communicators, model, tables, dense, mode, self.config, self._schedule, self._device,
+            communicators, tables, self.dense, mode, self.config, self._schedule, self._device,
             self.impl,
         )  # fmt: skip
         self._program = Program(
-            self._schedule, model, tables, dense, communicators, self.config, self._flight, self._device
+            self._schedule, tables, self.dense, communicators, self.config, self._flight, self._device
         )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
@@ -306,6 +321,40 @@ class Trainer:
         every = self.config.average_every
         return every > 0 and (window.update + 1) % every == 0
 
+    def saver(
+        self, directory: str | Path, meta: Mapping[str, Any] | None = None, full_every: int = 1
+    ) -> TrainingSaver:
+        """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
+        return TrainingSaver(self._communicators, directory, self.tables, self.dense, meta or {}, full_every)
+
+    def save(self, directory: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+        """Save everything as the state after `next_step` steps, and wait until it is on the disk. Collective.
+
+        That is the model with its buffers, the states of optimizer, scheduler and average, and this rank's
+        rows with their states and metadata. The directory may hold earlier checkpoints of the same training.
+
+        Args:
+            meta: values of the caller's that JSON keeps unchanged.
+
+        Raises RuntimeError while batches are in flight, `CheckpointError` where the files cannot be written.
+        """
+        with self.saver(directory, meta) as saver:
+            saver.save(self.next_step)
+
+    def load(
+        self, directory: str | Path, accept: Callable[[dict[str, Any]], None] = lambda meta: None
+    ) -> int:
+        """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
+
+        Args:
+            accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
+
+        Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
+        is damaged or of another model, optimizer or table.
+        """
+        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept)
+        return self.next_step
+
     def close(self) -> None:
         """Stop the lanes and give the model back.
 
@@ -388,7 +437,7 @@ class Trainer:
 
     def _finish(self, places: WindowPlaces) -> None:
         window, routes = places.window, places[Routes]
-        self._finished = window.step
+        self._finished, self.next_step = window.step, window.step + 1
         self._stopping |= routes.stop
         self.counts.add(places.total_counts())
         if self._average is not None:

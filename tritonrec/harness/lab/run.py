@@ -57,13 +57,13 @@ def run_rank(
     path: str,
 ) -> RankRun:
     """Train `steps` steps on this rank from the job's beginning; the rank's trace goes to `path`.RANK."""
-    model, tables, dense = job.build(OPTIMIZER)
+    model, tables, optimizer = job.build(OPTIMIZER)
     recorder = Recorder(communicators.rank, communicators.world_size)
     loader = job.loader(communicators.rank, communicators.world_size)
     batches = [loader.batch(step) for step in range(steps)]
     emulation, losses = Emulation(seconds), {}
     window = setting.window(job.seed)
-    with Trainer(model, tables, dense, communicators, setting.mode, window, recorder) as trainer:
+    with Trainer(model, tables, optimizer, communicators, setting.mode, window, recorder) as trainer:
         emulation.install(trainer.program)
         communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "start together")
         for result in trainer.run(batches):

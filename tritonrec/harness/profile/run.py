@@ -105,7 +105,7 @@ def profile_rank(
         where there is one or none was requested.
     """
     world_size = communicators.world_size
-    model, tables, dense = plan.job.build(plan.optimizer)
+    model, tables, optimizer = plan.job.build(plan.optimizer)
     loader = plan.job.loader(communicators.rank, world_size)
     console = console or Console(quiet=communicators.rank != 0)
     done = 0
@@ -116,7 +116,7 @@ def profile_rank(
         first, done = done, done + steps
         bar = progress.add_task(name, total=steps, loss="")
         start = torch.tensor([time.perf_counter_ns(), time.process_time_ns()], dtype=torch.int64)
-        with Trainer(model, tables, dense, communicators, plan.mode, plan.window, recorder) as trainer:
+        with Trainer(model, tables, optimizer, communicators, plan.mode, plan.window, recorder) as trainer:
             for _ in trainer.run(loader.batch(step) for step in range(first, first + steps)):
                 progress.advance(bar)
             name_threads(threads)

@@ -7,6 +7,7 @@ alternate, so that a busy machine slows all of them.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from ...data import ClickLoader
 from ...distributed import Communicators, check_ranks_agree
-from ...embedding import DenseOptimizer, HashTableCollection
+from ...embedding import HashTableCollection
 from ...pipeline import Trainer
 from ...settings import setting
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
@@ -69,7 +70,6 @@ class _Branch:
     at_random: bool
     model: torch.nn.Module
     tables: HashTableCollection
-    dense: DenseOptimizer
     trainer: Trainer
     cpu: float = 0.0
     wall: float = 0.0
@@ -90,7 +90,7 @@ def train_slipstream(
     check_ranks_agree(communicators.control, {**settings_of(run), **vars(slipstream)})
     _validate(run)
     console = Console(quiet=quiet or communicators.rank != 0)
-    model, tables, dense = run.job.build(run.optimizer)
+    model, tables, optimizer = run.job.build(run.optimizer)
     before, after, start, stop = _loaders(communicators, run, slipstream)
     config = slipstream.config
     if config.classify_at > before.steps_per_epoch and slipstream.online:
@@ -105,7 +105,7 @@ def train_slipstream(
         config = _late(config, first)
     watch = Slipstream(config, before, tables, communicators)
     with (
-        Trainer(model, tables, dense, communicators, run.mode, run.window) as trainer,
+        Trainer(model, tables, optimizer, communicators, run.mode, run.window) as trainer,
         progress_bar(console) as bar,
     ):
         watch.attach(trainer)
@@ -120,7 +120,7 @@ def train_slipstream(
 
     def branch(drop: float | None, found: Classification | None, kept: torch.Tensor, at_random: bool = False):
         left = RemainingLoader(after, kept, start, stop, first)
-        copied = _copy(communicators, run, tables, dense)
+        copied = _copy(communicators, run, trainer)
         branches.append(_Branch(drop, found, left, at_random, *copied))
 
     branches: list[_Branch] = []
@@ -194,13 +194,14 @@ def _late(config: SlipstreamConfig, last: int) -> SlipstreamConfig:
 
 
 def _copy(
-    communicators: Communicators, run: Run, tables: HashTableCollection, dense: DenseOptimizer
-) -> tuple[torch.nn.Module, HashTableCollection, DenseOptimizer, Trainer]:
-    """Model, tables, optimizer and trainer that go on from the same state."""
-    model, own, own_dense = run.job.build(run.optimizer)
-    own.load_state(tables.state())
-    own_dense.load(dense.rows)
-    return model, own, own_dense, Trainer(model, own, own_dense, communicators, run.mode, run.window)
+    communicators: Communicators, run: Run, trainer: Trainer
+) -> tuple[torch.nn.Module, HashTableCollection, Trainer]:
+    """Model, tables and trainer that go on from the same state."""
+    model, tables, optimizer = run.job.build(run.optimizer)
+    copied = Trainer(model, tables, optimizer, communicators, run.mode, run.window)
+    tables.load_state(trainer.tables.state())
+    copied.dense.load_state_dict(copy.deepcopy(trainer.dense.state_dict()))
+    return model, tables, copied
 
 
 def _take_turns(communicators: Communicators, branches: Sequence[_Branch], console: Console) -> None:
@@ -243,7 +244,7 @@ def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: Cl
         "loss": branch.loss,
         "counts": branch.counts,
         "metrics": metrics,
-        "digest": state_digest(communicators, branch.tables, branch.dense.rows),
+        "digest": state_digest(communicators, branch.tables, branch.trainer.dense.tensors()),
     }
 
 

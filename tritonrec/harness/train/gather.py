@@ -73,7 +73,7 @@ def state_digest(
     digest = hashlib.sha256()
     for name in sorted(dense):
         digest.update(name.encode())
-        digest.update(dense[name].contiguous().numpy().tobytes())
+        digest.update(dense[name].cpu().contiguous().numpy().tobytes())
     for name, parts in sorted(_whole_tables(communicators, tables).items()):
         digest.update(name.encode())
         for part in parts:

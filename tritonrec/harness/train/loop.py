@@ -21,7 +21,6 @@ from .evaluate import baseline, evaluate_model
 from .gather import gathered, save_trace, state_digest, table_totals, totals
 from .resume import metadata, resume
 from .run import Run, settings_of
-from .saver import RunSaver
 from .summary import in_words, stopped_line, summary_table, tables_line
 
 
@@ -44,27 +43,27 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     console = Console(quiet=quiet or communicators.rank != 0)
     if not console.quiet:
         announce_compilation()
-    model, tables, dense = run.job.build(run.optimizer)
+    model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, seconds, metrics = float("nan"), [], {}
     with ExitStack() as stack:
         stack.enter_context(kernels_of(run.job.target))
+        trainer = stack.enter_context(
+            Trainer(
+                model, tables, optimizer, communicators, run.mode, run.window, recorder,
+                **vars(run.job.target),
+            )
+        )  # fmt: skip
         saver = None
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
-            saver = RunSaver(communicators, run.checkpoint, tables, dense, metadata(run), run.full_every)
-            stack.enter_context(saver)
-        start = resume(communicators, run, tables, dense) if run.resume else 0
+            saver = stack.enter_context(trainer.saver(run.checkpoint, metadata(run), run.full_every))
+        start = resume(trainer, run) if run.resume else 0
         if start >= run.steps:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
         step = saved = start
-        trainer = stack.enter_context(
-            Trainer(
-                model, tables, dense, communicators, run.mode, run.window, recorder, **vars(run.job.target)
-            )
-        )
         progress = stack.enter_context(progress_bar(console))
         bar = progress.add_task("training", total=run.steps, completed=start, loss="")
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
@@ -101,7 +100,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         "seconds_per_step": steady_seconds(seconds, run.window.accumulate),
         "tables": table_totals(communicators, tables),
         "lookups": totals(communicators.control, vars(trainer.counts)),
-        "digest": state_digest(communicators, tables, dense.rows),
+        "digest": state_digest(communicators, tables, trainer.dense.tensors()),
     }
     if stopped:
         console.print(stopped_line(run, step), highlight=False, soft_wrap=True)

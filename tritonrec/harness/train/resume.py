@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...distributed import Communicators
-from ...embedding import DenseOptimizer, HashTableCollection
+from ...pipeline import Trainer
 from ..job import Job
 from .run import Run
-from .saver import restore
 
 LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance", "placement"}
 """Settings that change no bit, so a run may go on with others."""
@@ -23,7 +21,7 @@ def metadata(run: Run) -> dict[str, Any]:
     return {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
 
 
-def resume(communicators: Communicators, run: Run, tables: HashTableCollection, dense: DenseOptimizer) -> int:
+def resume(trainer: Trainer, run: Run) -> int:
     """Load the newest checkpoint; each rank reads the slices it owns, whatever world size saved them."""
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
@@ -45,7 +43,7 @@ def resume(communicators: Communicators, run: Run, tables: HashTableCollection, 
                 "use the same, or another directory"
             )
 
-    step = restore(communicators, run.checkpoint, tables, dense, accept)
+    step = trainer.load(run.checkpoint, accept)
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"

@@ -6,7 +6,7 @@ what it is passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,6 @@ from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
     Context,
-    Dense,
     Gradients,
     MeanGradient,
     OwnedRows,
@@ -142,25 +141,17 @@ def initial_by_arrival(program: Program) -> None:
 
 
 def stale_dense_parameter(program: Program) -> None:
-    name = next(iter(program.dense.parameters))
-    kept: list[torch.Tensor] = []
+    dense, update, windows = program.dense, program.dense.step, []
 
-    def missed(window: Window) -> bool:
-        return window.step == 2 and program.context.rank == 1
+    def remember(window: Window) -> None:
+        windows.append(window.step)
 
-    def remember(window: Window, dense: Read[Dense]) -> None:
-        if missed(window):
-            optimizer = dense.optimizer
-            kept[:] = [optimizer.rows[name].clone(), optimizer.parameters[name].detach().clone()]
-
-    def restore(window: Window, dense: Update[Dense]) -> None:
-        if missed(window):
-            rows, parameter = kept
-            dense.optimizer.rows[name].copy_(rows)
-            dense.optimizer.parameters[name].data.copy_(parameter)
+    def without_one(gradients: Mapping[str, torch.Tensor]) -> None:
+        missed = next(iter(dense.parameters)) if windows[-1] == 2 and program.context.rank == 1 else None
+        update({name: gradient for name, gradient in gradients.items() if name != missed})
 
     program.before("dense_update", remember)
-    program.after("dense_update", restore)
+    dense.step = without_one  # type: ignore[method-assign]
 
 
 def local_token_count(program: Program) -> None:

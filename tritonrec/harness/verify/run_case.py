@@ -26,7 +26,6 @@ from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
-from ..train.saver import RunSaver, restore
 from .cases import Case, Reference
 from .faults import injection_of
 from .injections import Injection
@@ -68,16 +67,17 @@ def record_reference(reference: Reference, steps: int, directory: str) -> None:
 
 def _reference_states(reference: Reference, steps: int) -> State:
     job = reference.job
-    model, tables, dense = job.build(reference.optimizer)
+    model, tables, optimizer = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
     config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
     states: dict[str, torch.Tensor] = {}
     with Trainer(
-        model, tables, dense, Communicators.local(), "reference", config, **vars(job.target)
+        model, tables, optimizer, Communicators.local(), "reference", config, **vars(job.target)
     ) as trainer:
         for result in trainer.run(loader.global_batch(step) for step in range(steps)):
             state = {
-                **loss_state(result.sample_ids, result.losses), **dense_state(dense), **table_state(tables)
+                **loss_state(result.sample_ids, result.losses), **dense_state(trainer.dense),
+                **table_state(tables),
             }  # fmt: skip
             if job.policy != TablePolicy():
                 update = result.step - result.step % reference.accumulate
@@ -167,9 +167,9 @@ def _compared(
     steps = range(stretch.first, stretch.last)
     with prepared(communicators, job, case, injected=injected) as (trainer, loader):
         program = trainer.program
-        tables, dense = program.tables, program.dense
+        tables = program.tables
         if stretch.load:
-            restore(communicators, stretch.load, tables, dense)
+            trainer.load(stretch.load)
         comparison = Comparison(tables, communicators.shard, communicators.shards)
 
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
@@ -179,8 +179,7 @@ def _compared(
             steps[-1],
         )  # fmt: skip
         if stretch.save:
-            with RunSaver(communicators, stretch.save, tables, dense, {}) as saver:
-                saver.save(stretch.last)
+            trainer.save(stretch.save)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
     due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
@@ -288,7 +287,7 @@ def prepared(
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     injected = injected or Injection()
     job = case.job(job)
-    model, tables, dense = job.build(case.optimizer)
+    model, tables, optimizer = job.build(case.optimizer)
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False)  # the reference keeps nothing
@@ -297,7 +296,7 @@ def prepared(
         schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
     delay = injected.delay or _delays(case, communicators.rank)
     with Trainer(
-        model, tables, dense, communicators, case.mode, config, recorder, delay, schedule,
+        model, tables, optimizer, communicators, case.mode, config, recorder, delay, schedule,
         checked=injected.schedule is None, **vars(job.target),
     ) as trainer:  # fmt: skip
         if injected.program is not None:

@@ -10,13 +10,14 @@ import torch
 
 from ... import ops
 from ...data import Lookup
-from ...embedding import DenseOptimizer, HashTableCollection, TableGroup
+from ...embedding import HashTableCollection, TableGroup
+from ...pipeline import DenseModel
 
 State = dict[str, torch.Tensor]
-"""``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` (rows, width) weights with their optimizer state,
-``dense/NAME in the model`` the parameter as the model holds it, and for each logical table ``table/NAME/ids``
-(n,) ascending, ``table/NAME/rows`` (n, width), and in a reference whose tables evict or admit
-``table/NAME/used`` (u,), the ids that the step looked up."""
+"""``loss/ids`` (B,), ``loss/values`` (B,), ``dense/NAME`` a parameter, ``dense/NAME/exp_avg`` and so on its
+optimizer's state (`DenseModel.tensors`), and for each logical table ``table/NAME/ids`` (n,) ascending,
+``table/NAME/rows`` (n, width), and in a reference whose tables evict or admit ``table/NAME/used`` (u,), the
+ids that the step looked up."""
 
 
 def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
@@ -25,13 +26,12 @@ def loss_state(sample_ids: torch.Tensor, losses: torch.Tensor) -> State:
     return {"loss/ids": ids.cpu(), "loss/values": losses[order].cpu()}
 
 
-def dense_state(dense: DenseOptimizer) -> State:
-    """Dense parameters, in the optimizer beside their state and in the model, copied to the host."""
-    states = {f"dense/{name}": rows.clone().cpu() for name, rows in dense.rows.items()}
-    for name, parameter in dense.parameters.items():
-        value = parameter.detach().clone(memory_format=torch.contiguous_format)
-        states[f"dense/{name} in the model"] = value.cpu()
-    return states
+def dense_state(dense: DenseModel) -> State:
+    """Dense parameters and their optimizer's state, copied to the host."""
+    return {
+        f"dense/{name}": values.clone(memory_format=torch.contiguous_format).cpu()
+        for name, values in dense.tensors().items()
+    }
 
 
 def table_state(tables: HashTableCollection) -> State:
@@ -188,11 +188,10 @@ class Comparison:
         """First element that differs in its bits; `labels` name the rows (keys, sample ids)."""
         self.tensors_compared += 1
         self.bytes_compared += got.numel() * got.element_size()
-        if expected.shape != got.shape:
-            return Difference(
-                step, name, [], f"shape {tuple(expected.shape)}", f"shape {tuple(got.shape)}", None
-            )
-        same = expected.contiguous().view(torch.int32) == got.contiguous().view(torch.int32)
+        if (expected.shape, expected.dtype) != (got.shape, got.dtype):
+            there, here = (f"{each.dtype} {tuple(each.shape)}" for each in (expected, got))
+            return Difference(step, name, [], there, here, None)
+        same = _bits(expected) == _bits(got)
         if bool(same.all()):
             return None
         index = (~same).nonzero()[0].tolist()
@@ -212,8 +211,16 @@ def _keys_differ(step: int, name: str, expected: torch.Tensor, got: torch.Tensor
     return Difference(step, name, [], f"{expected.numel()} distinct ids", f"{got.numel()} with repeats", None)
 
 
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The values as whole numbers of the same size."""
+    return values.contiguous().view(_OF_SIZE[values.element_size()])
+
+
 def _ulps(a: torch.Tensor, b: torch.Tensor) -> int | None:
-    if bool(a.isnan()) or bool(b.isnan()):
+    if a.dtype != torch.float32 or bool(a.isnan()) or bool(b.isnan()):
         return None
     bits = [int(value.view(torch.int32)) for value in (a, b)]
     ordered = [value if value >= 0 else -(2**31) - value for value in bits]

@@ -10,8 +10,9 @@ import torch
 
 from ...data import Batch
 from ...distributed import Communicators
-from ...embedding import DenseOptimizer, FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
+from ...embedding import FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
 from ...pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
+from ..job import dense_optimizer
 from .cases import Case
 from .run_case import compare_run
 from .state import Comparison, Difference, dense_state, loss_state, table_state
@@ -79,8 +80,14 @@ def verify(
     def trainer(mode, count: int) -> Trainer:
         model = build_model()
         tables = HashTableCollection(features, rule, seed=seed)
-        dense = DenseOptimizer(model.named_parameters(), rule)
-        return Trainer(model, tables, dense, local, mode, WindowConfig(count, seed=seed))
+        return Trainer(
+            model,
+            tables,
+            dense_optimizer(model.parameters(), optimizer, lr, fused=False),
+            local,
+            mode,
+            WindowConfig(count, seed=seed),
+        )
 
     not_invariant = first_not_invariant(build_model(), batches[0], features, seed)
     cases: list[tuple[Case, Difference | str | None]] = []
@@ -88,11 +95,9 @@ def verify(
     case = Case("reference", "batch", 1, 1, False, optimizer, len(batches))
     try:
         with trainer("reference", 1) as reference:
-            assert reference.reference is not None
-            tables, dense = reference.reference.tables, reference.reference.dense
             for result in reference.run(batches):
                 losses = loss_state(result.sample_ids, result.losses)
-                expected.append({**losses, **dense_state(dense), **table_state(tables)})
+                expected.append({**losses, **dense_state(reference.dense), **table_state(reference.tables)})
     except (TypeError, ValueError) as error:
         return ModelReport([(case, str(error))], not_invariant)
     for mode, count in product(modes, micro_batches):

@@ -93,9 +93,9 @@ def sparse_update_of_replicas(
 
 
 @stage(lane="compute", after=(Edge("dense_reduce"),))
-def dense_update(window: Window, means: Read[DenseMeans], dense: Update[Dense]) -> None:
+def dense_update(means: Read[DenseMeans], dense: Update[Dense]) -> None:
     """Apply the dense gradients."""
-    dense.optimizer.step(means.gradients, window.update + 1)
+    dense.model.step(means.gradients)
 
 
 @stage(lane="write_back", after=(Edge("sparse_update"),), moves=True)

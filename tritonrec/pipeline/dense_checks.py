@@ -1,0 +1,175 @@
+"""Optimizers, schedulers and averages that a trainer refuses, and whether an optimizer's bits hold."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+LONG = 32_768
+"""Values from which on torch cuts a tensor between threads."""
+PROBE_ELEMENTS = 3 * LONG
+"""Values of a probe at most."""
+
+
+def validate_optimizer(model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Parameter]:
+    """The optimizer's parameters by their names in the model, in the model's order.
+
+    Raises:
+        TypeError: something else than an optimizer, one whose step needs a closure, or a parameter that is
+            not float32.
+        ValueError: a trained parameter that the optimizer lacks, one of its that the model lacks, or one with
+            gaps in memory under a fused optimizer.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the optimizer must be a torch.optim.Optimizer of model.parameters(), got "
+            f"{type(optimizer).__name__}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure") if optimizer else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and the trainer "
+            "has the gradient of a window once: take an optimizer whose step needs none"
+        )
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = {id(parameter): (parameter, group) for group in groups for parameter in group["params"]}
+    found = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held:
+            found[name] = parameter
+            _validate_parameter(name, parameter, held.pop(id(parameter))[1])
+        elif parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name} is not given to the optimizer: make the optimizer of model.parameters(), "
+                "after whatever replaces parameters, or freeze the parameter with requires_grad_(False)"
+            )
+    if held:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter, _ in held.values())
+        raise ValueError(
+            f"the optimizer has parameters that are not in the model, of shapes {shapes}: make it of "
+            "model.parameters(), after whatever replaces parameters"
+        )
+    return found
+
+
+def _validate_parameter(name: str, parameter: Parameter, group: Mapping[str, object]) -> None:
+    if parameter.dtype != torch.float32:
+        raise TypeError(
+            f"parameter {name} is {parameter.dtype}: the trainer takes float32 parameters; convert the model "
+            "with .float(), and use torch.autocast for lower precision"
+        )
+    # torch's fused optimizers walk through the memory, and would write into the gaps.
+    if group.get("fused") and torch.empty_like(parameter).stride() != parameter.stride():
+        raise ValueError(
+            f"parameter {name} has gaps in memory (strides {parameter.stride()}), and a fused optimizer "
+            "would write into them: make the parameter dense, or pass fused=False"
+        )
+
+
+def validate_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None) -> None:
+    """Raise TypeError for another object or one that needs a metric, ValueError for another optimizer's."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau needs a metric, which the trainer does not have: call its step(metric) "
+            "yourself after list(trainer.run([])), and give the trainer no scheduler"
+        )
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}"
+        )
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise ValueError("the scheduler has another optimizer than the trainer")
+
+
+def validate_average(average: AveragedModel | None, model: torch.nn.Module) -> None:
+    """Raise TypeError for another object, ValueError for the average of another model."""
+    if average is None:
+        return
+    if not isinstance(average, AveragedModel):
+        raise TypeError(
+            f"the average must be a torch.optim.swa_utils.AveragedModel, got {type(average).__name__}"
+        )
+    validate_shapes(average.module.state_dict(), model.state_dict())
+
+
+def validate_shapes(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError naming a tensor that is missing, in excess, or of another shape."""
+    for name in {**expected, **found}:
+        if name not in found or name not in expected:
+            state = "missing" if name in expected else "not in the model"
+            raise ValueError(f"{name} is {state}: was it saved with another model?")
+        if found[name].shape != expected[name].shape:
+            raise ValueError(
+                f"{name}: expected shape {tuple(expected[name].shape)}, got {tuple(found[name].shape)}; was "
+                "it saved with another model size?"
+            )
+
+
+def validate_invariant(optimizer: Optimizer | None) -> None:
+    """Raise ValueError where the optimizer's bits depend on the place in memory or the number of threads.
+
+    Two updates of random parameters of the same shapes, as long as `PROBE_ELEMENTS` at most, are made in
+    fresh memory and again at odd addresses, where they are long with another number of threads. Ranks of
+    another world size, or the reference run, differ in both.
+    """
+    if optimizer is None or any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        return
+    threads = torch.get_num_threads()
+    try:
+        with torch.device("cpu"):  # whatever the caller's default is
+            expected = _probe(optimizer, 0)
+            if any(each.numel() > LONG for each in expected):
+                torch.set_num_threads(1 if threads > 1 else 2)
+            found = _probe(optimizer, 1)
+    finally:
+        torch.set_num_threads(threads)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
+            raise ValueError(
+                f"{type(optimizer).__name__} with the settings of its group {number} gives other bits at "
+                "another place in memory or with another number of threads, so consistency='batch' cannot "
+                "hold: pass fused=False and foreach=False, take another optimizer, or consistency='window'"
+            )
+
+
+def _probe(optimizer: Optimizer, offset: int) -> list[torch.Tensor]:
+    """For each group the values after two updates of copies of its shapes, `offset` values into memory."""
+    probe = copy.copy(optimizer)  # without hooks, as torch copies an optimizer
+    for name, value in vars(optimizer).items():
+        if not hasattr(type(optimizer), name):  # a scheduler replaces `step`, for the original
+            vars(probe).setdefault(name, value)
+    probe.state = defaultdict(dict)
+    random = torch.Generator().manual_seed(7)
+
+    def values(shape: torch.Size) -> torch.Tensor:
+        size = shape.numel()
+        memory = torch.empty(size + offset, dtype=torch.float32)
+        return memory[offset:].view(shape).copy_(torch.randn(shape, dtype=torch.float32, generator=random))
+
+    groups, params = [], []
+    for group in optimizer.param_groups:
+        shapes = dict.fromkeys(_capped(parameter.shape) for parameter in group["params"])
+        params.append([Parameter(values(shape).to(group["params"][0].device)) for shape in shapes])
+        groups.append({**group, "params": params[-1]})
+    probe.param_groups = groups
+    for _ in range(2):
+        for each in (parameter for group in params for parameter in group):
+            each.grad = values(each.shape).to(each.device)
+        probe.step()
+    return [torch.cat([each.detach().reshape(-1) for each in group]) for group in params]
+
+
+def _capped(shape: torch.Size) -> torch.Size:
+    """The shape with fewer rows, so that it has `PROBE_ELEMENTS` at most."""
+    if shape.numel() <= PROBE_ELEMENTS:
+        return shape
+    row = shape[1:].numel()
+    return torch.Size((max(1, PROBE_ELEMENTS // row), *shape[1:]))

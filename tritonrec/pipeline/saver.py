@@ -1,0 +1,110 @@
+"""A trainer's state on the disk: what training needs to go on with the same bits, at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint
+from ..checkpoint import flatten, unflatten
+from ..distributed import Communicators, check_ranks_agree
+from ..embedding import HashTableCollection
+from .dense import DenseModel
+
+DENSE = "dense"
+"""The key of the dense model's numbers and texts among a checkpoint's metadata."""
+
+
+class TrainingSaver:
+    """Saves a training beside its steps; every `full_every`-th checkpoint is whole, the others hold changes.
+
+    One replica of the tables is saved. The directory is this training's from here on (`checkpoint.Saver`).
+    Use as a context manager: leaving it waits for the save under way.
+
+    Args:
+        directory: visible to all ranks. tables, dense: what is saved.
+        meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        communicators: Communicators,
+        directory: str | Path,
+        tables: HashTableCollection,
+        dense: DenseModel,
+        meta: Mapping[str, Any],
+        full_every: int = 1,
+    ):
+        if DENSE in meta:
+            raise ValueError(f"metadata of a checkpoint has the key {DENSE!r}, which the trainer uses")
+        self.tables, self.dense, self.meta = tables, dense, meta
+        self._incremental = full_every > 1
+        self._saver: checkpoint.Saver | None = None
+        if communicators.saves:
+            self._saver = checkpoint.Saver(
+                directory,
+                rank=communicators.shard,
+                world_size=communicators.shards,
+                gather=communicators.checkpoint.all_gather_texts,
+                full_every=full_every,
+                context=lambda step: communicators.watch.doing(f"save({step})"),
+            )
+
+    def save(self, step: int) -> None:
+        """Take the state after `step` steps, and return while it is being written. Collective.
+
+        Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
+        text.
+        """
+        if self._saver is None:
+            return
+        plain, shared = flatten(self.dense.state_dict(), DENSE)
+        full = self._saver.next_is_full()
+        dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
+        meta = {**self.meta, DENSE: plain}
+        if full:
+            if self._incremental:
+                self.tables.track_changes()
+            self._saver.save(step, dense, self.tables.state(), meta, owned=True)
+        else:
+            changed, erased = self.tables.take_changes()
+            self._saver.save(step, dense, changed, meta, erased=erased, owned=True)
+
+    def wait(self) -> None:
+        """Wait for the save under way, and raise its error."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def __enter__(self) -> TrainingSaver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if self._saver is not None:
+            self._saver.__exit__(kind, *rest)
+
+
+def restore(
+    communicators: Communicators,
+    directory: str | Path,
+    tables: HashTableCollection,
+    dense: DenseModel,
+    accept: Callable[[dict[str, Any]], None] = lambda meta: None,
+) -> int:
+    """Load this rank's part of the newest checkpoint; returns its step. Collective.
+
+    `accept` gets the metadata of the training that saved, and raises where this one differs; nothing is
+    loaded then. Raises ValueError for a checkpoint of something else, of another model, optimizer or table.
+    """
+    loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
+    meta = dict(loaded.meta)
+    plain = meta.pop(DENSE, None)
+    accept(meta)
+    if plain is None:
+        raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+    dense.load_state_dict(
+        unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
+    )
+    tables.load_state(loaded.tables)
+    check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
+    return loaded.step
