@@ -30,6 +30,7 @@ from .kernels.rows import gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax import sampled_softmax
 from .kernels.silu import silu
 from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
+from .kernels.sum_of_squares import sum_of_squares
 from .kernels.unique import unique
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "sparse_adam",
     "sparse_rowwise_adagrad",
     "sparse_sgd",
+    "sum_of_squares",
     "to_fixed_point",
     "unique",
     "use_impl",

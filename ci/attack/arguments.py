@@ -150,6 +150,12 @@ def fixed_point(d: Draw) -> Arguments:
     return {**values, "fraction_bits": int(d.rng.integers(0, 50)), "name": "tensor", "divisor": 3.5}
 
 
+def squared(d: Draw) -> Arguments:
+    shape = tuple(d.size(60) for _ in range(d.size(3)))
+    values = d.floats(*shape) * 10.0 ** int(d.rng.integers(-12, 8))
+    return {"values": values, "count": d.maybe(d.scalar(shape[0])) if shape else None}
+
+
 def packed(d: Draw) -> Arguments:
     length, width, count = d.size(20) + 1, d.size(40), d.size(30)
     values, rows = d.whole(length, width), d.rows(count, length)

@@ -37,6 +37,8 @@ ARGUMENTS: dict[str, Interval] = {
     # of what there is at least one of
     "num_groups": (1, MOST), "num_slots": (1, MOST), "num_heads": (1, MOST), "num_sequences": (1, MOST),
     "chunk_rows": (1, MOST),
+    # programs of `sum_of_squares`
+    "num_parts": (1, 1024),
     # any integer: they are mixed, not added up
     **dict.fromkeys(("secret", "seed", "table", "tag", "upper", "threshold"), INT64),
     # of a mask and a bias: `hstu_attention.call` brings them below max_seq_len

@@ -343,6 +343,12 @@ def _fixed_point():
     run(ops.from_fixed_point, torch.ones(size, dtype=torch.int64))
 
 
+@case("sum_of_squares")
+def _sum_of_squares():
+    run(ops.sum_of_squares, ones(size))
+    run(ops.sum_of_squares, ones(size, 64), count_of(size))
+
+
 @case("silu")
 def _silu():
     run(ops.silu, ones(size, grad=True)).sum().backward()

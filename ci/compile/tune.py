@@ -26,6 +26,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "silu.triton_silu": {"BLOCK": (512, 1024, 2048)},
     "fixed_point.triton_fixed_point": {"BLOCK": (512, 1024, 2048), "NUM_WARPS": (2, 4, 8)},
     "bucketize.triton_bucketize": {"BLOCK": (512, 1024, 2048), "NUM_WARPS": (4, 8)},
+    "sum_of_squares.triton_sum_of_squares": {"BLOCK": (512, 1024, 2048), "NUM_WARPS": (2, 4, 8)},
     "hash_table.triton_hash_table": {"BLOCK": (64, 128, 256), "NUM_WARPS": (1, 2, 4, 8)},
     "unique.triton_unique": {"BLOCK": (128, 256, 512), "NUM_WARPS": (1, 2, 4, 8)},
     "rows.triton_rows": {"BLOCK_ROWS": (4, 8, 16, 32), "NUM_WARPS": (2, 4, 8)},

@@ -177,6 +177,12 @@ def _from_fixed_point():
     yield lambda: launch.from_fixed_point(sums, 128.0, BITS), size(sums) * 3 // 2
 
 
+@case("sum_of_squares")
+def _sum_of_squares():
+    values = floats(KEYS, DIM)
+    yield lambda: launch.sum_of_squares(values), size(values)
+
+
 @case("pack_rows", "add_packed_rows")
 def _packed():
     sums, rows = on_gpu(torch.randint(-(2**30), 2**30, (DISTINCT, DIM))), on_gpu(torch.randperm(DISTINCT))

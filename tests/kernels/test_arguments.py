@@ -61,6 +61,7 @@ CALLS = {
     ),
     ops.to_fixed_point: ({"values": some(3), "status": torch.tensor(0)}, {}),
     ops.from_fixed_point: ({"sums": GRID}, {}),
+    ops.sum_of_squares: ({"values": some(4, 3), "count": COUNT}, {}),
     ops.pack_rows: ({"values": GRID, "rows": whole(1)}, {}),
     ops.add_packed_rows: (
         {"out": GRID.clone(), "segments": whole(0, 1), "widths": WIDTHS, "packed": PACKED},

@@ -121,6 +121,7 @@ IN_PLACE = {
     "sparse_sgd weight": lambda x: ops.sparse_sgd(x, ROWS[1:], some(3, 3), 0.1),
     "sparse_sgd grad": lambda x: ops.sparse_sgd(some(4, 3), ROWS[1:], x[1:], 0.1),
     "to_fixed_point values": ops.to_fixed_point,
+    "sum_of_squares values": ops.sum_of_squares,
 }
 
 

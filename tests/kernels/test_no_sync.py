@@ -207,6 +207,7 @@ def one_by_one(device, size=40):
         ),
         "to_fixed_point": lambda: ops.to_fixed_point(values, impl="triton", status=status),
         "from_fixed_point": lambda: ops.from_fixed_point(values.long(), 3.7, impl="triton"),
+        "sum_of_squares": lambda: ops.sum_of_squares(values, count, impl="triton"),
         "sgd": lambda: ops.sparse_sgd(weight, rows, values, 0.1, impl="triton", count=count),
         "adam": lambda: ops.sparse_adam(
             weight, weight.clone(), weight.clone(), rows, values, 0.1, step=3, impl="triton", count=count

@@ -415,6 +415,7 @@ def test_registration():
             (torch.zeros(5, 2), values, keys, 5, "window", 36, "rows", count, status, "cpu"),
         ),
         (library.to_fixed_point_status, (values, 36, "rows", status, "cpu")),
+        (library.sum_of_squares, (values, count, "cpu")),
         (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, count, "cpu")),
     ):
         torch.library.opcheck(op.default, arguments)

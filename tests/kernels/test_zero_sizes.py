@@ -133,6 +133,7 @@ def others():
         cases[f"to_fixed_point {shape} status"] = lambda impl, x=ones: [
             ops.to_fixed_point(x, impl=impl, status=torch.tensor(0))
         ]
+        cases[f"sum_of_squares {shape}"] = lambda impl, x=ones: [ops.sum_of_squares(x, impl=impl)]
         cases[f"from_fixed_point {shape}"] = lambda impl, x=sums: [ops.from_fixed_point(x, impl=impl)]
     for rows, columns, segments in [(0, 3, 2), (3, 0, 2), (0, 0, 0), (0, 3, 0), (3, 3, 0)]:
         for consistency in ("window", "batch"):

@@ -14,6 +14,7 @@ from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
 from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
 from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
 from tritonrec.kernels.sparse_optimizers.register import SPARSE_ADAM, SPARSE_ROWWISE_ADAGRAD, SPARSE_SGD
+from tritonrec.kernels.sum_of_squares.register import SUM_OF_SQUARES
 from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
 
 add_packed_rows = ADD_PACKED_ROWS.launch
@@ -37,6 +38,7 @@ segment_sum_into = SEGMENT_SUM_INTO.launch
 sparse_adam = SPARSE_ADAM.launch
 sparse_rowwise_adagrad = SPARSE_ROWWISE_ADAGRAD.launch
 sparse_sgd = SPARSE_SGD.launch
+sum_of_squares = SUM_OF_SQUARES.launch
 to_fixed_point = TO_FIXED_POINT.launch
 unique = UNIQUE.launch
 unique_padded = UNIQUE_PADDED.launch
