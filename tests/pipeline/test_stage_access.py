@@ -27,6 +27,7 @@ from tritonrec.pipeline.places import Routes
 from tritonrec.pipeline.stage import Edge, Stage, stage
 
 POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
+CLIPPED = {"max_grad_norm": 0.02}
 WINDOWS = [
     {},
     {"first_use": True, "clustering": True},
@@ -34,6 +35,7 @@ WINDOWS = [
     {"accumulate": 2, "consistency": "window"},
     {"skip_fetch": True},
     {"skip_fetch": True, "first_use": True},
+    CLIPPED,
 ]
 MODES = ["sequential", "dbp", "fwp", "nestpipe"]
 FORMS = [each for each in vars(stages).values() if isinstance(each, Stage)]
@@ -68,7 +70,7 @@ def test_a_run_with_recorders_has_the_same_bits(local, mode, window):
     consistency = window.get("consistency", "batch")
     other = "sequential" if consistency == "window" else "reference"
     one = {} if consistency == "window" else {"micro_batches": 1}
-    kept = {name: window[name] for name in ("accumulate",) if name in window}
+    kept = {name: window[name] for name in ("accumulate", "max_grad_norm") if name in window}
     expected, _ = trained(parts(policy=POLICY), other, consistency, batches(6), **kept, **one)
     assert same(local[f"{mode} {window}"][0], expected)
 
@@ -97,7 +99,7 @@ def on_ranks(communicators, window):
 @pytest.mark.multi_rank
 def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
     touched = set().union(*(accesses for _, accesses, _ in local.values()))
-    for window in ({}, {"first_use": True, "skip_fetch": True}, {"average_every": 2}):
+    for window in ({}, {"first_use": True, "skip_fetch": True}, {"average_every": 2}, CLIPPED):
         ranks = pool.run(on_ranks, 2, window, replicas=2)
         touched |= set().union(*(accesses for _, accesses in ranks))
         assert same(ranks[0][0], ranks[1][0])

@@ -79,15 +79,16 @@ class Communicator:
         """Row r of `values` (world_size, ...) goes to rank r; row r of the result came from rank r."""
         return self.all_to_all(values, [1] * self.world_size, [1] * self.world_size)
 
-    def all_reduce(self, values: torch.Tensor, name: str) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
         """Sum `values` over the ranks, in place.
 
         int64 sums of fixed-point numbers are exact. A value that could overflow in the sum raises
-        `ExactSumError` naming `name`, before the exchange.
+        `ExactSumError` naming `name`, before the exchange; values that are `bounded` are not looked at.
         """
         if self.group is None:
             return values
-        self._check_overflow(values, name)
+        if not bounded:
+            self._check_overflow(values, name)
         self._collective(lambda: dist.all_reduce(values, group=self.group))
         return values
 

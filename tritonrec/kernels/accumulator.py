@@ -37,12 +37,13 @@ class GradientAccumulator(Accumulator):
     def __init__(self, module: torch.nn.Module, fraction_bits: int | None = FRACTION_BITS):
         self.fraction_bits = fraction_bits
         self._parameters = dict(module.named_parameters())
-        exact = {} if fraction_bits is None else self._parameters
+        self._trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
+        exact = {} if fraction_bits is None else self._trained
         self._names = {id(parameter): name for name, parameter in exact.items()}
-        self.sums = {  # contiguous, whatever the parameter's order in memory
-            name: torch.zeros(parameter.shape, dtype=torch.int64, device=parameter.device)
-            for name, parameter in exact.items()
-        }
+        size = sum(parameter.numel() for parameter in exact.values())
+        device = next((parameter.device for parameter in exact.values()), None)
+        self._flat = torch.zeros(size, dtype=torch.int64, device=device)
+        self.sums = self.views(self._flat) if exact else {}
 
     @contextmanager
     def empty_gradients(self) -> Iterator[None]:
@@ -79,20 +80,49 @@ class GradientAccumulator(Accumulator):
 
         Raises TypeError for a parameter that has an ordinary gradient beside an exact sum.
         """
-        taken = {}
-        for name, parameter in self._parameters.items():
-            if self.fraction_bits is None:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return self.views(self.take_flat())
+
+    def take_flat(self) -> torch.Tensor:
+        """`take` as one tensor (S,): the sums of all parameters, one after the other."""
+        if self.fraction_bits is None:
+            gradients = [
+                torch.zeros(each.shape, dtype=each.dtype, device=each.device)
+                if each.grad is None
+                else each.grad
+                for each in self._trained.values()
+            ]
+            for parameter in self._parameters.values():
                 parameter.grad = None
-            elif parameter.grad is not None:
+            return (
+                torch.cat([gradient.reshape(-1) for gradient in gradients])
+                if gradients
+                else self._flat.float()
+            )
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
                 raise TypeError(
                     f"parameter {name} got an ordinary float32 gradient, whose sum depends on the batch's "
                     "cut; batch consistency needs it from a module of tritonrec.nn, or use "
                     "consistency='window'"
                 )
-            else:
-                gradient = self.sums[name].clone()
-                self.sums[name].zero_()
-            if parameter.requires_grad:
-                taken[name] = gradient
+        taken = self._flat.clone()
+        self._flat.zero_()
         return taken
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By name the parts of `flat` (S,), which is laid out as `take_flat`, in the parameters' shapes.
+
+        They are contiguous, whatever a parameter's order in memory.
+        """
+        sizes = [parameter.numel() for parameter in self._trained.values()]
+        parts = zip(self._trained.items(), torch.split(flat, sizes), strict=True)
+        return {name: part.view(parameter.shape) for (name, parameter), part in parts}
+
+    def name_at(self, position: int) -> str:
+        """The parameter at a position of `take_flat`, with the index in it."""
+        for name, parameter in self._trained.items():
+            if position < parameter.numel():
+                index = torch.unravel_index(torch.tensor(position, dtype=torch.int64), parameter.shape)
+                return f"{name}: gradient at {tuple(int(each) for each in index)}"
+            position -= parameter.numel()
+        raise IndexError(f"position {position} is behind the last parameter")

@@ -20,6 +20,7 @@ from .schedule import (
     Stage,
     Task,
     keep_rows,
+    with_norm,
     with_replicas,
 )
 from .trainer import StepResult, Trainer
@@ -63,5 +64,6 @@ __all__ = [
     "restore",
     "run_sequentially",
     "schedule_of",
+    "with_norm",
     "with_replicas",
 ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from ..distributed import Communicators
-from .schedule import SCHEDULES, SEQUENTIAL, Schedule, keep_rows, with_replicas
+from .schedule import SCHEDULES, SEQUENTIAL, Schedule, keep_rows, with_norm, with_replicas
 from .window import WindowConfig
 
 Mode = Literal["reference", "sequential", "dbp", "fwp", "nestpipe"]
@@ -46,7 +46,9 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
         raise ValueError(f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for {able}")
     if config.depth:
         schedule = replace(schedule, batches_in_flight=config.depth)
-    return with_replicas(schedule) if config.adds_up_replicas(replicas) else schedule
+    if config.adds_up_replicas(replicas):
+        schedule = with_replicas(schedule)
+    return with_norm(schedule) if config.clips else schedule
 
 
 def validate_reference(config: WindowConfig, communicators: Communicators) -> None:
@@ -67,10 +69,11 @@ def validate_reference(config: WindowConfig, communicators: Communicators) -> No
 
 def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
-    fits = schedule.keeps_rows == config.skip_fetch
+    fits = schedule.keeps_rows == config.skip_fetch and schedule.clips == config.clips
     if not fits or schedule.replicated != config.adds_up_replicas(replicas):
         raise ValueError(
-            f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up "
-            f"replicas: {schedule.replicated}; with skip_fetch={config.skip_fetch} and "
-            f"{replicas} replicas it must be made by schedule_of or its parts"
+            f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up replicas: "
+            f"{schedule.replicated}, clips: {schedule.clips}; with skip_fetch={config.skip_fetch}, "
+            f"{replicas} replicas and limits of gradients: {config.clips} it must be made by schedule_of or "
+            "its parts"
         )

@@ -67,6 +67,10 @@ class Dense:
     flight: Flight
     model: DenseModel
 
+    def update(self, gradients: torch.Tensor) -> None:
+        """Update the model from the gradients (S,) of all parameters."""
+        self.model.step(self.flight.accumulator.views(gradients))
+
 
 @place("run")
 @dataclass(frozen=True)
@@ -75,9 +79,13 @@ class DenseGradient:
 
     flight: Flight
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The sums by parameter; they start from zero again."""
-        return self.flight.accumulator.take()
+    def take(self) -> torch.Tensor:
+        """(S,) the sums of all parameters; they start from zero again."""
+        return self.flight.accumulator.take_flat()
+
+    def name_at(self, position: int) -> str:
+        """The parameter, and the index in it, of a position in the sums."""
+        return self.flight.accumulator.name_at(position)
 
 
 Tables = NewType("Tables", list[DynamicTable])
@@ -212,13 +220,26 @@ class DenseMeans:
     """What all ranks add up once in a window.
 
     Args:
-        gradients: by parameter, of the mean loss. loss: (1,) the mean loss.
+        gradients: (S,) float32 of the mean loss, of all parameters. loss: (1,) the mean loss.
         sums: this rank's; queued work may still read them.
     """
 
-    gradients: dict[str, torch.Tensor]
+    gradients: torch.Tensor
     loss: torch.Tensor
-    sums: list[torch.Tensor]
+    sums: torch.Tensor
+
+
+@place("batch")
+@dataclass(frozen=True)
+class GradientNorm:
+    """The norm of all gradients of an update, and what it does to them.
+
+    Args:
+        norm: () float64. scale: () float32, their factor.
+    """
+
+    norm: torch.Tensor
+    scale: torch.Tensor
 
 
 # Per micro-batch: a window's tasks fill one value.
@@ -230,7 +251,7 @@ Gradients = NewType("Gradients", list[torch.Tensor])
 RowGradient = NewType("RowGradient", list[torch.Tensor])
 """By table (distinct keys received, dim), sums on the owner, float32 or fixed-point."""
 MeanGradient = NewType("MeanGradient", list[torch.Tensor])
-"""By table (K, dim) float32, means over all replicas."""
+"""By table (K, dim) float32, the gradients of the mean loss, from the sums of all ranks."""
 Losses = NewType("Losses", dict[int, torch.Tensor])
 """By micro-batch (B,) float32, the losses of its samples."""
 for filled in (Embeddings, Gradients, RowGradient, MeanGradient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -11,12 +12,14 @@ from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
+from .clipping import clamp, norm_of, scale_of, squares
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .program import Program
 from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
+from .window import WindowConfig
 
 
 class ReferenceTrainer:
@@ -27,8 +30,7 @@ class ReferenceTrainer:
 
     Args:
         tables, dense: what is trained.
-        seed: of dropout. fraction_bits: grid of gradient sums.
-        accumulate: batches of one update.
+        config: its seed, fraction bits, accumulation and limits of gradients.
         impl: of every op, as of `Trainer`. device: of the model and of tables that are not in host memory.
     """
 
@@ -36,14 +38,14 @@ class ReferenceTrainer:
         self,
         tables: HashTableCollection,
         dense: DenseModel,
-        seed: int = 0,
-        fraction_bits: int = ops.FRACTION_BITS,
-        accumulate: int = 1,
+        config: WindowConfig | None = None,
         impl: ops.Impl = "auto",
         device: torch.device | None = None,
     ):
         self.model, self.tables, self.dense = dense.model, tables, dense
-        self.seed, self.fraction_bits, self.accumulate = seed, fraction_bits, accumulate
+        self.config = config or WindowConfig()
+        self.fraction_bits = self.config.fraction_bits
+        self.grad_norm = math.nan  # of the last update, where it is measured
         self.impl = default_impl() if impl == "auto" else impl
         self.device = device or torch.device("cpu")
 
@@ -59,7 +61,7 @@ class ReferenceTrainer:
     def _step(
         self, batches: list[Batch], settings: CallerSettings, accumulator: GradientAccumulator
     ) -> list[torch.Tensor]:
-        update = batches[0].step // self.accumulate
+        update = batches[0].step // self.config.accumulate
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
         # on the host, which looks at the ids
         asked = [self.tables.keys(batch.lookups()) for batch in batches]
@@ -82,7 +84,7 @@ class ReferenceTrainer:
                 ops.gather_rows(values[:, : group.table.dim], places[number]).requires_grad_()
                 for group, _keys, _found, values, _sums, places in shards
             ]
-            seed = ops.derive_seed(self.seed, DROPOUT_STREAM, batch.step)
+            seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)
             by_feature = self.tables.by_feature(rows, batch.lookups())
             with accumulator.active():
                 losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
@@ -93,19 +95,31 @@ class ReferenceTrainer:
                         fraction_bits=self.fraction_bits, name="embedding gradient",
                     )  # fmt: skip
 
-        for group, _keys, found, values, sums, _places in shards:
-            mean = ops.from_fixed_point(sums, terms, self.fraction_bits)
-            admitted = to_device((found.handles >= 0).nonzero().squeeze(1), self.device)
-            group.optimizer.update(values, admitted, mean[admitted], update + 1)
+        means = [
+            clamp(ops.from_fixed_point(sums, terms, self.fraction_bits), self.config)
+            for *_, sums, _places in shards
+        ]
+        flat = ops.from_fixed_point(accumulator.take_flat(), terms, self.fraction_bits)
+        dense = clamp(flat, self.config)
+        rows = [
+            to_device((found.handles >= 0).nonzero().squeeze(1), self.device)
+            for _group, _keys, found, *_ in shards
+        ]
+        if self.config.clips:
+            admitted = [mean[chosen] for mean, chosen in zip(means, rows, strict=True)]
+            norm = norm_of(squares([*admitted, dense], self.device))
+            scale = scale_of(norm, self.config)
+            means, dense, self.grad_norm = [mean * scale for mean in means], dense * scale, float(norm)
+
+        for (group, _keys, found, values, _sums, _places), mean, chosen in zip(
+            shards, means, rows, strict=True
+        ):
+            group.optimizer.update(values, chosen, mean[chosen], update + 1)
             if found.low_precision is not None:
                 group.table.round_low_precision(values, found.low_precision)
             group.table.update(found.handles, _to_table(values, group.table))
 
-        gradients = {
-            name: ops.from_fixed_point(sums, terms, self.fraction_bits)
-            for name, sums in accumulator.take().items()
-        }
-        self.dense.step(gradients)
+        self.dense.step(accumulator.views(dense))
         return losses
 
 

@@ -16,7 +16,7 @@ from .stage import Access, Edge, Stage, Which
 
 __all__ = [
     "DBP", "FWP", "NESTPIPE", "SCHEDULES", "SEQUENTIAL",
-    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "with_replicas",
+    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "with_norm", "with_replicas",
 ]  # fmt: skip
 
 
@@ -68,6 +68,11 @@ class Schedule:
     def replicated(self) -> bool:
         """Whether gradients are added up over replicas of the tables; see `with_replicas`."""
         return any(stage.name == "replica_reduce" for stage in self.stages)
+
+    @property
+    def clips(self) -> bool:
+        """Whether the norm of all gradients is known before the updates; see `with_norm`."""
+        return any(stage.name == "gradient_norm" for stage in self.stages)
 
     @property
     def overlaps_batches(self) -> bool:
@@ -218,3 +223,14 @@ def with_replicas(schedule: Schedule) -> Schedule:
     reduced = schedule.with_stages(stages.sparse_update_of_replicas)
     place = [stage.name for stage in reduced.stages].index("gradient_exchange") + 1
     return replace(reduced, stages=(*reduced.stages[:place], stages.replica_reduce, *reduced.stages[place:]))
+
+
+def with_norm(schedule: Schedule) -> Schedule:
+    """The table with updates from gradients within limits: they wait for the norm of all gradients.
+
+    Of a table with replicas and one without; `with_replicas` comes first.
+    """
+    norm = stages.gradient_norm_of_replicas if schedule.replicated else stages.gradient_norm
+    clipped = schedule.with_stages(stages.clipped_sparse_update, stages.clipped_dense_update)
+    place = [stage.name for stage in clipped.stages].index("sparse_update")
+    return replace(clipped, stages=(*clipped.stages[:place], norm, *clipped.stages[place:]))

@@ -6,6 +6,7 @@ sums are sent packed (`ops.pack_rows`): each row in as many bytes as it needs, e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,18 +136,26 @@ class Sums:
         """The mean loss per term, from `divide` of the `total` of all ranks."""
         return float(mean) * (2.0 ** (self.config.fraction_bits - LOSS_BITS) if self.exact else 1.0)
 
-    def finite(self, means: torch.Tensor, name: str) -> torch.Tensor:
-        """`means`, or FloatingPointError; fixed-point sums are finite already."""
+    def finite(self, means: torch.Tensor, name: str | Callable[[int], str]) -> torch.Tensor:
+        """`means`, or FloatingPointError; fixed-point sums are finite already.
+
+        Args:
+            name: of all values, or of the one at a position.
+        """
         if self.exact or not means.numel():
             return means
         shape, bad = tuple(means.shape), ~torch.isfinite(means.reshape(-1))
 
+        def named(position: int) -> str:
+            return (
+                f"{name}: gradient at {_index(position, shape)}" if isinstance(name, str) else name(position)
+            )
+
         def late(code: int) -> FloatingPointError:
-            return FloatingPointError(f"{name}: gradient at {_index(code - 1, shape)} is not finite")
+            return FloatingPointError(f"{named(code - 1)} is not finite")
 
         def error(code: int) -> FloatingPointError:
-            index = _index(code - 1, shape)
-            return FloatingPointError(f"{name}: gradient at {index} is {float(means[index])}")
+            return FloatingPointError(f"{named(code - 1)} is {float(means.reshape(-1)[code - 1])}")
 
         first = torch.where(bad.any(), bad.to(torch.int8).argmax(), NONE).view(1)
         report(first_bad(first) if on_host(means) else first, None, error, late)

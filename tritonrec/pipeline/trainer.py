@@ -28,7 +28,7 @@ from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
-from .places import DenseMeans, DeviceSamples, Losses, OwnedRows, Routes, WindowPlaces
+from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
@@ -50,6 +50,8 @@ class StepResult:
             batches it accumulates.
         loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
             same bits in every mode and at every world size.
+        grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
+            None unless ``max_grad_norm`` or ``max_grad_value`` is set.
     """
 
     step: int
@@ -57,6 +59,7 @@ class StepResult:
     losses: torch.Tensor
     loss_terms: int
     loss: float
+    grad_norm: float | None = None
 
 
 class Trainer:
@@ -156,10 +159,7 @@ class Trainer:
         )
         if self._schedule is None:
             validate_reference(self.config, communicators)
-            self.reference = ReferenceTrainer(
-                tables, self.dense, self.config.seed, self.config.fraction_bits, self.config.accumulate,
-                self.impl, self._device,
-            )  # fmt: skip
+            self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device)
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
         validate_same_training(
@@ -425,7 +425,10 @@ class Trainer:
         places[DeviceSamples] = DeviceSamples(window.batches)
         places[Losses] = Losses(dict(enumerate(losses)))
         places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, stop)
-        places[DenseMeans] = DenseMeans({}, self._sums.divide(total, window.loss_terms), [])
+        places[DenseMeans] = DenseMeans(total[:0], self._sums.divide(total, window.loss_terms), total)
+        if self.config.clips:
+            norm = torch.tensor(reference.grad_norm, dtype=torch.float64)
+            places[GradientNorm] = GradientNorm(norm, norm)
 
     def _end_run(self) -> None:
         """Agree with the other ranks that the batches have ended here, once after the last of them."""
@@ -453,8 +456,9 @@ class Trainer:
             )
         # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
         loss = self._sums.mean_loss(places[DenseMeans].loss)
+        norm = float(places[GradientNorm].norm) if self.config.clips else None
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
-            self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss))
+            self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm))
         places.retire()
 
     @contextmanager

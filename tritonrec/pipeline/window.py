@@ -6,6 +6,7 @@ and dense parameters are frozen inside it, and updated once at its end (NestPipe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -109,6 +110,9 @@ class WindowConfig:
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
             averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
+        max_grad_norm: gradients are scaled down to this norm, of dense parameters and rows together, which
+            has the same bits for any cut and any number of ranks; infinity measures it alone; 0: neither.
+        max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -125,6 +129,10 @@ class WindowConfig:
     average_every: int = setting(
         0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
     )
+    max_grad_norm: float = setting(
+        0.0, "Scale gradients down to this norm; inf: report it only; 0: neither.", 0, math.inf
+    )
+    max_grad_value: float = setting(0.0, "Clamp every gradient to this size; 0: none.", 0, math.inf)
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -143,6 +151,11 @@ class WindowConfig:
             raise ValueError(f"depth counts the batches in flight, got {self.depth}")
         if self.average_every < 0:
             raise ValueError(f"replicas are averaged every so many updates, got {self.average_every}")
+        for name in ("max_grad_norm", "max_grad_value"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is a size, 0 for no limit, got {getattr(self, name)}")
+        if self.clips and self.average_every:
+            raise ValueError("replicas that are averaged have gradients of their own: clip none of them")
         if not 0 < self.taper <= 1:
             raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
         if self.first_use and self.dedup not in ("exchange", "both"):
@@ -162,6 +175,11 @@ class WindowConfig:
     def adds_up_replicas(self, replicas: int) -> bool:
         """Whether gradients are added up over that many replicas of the tables in every update."""
         return replicas > 1 and not self.average_every
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are limited or their norm is measured."""
+        return bool(self.max_grad_norm or self.max_grad_value)
 
     @property
     def window_micro_batches(self) -> int:

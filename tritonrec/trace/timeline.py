@@ -27,6 +27,7 @@ STAGE_COLOURS = {
     "replica_reduce": "#8a5a9e",
     "average": "#5d3a6b",
     "dense_reduce": "#cc79a7",
+    "gradient_norm": "#e3a6c6",
     "write_back": "#5b8c7b",
 }
 _OTHER, _EXPOSED = "#999999", "#d00000"

@@ -9,12 +9,14 @@ import torch
 from ...embedding.selection import select
 from ...embedding.table import DynamicTable
 from ...kernels import launch
+from ..clipping import clamp, norm_of, scale_of, squares
 from ..places import (
     Buffer,
     Context,
     Dense,
     DenseGradient,
     DenseMeans,
+    GradientNorm,
     KeptRows,
     Losses,
     MeanGradient,
@@ -47,22 +49,16 @@ def dense_reduce(
     mean loss.
     """
     sums, normalizer = context.sums, routes.loss_normalizer
-    parts = dense_gradient.take()
     total = sums.total(torch.cat([losses[i] for i in range(context.config.window_micro_batches)]))
-    own = [*parts.values(), total]
-    flat = torch.cat([part.reshape(-1) for part in own])
+    own = torch.cat([dense_gradient.take(), total])
     if reduce.world_size == 1:
-        means = sums.divide(flat, normalizer)
+        means = sums.divide(own, normalizer)
     else:
-        rows = torch.nn.functional.pad(flat, (0, -len(flat) % DENSE_ROW)).view(-1, DENSE_ROW)
+        rows = torch.nn.functional.pad(own, (0, -len(own) % DENSE_ROW)).view(-1, DENSE_ROW)
         plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
         means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
-    pieces = torch.split(means[: len(flat)], [part.numel() for part in own])
-    gradients = {
-        name: sums.finite(piece, name).view_as(part)
-        for piece, (name, part) in zip(pieces, parts.items(), strict=False)
-    }
-    return DenseMeans(gradients, pieces[-1], own)
+    size = len(own) - 1
+    return DenseMeans(sums.finite(means[:size], dense_gradient.name_at), means[size : size + 1], own)
 
 
 @stage(lane="compute", after=(Edge("gradient_exchange", "all"),))
@@ -95,7 +91,57 @@ def sparse_update_of_replicas(
 @stage(lane="compute", after=(Edge("dense_reduce"),))
 def dense_update(means: Read[DenseMeans], dense: Update[Dense]) -> None:
     """Apply the dense gradients."""
-    dense.model.step(means.gradients)
+    dense.update(means.gradients)
+
+
+@stage(lane="reduce", after=(Edge("gradient_exchange", "all"), Edge("dense_reduce")))
+def gradient_norm(
+    context: Context,
+    routes: Read[Routes],
+    owned: Read[OwnedRows],
+    row_gradient: Read[RowGradient],
+    mean_gradient: Write[MeanGradient],
+    means: Read[DenseMeans],
+    reduce: Update[ReduceGroup],
+) -> GradientNorm:
+    """The norm of all gradients of the update, exact, with the mean gradients of this rank's rows."""
+    sums = context.sums
+    mean_gradient.extend(sums.mean(each, routes.row_normalizer) for each in row_gradient)
+    return _norm(context, owned, mean_gradient, means, reduce)
+
+
+@stage(lane="reduce", after=(Edge("replica_reduce", "all"), Edge("dense_reduce")), name="gradient_norm")
+def gradient_norm_of_replicas(
+    context: Context,
+    owned: Read[OwnedRows],
+    mean_gradient: Read[MeanGradient],
+    means: Read[DenseMeans],
+    reduce: Update[ReduceGroup],
+) -> GradientNorm:
+    """`gradient_norm` from the mean gradients of all replicas, of which one counts."""
+    return _norm(context, owned, mean_gradient, means, reduce)
+
+
+@stage(lane="compute", after=(Edge("gradient_norm"),), name="sparse_update")
+def clipped_sparse_update(
+    context: Context,
+    window: Window,
+    owned: Read[OwnedRows],
+    mean_gradient: Read[MeanGradient],
+    norm: Read[GradientNorm],
+    buffer: Update[Buffer],
+) -> None:
+    """`sparse_update` from gradients within their limits."""
+    means = (clamp(context.sums.finite(mean, NAME), context.config) * norm.scale for mean in mean_gradient)
+    update_rows(context, window.update + 1, owned, means, buffer)
+
+
+@stage(lane="compute", after=(Edge("gradient_norm"),), name="dense_update")
+def clipped_dense_update(
+    context: Context, means: Read[DenseMeans], norm: Read[GradientNorm], dense: Update[Dense]
+) -> None:
+    """`dense_update` from gradients within their limits."""
+    dense.update(clamp(means.gradients, context.config) * norm.scale)
 
 
 @stage(lane="write_back", after=(Edge("sparse_update"),), moves=True)
@@ -125,6 +171,23 @@ def write_back_dropped_rows(
         dropped = torch.ones(size + 1, dtype=torch.bool, device=each.handles.device)  # and one for rows of -1
         dropped[common.before] = False
         _write(table, each, rows, dropped[:size] & (each.handles >= 0), counts)
+
+
+def _norm(
+    context: Context, owned: OwnedRows, means: list[torch.Tensor], dense: DenseMeans, reduce: ReduceGroup
+) -> GradientNorm:
+    """From the means of this rank's rows, by table (K, dim), and those of the dense parameters."""
+    config, own = context.config, []
+    for group, table, mean in zip(context.tables.groups, owned.tables, means, strict=True):
+        if context.replica:
+            continue
+        if not group.table.admits_all:  # what is not updated has no gradient
+            admitted = to_device(table.handles >= 0, context.device)
+            mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
+        own.append(clamp(mean, config))
+    rows = reduce.all_reduce(squares(own, context.device), "squares of the gradients", bounded=True)
+    norm = norm_of(rows + squares([clamp(dense.gradients, config)], context.device))
+    return GradientNorm(norm, scale_of(norm, config))
 
 
 def update_rows(
