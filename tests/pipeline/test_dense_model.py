@@ -1,0 +1,289 @@
+"""Promise: any optimizer of torch trains the dense model with the same bits in every mode and restart."""
+
+import copy
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from speeds import slow_except
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from trainer_parts import EVERY, Ranker, batches, parts, same
+
+from tritonrec.checkpoint import flatten, unflatten
+from tritonrec.distributed import Communicators
+from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
+
+
+class OwnRule(torch.optim.Optimizer):
+    """A user's own: sign descent with a buffer made from a setting of the instance."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.factor = 0.5
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["mean"] = p.grad.lerp(state["mean"], self.factor) if state else p.grad.clone()
+                    p.sub_(state["mean"].sign() * group["lr"])
+
+
+def grouped(parameters, **options):
+    """AdamW that decays matrices alone, with a rate of their own."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02, "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.01, **options)
+
+
+OPTIMIZERS = {
+    "adamw in groups, fused": lambda p: grouped(p, fused=True),
+    "adamw, foreach, amsgrad": lambda p: grouped(p, foreach=True, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "own": lambda p: OwnRule(p, lr=0.01),
+}
+SCHEDULERS = {
+    "none": lambda o: None,
+    "warm-up, then cosine": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.25, total_iters=2), schedulers.CosineAnnealingLR(o, 4)], [2]
+    ),
+    "steps": lambda o: schedulers.MultiStepLR(o, [1, 1, 3], 0.5),
+}
+
+
+def made(optimizer="adamw in groups, fused", scheduler="none", average=False):
+    model, tables, _ = parts()
+    built = OPTIMIZERS[optimizer](model.parameters())
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)) if average else None
+    options = {"scheduler": SCHEDULERS[scheduler](built), "average": averaged}
+    return (model, tables, built), options
+
+
+def trainer(of, mode="nestpipe", consistency="batch", **window):
+    (model, tables, optimizer), options = of
+    window.setdefault("micro_batches", 1 if mode == "reference" else 3)
+    config = WindowConfig(consistency=consistency, seed=4, **window)
+    return Trainer(model, tables, optimizer, Communicators.local(), mode, config, **options)
+
+
+def trained(of, mode, consistency="batch", given=None, **window):
+    with trainer(of, mode, consistency, **window) as training:
+        list(training.run(batches(4) if given is None else given))
+        rows = [part.clone() for pair in training.tables.export().values() for part in pair]
+        return [*rows, *(each.clone() for each in training.dense.tensors().values())]
+
+
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "own"], OPTIMIZERS))
+def test_any_optimizer_has_the_same_bits_in_every_mode(mode, consistency, optimizer):
+    other = "reference" if consistency == "batch" else "sequential"
+    of = made(optimizer, "warm-up, then cosine", average=True)
+    expected = trained(made(optimizer, "warm-up, then cosine", average=True), other, consistency)
+    assert same(trained(of, mode, consistency), expected)
+    assert not same(trained(made(optimizer, average=True), mode, consistency), expected)
+
+
+def test_it_is_the_update_of_torch():
+    of, plain = made("adamw in groups, fused", "steps", average=True), Ranker()
+    expected = grouped(plain.parameters(), fused=True)
+    scheduler = SCHEDULERS["steps"](expected)
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    random, dense = torch.Generator().manual_seed(3), DenseModel(of[0][0], of[0][2], **of[1])
+    for _ in range(5):
+        gradients = {n: torch.randn(p.shape, generator=random) for n, p in plain.named_parameters()}
+        for name, parameter in plain.named_parameters():
+            parameter.grad = gradients[name].clone()
+        expected.step()
+        scheduler.step()
+        averaged.update_parameters(plain)
+        dense.step(gradients)
+    assert same(list(of[0][0].parameters()), list(plain.parameters()))
+    assert same(list(of[1]["average"].parameters()), list(averaged.parameters()))
+    assert scheduler.get_last_lr() == of[1]["scheduler"].get_last_lr() != [0.01, 0.02]
+    assert all(parameter.grad is None for parameter in of[0][0].parameters())
+
+
+@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "own"], OPTIMIZERS))
+@pytest.mark.parametrize("scheduler", ["warm-up, then cosine", "steps"])
+def test_a_trainer_goes_on_from_what_it_saved(tmp_path, optimizer, scheduler):
+    expected = trained(made(optimizer, scheduler, True), "reference")
+    with trainer(made(optimizer, scheduler, True)) as first:
+        list(first.run(batches(2)))
+        first.save(tmp_path, {"note": [1, "a"]})
+        assert first.next_step == 2
+    again, seen = made(optimizer, scheduler, True), []
+    with trainer(again, "dbp") as second:
+        assert second.load(tmp_path, seen.append) == 2 == second.next_step
+    assert seen == [{"note": [1, "a"]}]
+    assert same(trained(again, "fwp", given=batches(4)[2:]), expected)
+
+
+def test_a_state_that_was_loaded_shares_no_memory():
+    of = made("momentum")
+    trained(of, "nestpipe", given=batches(2))
+    saved = DenseModel(*of[0][::2]).state_dict()
+    before = copy.deepcopy(saved)
+    fresh = made("momentum")
+    DenseModel(*fresh[0][::2]).load_state_dict(saved)
+    trained(fresh, "nestpipe", given=batches(4)[2:])
+    (plain, tensors), (_, same_before) = flatten(saved, "s"), flatten(before, "s")
+    assert plain and same(list(tensors.values()), list(same_before.values()))
+
+
+WRONG_STATES = {
+    "other parts": (lambda s: {**s, "scheduler": {}}, "expected the states of model, optimizer"),
+    "a parameter less": (lambda s: s["model"].pop("mix.bias"), "mix.bias is missing"),
+    "a parameter more": (lambda s: s["model"].update(x=torch.ones(1)), "x is not in the model"),
+    "another shape": (
+        lambda s: s["model"].update({"mix.bias": torch.ones(5)}),
+        r"mix.bias: expected shape \(6,\)",
+    ),
+    "other groups": (lambda s: s["optimizer"]["param_groups"].pop(), "expected an optimizer with the groups"),
+    "another optimizer": (
+        lambda s: s["optimizer"]["state"]["mix.bias"].pop("exp_avg"),
+        "mix.bias: the optimizer keeps step, exp_avg",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_another_state_is_refused_and_nothing_is_loaded(name):
+    of = made()
+    trained(of, "nestpipe", given=batches(2))
+    dense = DenseModel(*of[0][::2])
+    before = {name: each.clone() for name, each in dense.tensors().items()}
+    change, said = WRONG_STATES[name]
+    state = copy.deepcopy(dense.state_dict())
+    for tensor in state["model"].values():
+        tensor.zero_()
+    with pytest.raises(ValueError, match=said):
+        dense.load_state_dict(change(state) if name == "other parts" else (change(state), state)[1])
+    assert same(list(dense.tensors().values()), list(before.values()))
+
+
+class Unsteady(torch.optim.SGD):
+    """Rounds otherwise at another place in memory."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1.0 if p.data_ptr() % 64 else 1.0 + 2.0**-20)
+
+
+def test_an_optimizer_whose_bits_depend_on_memory_is_refused():
+    model, tables, _ = parts()
+    unsteady = Unsteady(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="Unsteady with the settings of its group 0 gives other bits"):
+        trainer(((model, tables, unsteady), {}))
+    trainer(((model, tables, unsteady), {}), consistency="window").close()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_check_of_an_optimizer_leaves_it_as_it_was(name):
+    model = torch.nn.Linear(400, 130)  # long enough to be cut between threads
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler, threads = schedulers.LinearLR(optimizer, 0.5), torch.get_num_threads()
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    before = [each.detach().clone() for each in model.parameters()]
+    rates = scheduler.get_last_lr()
+    tables = parts()[1]
+    trainer(((model, tables, optimizer), {"scheduler": scheduler})).close()
+    assert same(list(model.parameters()), before) and not optimizer.state and not calls
+    assert scheduler.get_last_lr() == rates and torch.get_num_threads() == threads
+
+
+class NeedsAClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+def of_other():
+    return schedulers.LinearLR(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+REFUSED = {
+    "a closure": (NeedsAClosure, {}, TypeError, "needs a closure"),
+    "a plateau": (
+        None,
+        lambda m, o: {"scheduler": schedulers.ReduceLROnPlateau(o)},
+        TypeError,
+        "needs a metric",
+    ),
+    "no scheduler": (None, lambda m, o: {"scheduler": 0.1}, TypeError, "torch.optim.lr_scheduler, got float"),
+    "another's": (None, lambda m, o: {"scheduler": of_other()}, ValueError, "has another optimizer"),
+    "no average": (None, lambda m, o: {"average": 0.9}, TypeError, "AveragedModel, got float"),
+    "another average": (
+        None,
+        lambda m, o: {"average": AveragedModel(torch.nn.Linear(2, 2))},
+        ValueError,
+        "saved with another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_train_with_is_refused(name):
+    kind, options, error, said = REFUSED[name]
+    model, tables, _ = parts()
+    optimizer = (kind or torch.optim.SGD)(model.parameters(), lr=0.1)
+    with pytest.raises(error, match=said):
+        trainer(((model, tables, optimizer), options(model, optimizer) if options else {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_optimizer_takes_no_parameter_with_gaps(fused):
+    model, tables, _ = parts()
+    model.mix.weight = torch.nn.Parameter(torch.zeros(6, 6, 2)[..., 0])
+    of = ((model, tables, torch.optim.Adam(model.parameters(), fused=fused)), {})
+    if not fused:
+        trainer(of).close()
+        return
+    with pytest.raises(ValueError, match=r"mix\.weight has gaps in memory"):
+        trainer(of)
+
+
+TREES = [
+    {"a": [1, 2.5, None, True], "b": {"c": (torch.arange(3), "x")}, 3: {"d": -math.inf}, 2.5: []},
+    {"milestones": Counter({1: 2, 7: 1}), "empty": {}, "tuple": (), "nan": math.nan},
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=["nested", "counter"])
+def test_a_tree_comes_back_as_it_went(tree):
+    plain, tensors = flatten(tree, "tree")
+    back = unflatten(json.loads(json.dumps(plain, allow_nan=False)), tensors)
+    assert repr(back) == repr(tree) and [type(each) for each in back.values()] == [
+        type(each) for each in tree.values()
+    ]
+
+
+@pytest.mark.parametrize("value", [print, object(), {1, 2}, b"x"], ids=["function", "object", "set", "bytes"])
+def test_anything_else_has_no_place_in_a_checkpoint(value):
+    with pytest.raises(TypeError, match=r"tree/a/1 is a \w+, which a checkpoint cannot hold"):
+        flatten({"a": [0, value]}, "tree")
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        ({"tensor": "x"}, "no tensor x"),
+        ({"odd": 1}, "kind of value 'odd'"),
+        ({}, "one kind"),
+        ({"a": 1, "b": 2}, "one"),
+    ],
+)
+def test_values_that_no_tree_gave_are_refused(plain, said):
+    with pytest.raises(ValueError, match=said):
+        unflatten(plain, {})
