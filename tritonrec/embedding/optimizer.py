@@ -1,84 +1,17 @@
-"""Optimizers of rows with state, and of dense parameters as rows."""
+"""The optimizer of dense parameters, as rows with state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from ..kernels import launch
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .in_flight import InFlight
-
-OptimizerName = Literal["sgd", "rowwise_adagrad", "adam"]
-
-
-@dataclass(frozen=True)
-class RowOptimizer:
-    """Update rule of rows laid out as weight | state.
-
-        sgd               weight (dim)
-        rowwise_adagrad   weight (dim) | sum of mean squared gradients (1)
-        adam              weight (dim) | first moment (dim) | second moment (dim)
-
-    Adam's bias correction counts the run's steps: one per window, for any number of micro-batches.
-    """
-
-    name: OptimizerName = "adam"
-    lr: float = 1e-3
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
-
-    def __post_init__(self) -> None:
-        if self.name not in ("sgd", "rowwise_adagrad", "adam"):
-            raise ValueError(f"optimizer must be sgd, rowwise_adagrad or adam, got {self.name!r}")
-        if not self.lr > 0:
-            raise ValueError(f"learning rate must be positive, got {self.lr}")
-
-    def row_width(self, dim: int) -> int:
-        """float32 values of one row: its weights and its state."""
-        return {"sgd": dim, "rowwise_adagrad": dim + 1, "adam": 3 * dim}[self.name]
-
-    def update(
-        self,
-        rows: torch.Tensor,
-        indices: torch.Tensor,
-        gradient: torch.Tensor,
-        step: int,
-        count: torch.Tensor | None = None,
-    ) -> None:
-        """Update ``rows[indices]`` in place.
-
-        Args:
-            rows: (R, row_width(dim)) float32.
-            indices: (K,) int64, distinct.
-            gradient: (K, dim) float32, the mean gradient of the step.
-            step: the step's number, counted from 1.
-            count: () int64, the number of valid indices (`kernels.padding`).
-
-        Raises ValueError for shapes that do not fit.
-        """
-        dim = gradient.shape[1]
-        if rows.shape[1] != self.row_width(dim) or len(gradient) != len(indices):
-            raise ValueError(
-                f"{self.name} takes rows (R, {self.row_width(dim)}) and gradient ({len(indices)}, {dim}) for "
-                f"{len(indices)} indices, got {tuple(rows.shape)} and {tuple(gradient.shape)}"
-            )
-        weight, state = rows[:, :dim], rows[:, dim:]
-        if self.name == "sgd":
-            launch.sparse_sgd(weight, indices, gradient, self.lr, count)
-        elif self.name == "rowwise_adagrad":
-            launch.sparse_rowwise_adagrad(weight, state, indices, gradient, self.lr, self.eps, count)
-        else:
-            first, second = state[:, :dim], state[:, dim:]
-            rates = self.lr, self.beta1, self.beta2, self.eps
-            launch.sparse_adam(weight, first, second, indices, gradient, *rates, step, count)
+from .row_optimizer import RowOptimizer
 
 
 class DenseOptimizer:
