@@ -48,6 +48,23 @@ def dense_rule(model, tables, dense):
     return model, tables, DenseOptimizer(model.named_parameters(), RowOptimizer("adam", 0.05, beta2=0.99))
 
 
+def squared(update):
+    return 0.05 / update**2
+
+
+def rate_by_function(model, tables, dense):
+    return model, tables, DenseOptimizer(model.named_parameters(), RowOptimizer("adam", squared))
+
+
+def signed(weight, state, gradient, step, lr):
+    return weight - lr * gradient.sign(), state
+
+
+def own_rule(model, tables, dense):
+    rule = RowOptimizer.custom(signed, 0, lr=0.05)
+    return model, tables, DenseOptimizer(model.named_parameters(), rule)
+
+
 def config(**options):
     return {"window": WindowConfig(**{"micro_batches": 2, **options})}
 
@@ -64,6 +81,10 @@ def sizes(**options):
 DIFFERENCES = {
     "lr": (job(lr=0.01), "lr=0.01", "lr=0.05"),
     "optimizer": ({"optimizer": "sgd"}, "name='sgd'", "name='adam'"),
+    "schedule": (job(lr_schedule="cosine"), "lr=WarmupCosine(lr=0.05, warmup=0", "lr=0.05"),
+    "function for a rate": ({"parts": rate_by_function}, "squared', rates=(0.05, 0.0005", "lr=0.05"),
+    "rule of a user's own": ({"parts": own_rule}, "signed', widths=(0, 0, 0)", "custom_update=None"),
+    "weight decay": (job(weight_decay=0.1), "weight_decay=0.1", "weight_decay=0.0"),
     "optimizer of the dense model alone": ({"parts": dense_rule}, "beta2=0.99", "beta2=0.999"),
     "seed of model and tables": (job(seed=5), "seed of the tables=5", "seed of the tables=0"),
     "policy": (

@@ -98,8 +98,8 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
     for step in range(1, PROBED_STEPS + 1):
         gradient = draw(PROBED_ROWS, dim).to(device)
 
-        def updated(places: torch.Tensor, step: int = step, given: Any = (weight, state, gradient)) -> Any:
-            return update(*(part[places] for part in given), step, 1.0)
+        def updated(places: torch.Tensor, w: Any = weight, s: Any = state, g: Any = gradient) -> Any:
+            return update(w[places], s[places], g[places], step, 1.0)  # noqa: B023 (called in its round)
 
         everywhere = torch.arange(PROBED_ROWS, device=device)
         weight, state = updated(everywhere)

@@ -26,13 +26,18 @@ from ..embedding import (
     OptimizerName,
     Placement,
     RowOptimizer,
+    Schedule,
+    StepDecay,
     TablePolicy,
+    WarmupCosine,
+    WarmupLinear,
 )  # fmt: skip
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
-from ..settings import seed_setting, setting
+from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
 
+LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
     "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
@@ -55,7 +60,9 @@ class Job:
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
         sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
         bottom, top: hidden widths of the MLPs of DLRM, which takes ``sizes.dim`` and no other size.
-        lr, eps: of rows and dense parameters. seed: of everything drawn.
+        lr, eps, weight_decay, lazy_weight_decay: of rows and dense parameters; see `RowOptimizer`.
+        lr_schedule, warmup, schedule_steps: see `embedding.learning_rate`.
+        seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
         merge: keep tables of one dimension in one.
@@ -82,6 +89,20 @@ class Job:
     top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
     lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
+    weight_decay: float = setting(
+        0.0,
+        "Decay of rows with a gradient and of dense parameters; decoupled for adamw, rowwise_adam.",
+        0,
+        1e6,
+    )
+    lazy_weight_decay: bool = setting(
+        False, "A row makes up for the decay it has missed when it is updated; decoupled for every rule."
+    )
+    lr_schedule: LrSchedule = setting("constant", "The learning rate over the updates.")
+    warmup: int = setting(0, "linear, cosine: updates in which the learning rate rises.", 0, MOST)
+    schedule_steps: int = setting(
+        10_000, "linear, cosine: updates to a rate of 0. step: updates to each tenth of it.", 1, MOST
+    )
     seed: int = seed_setting()
     slots: int = 64
     chunk_rows: int = 65536
@@ -171,7 +192,16 @@ class Job:
 
     def rule(self, optimizer: OptimizerName) -> RowOptimizer:
         """The update rule of rows and dense parameters."""
-        return RowOptimizer(optimizer, self.lr, self.eps)
+        lr: float | Schedule = self.lr
+        if self.lr_schedule == "step":
+            lr = StepDecay(self.lr, self.schedule_steps)
+        elif self.lr_schedule != "constant":
+            kind = WarmupLinear if self.lr_schedule == "linear" else WarmupCosine
+            lr = kind(self.lr, self.warmup, self.schedule_steps)
+        return RowOptimizer(
+            optimizer, lr, self.eps,
+            weight_decay=self.weight_decay, lazy_weight_decay=self.lazy_weight_decay,
+        )  # fmt: skip
 
     def on(self, data: str) -> Job:
         """The same job on another log; itself for an empty name."""

@@ -178,6 +178,25 @@ VARIANTS: dict[str, Variant] = {
         shows=("kept", "written", "rejected"),
         modes=TWO_BUFFERS,
     ),
+    "weight-decay": Variant(
+        "weight decay, and a learning rate that rises and falls",
+        {"weight_decay": 0.1, "lr_schedule": "cosine", "warmup": 2, "schedule_steps": 8},
+        shows=("lookups",),
+    ),
+    "lazy-decay": Variant(
+        "rows make up for the decay that they have missed, at a falling learning rate",
+        {
+            **SMALL,
+            "data": MADE,
+            "lr": 0.02,
+            "weight_decay": 0.5,
+            "lazy_weight_decay": True,
+            "lr_schedule": "linear",
+            "schedule_steps": 9,
+            "policy": TablePolicy(Eviction("lru", capacity=120), admission=2),
+        },
+        shows=("evicted", "rejected"),
+    ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},
