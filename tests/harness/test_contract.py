@@ -28,7 +28,7 @@ CASES = [
     # rows that catch up with decay at their next update, wherever and whenever it is
     Case("nestpipe", "batch", 2, 4, True, "rowwise_adam", 6, variant="lazy-decay"),
     Case("dbp", "batch", 2, 3, True, "adam", 8, variant="lazy-decay", storage="cached", restart=1),
-    Case("fwp", "window", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
+    Case("fwp", "batch", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
     Case("nestpipe", "batch", 2, 4, False, "momentum_sgd", 6, variant="weight-decay", storage="device"),
 ]
 QUICK = [CASES[1], CASES[4], CASES[5], CASES[8]]  # each mode, both consistencies, on one and two ranks

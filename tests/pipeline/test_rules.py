@@ -1,11 +1,14 @@
 """Promise: rules of a user's own, schedules and lazy decay end at the bits of the reference in every mode."""
 
+from itertools import product
+
 import pytest
 import torch
 from speeds import slow_except
 from trainer_parts import NoParameters, batches, parts, same, state, trained, trainer
 
 from tritonrec.embedding import RowOptimizer, WarmupLinear
+from tritonrec.pipeline import MODES
 
 
 def lion(weight, state, gradient, step, lr):
@@ -28,11 +31,7 @@ RULES = {
     "adagrad": RowOptimizer("adagrad", decaying, weight_decay=0.5, lazy_weight_decay=True),
     "nesterov": RowOptimizer("momentum_sgd", SCHEDULE, momentum=0.5, nesterov=True, weight_decay=0.1),
 }
-CASES = [
-    (rule, *mode)
-    for rule in RULES
-    for mode in (each.values if hasattr(each, "values") else each for each in EVERY)
-]
+CASES = [*product(RULES, list(MODES)[1:], ("batch", "window"))]
 QUICK = [("lion with lazy decay", "nestpipe", "batch"), ("nesterov", "fwp", "window")]
 
 
