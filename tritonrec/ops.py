@@ -29,7 +29,16 @@ from .kernels.relative_aggregate import relative_aggregate
 from .kernels.rows import gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax import sampled_softmax
 from .kernels.silu import silu
-from .kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
+from .kernels.sparse_optimizers import (
+    sparse_adagrad,
+    sparse_adam,
+    sparse_adamw,
+    sparse_lazy_decay,
+    sparse_momentum_sgd,
+    sparse_rowwise_adagrad,
+    sparse_rowwise_adam,
+    sparse_sgd,
+)
 from .kernels.sum_of_squares import sum_of_squares
 from .kernels.unique import unique
 
@@ -71,8 +80,13 @@ __all__ = [
     "scatter_rows",
     "segment_sum",
     "silu",
+    "sparse_adagrad",
     "sparse_adam",
+    "sparse_adamw",
+    "sparse_lazy_decay",
+    "sparse_momentum_sgd",
     "sparse_rowwise_adagrad",
+    "sparse_rowwise_adam",
     "sparse_sgd",
     "sum_of_squares",
     "to_fixed_point",

@@ -184,14 +184,17 @@ def drawn(d: Draw) -> Arguments:
     }  # fmt: skip
 
 
-def updated(d: Draw) -> Arguments:
-    places, width = d.size(20), d.size(40)
+def updated(d: Draw, row_wise: bool = False) -> Arguments:
+    places, width, step = d.size(20), d.size(40), 1 + d.size(9)
+    narrow = 1 if row_wise else width
     count = min(d.size(20), places)
     return {
-        "weight": d.floats(places, width), "state": d.floats(places, 1).abs(),
-        "exp_avg": d.floats(places, width), "exp_avg_sq": d.floats(places, width).abs(),
+        "weight": d.floats(places, width), "state": d.floats(places, narrow).abs(),
+        "momentum_buffer": d.floats(places, width), "last_update": d.floats(places, 1),
+        "factors": d.floats(step + d.size(5)), "weight_decay": float(d.rng.choice([0.0, 0.1])),
+        "exp_avg": d.floats(places, width), "exp_avg_sq": d.floats(places, narrow).abs(),
         "indices": d.rows(count, places, distinct=True), "grad": d.floats(count, width),
-        "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "step": 1 + d.size(9),
+        "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "step": step,
         "count": d.maybe(d.scalar(count)),
     }  # fmt: skip
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,9 @@ from arguments import (
 
 from tritonrec import ops
 from tritonrec.kernels.op import OPS
+from tritonrec.kernels.sparse_optimizers.register import SPARSE_UPDATES
 
+UPDATES = [f"sparse_{rule}" for rule in SPARSE_UPDATES]
 # registered op -> how its arguments are drawn
 DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "unique": keys, "unique_padded": keys, "owner_of": routed, "bucketize": routed,
@@ -52,7 +56,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "sum_of_squares": squared,
     "pack_rows": packed, "add_packed_rows": packed,
     "initial_rows": drawn, "random_indices": drawn,
-    "sparse_sgd": updated, "sparse_rowwise_adagrad": updated, "sparse_adam": updated,
+    **{op: partial(updated, row_wise="rowwise" in op) for op in UPDATES}, "sparse_lazy_decay": updated,
     "silu": layer, "silu_backward": layer, "linear": layer, "linear_weight_grad": front,
     "norm_mul_dropout": norm, "norm_mul_dropout_backward": norm, "norm_mul_dropout_backward_into": gated,
     "norm_linear_silu": front, "norm_linear_silu_backward": front, "norm_linear_silu_backward_into": front,
@@ -64,7 +68,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
 # arguments without repeats, where results are specified
 DISTINCT = {
     "intersect": ["left", "right"], "intersect_padded": ["left", "right"], "scatter_rows": ["rows"],
-    "sparse_sgd": ["indices"], "sparse_rowwise_adagrad": ["indices"], "sparse_adam": ["indices"],
+    **{op: ["indices"] for op in (*UPDATES, "sparse_lazy_decay")},
     "hash_insert": ["keys"], "hash_assign": ["keys"], "hash_erase": ["keys"],
 }  # fmt: skip
 # ops that agree with their reference up to rounding; all others in every bit
@@ -117,11 +121,25 @@ def front_of_layer(keep_normed: bool, keep_linear: bool, **given: Any) -> torch.
     )
 
 
+def update(op: str) -> Callable[..., None]:
+    """The public function of a rule: without the numbers that the registered one has for all rules."""
+    nesterov = op == "sparse_nesterov_sgd"
+    function = ops.sparse_momentum_sgd if nesterov else getattr(ops, op)
+    names = inspect.signature(function).parameters
+
+    def call(**given: Any) -> None:
+        given |= {"momentum": given["beta1"], "nesterov": nesterov}
+        function(**{name: value for name, value in given.items() if name in names})
+
+    return call
+
+
 # public function -> the registered op whose arguments it takes, and the call where names differ
 PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     **{name: (name, getattr(ops, name)) for name in DRAWN if hasattr(ops, name)},
     "unique padded": ("unique_padded", lambda **given: ops.unique(padded=True, **given)),
     "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
+    **{op: (op, update(op)) for op in UPDATES},
     "hash_insert": ("hash_insert", insert),
     "segment_sum into": ("segment_sum_into", ops.segment_sum),
     "to_fixed_point status": ("to_fixed_point_status", ops.to_fixed_point),

@@ -42,7 +42,7 @@ MEMORY = (
     12 << 30
 )  # address space of a worker: an allocation beyond it is an error, not the end of the machine
 # names in errors that are no names of a schema
-ALSO = ["beta", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
+ALSO = ["beta", "momentum", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
 ALSO += [field.name for field in fields(HSTUMask)]
 PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left

@@ -394,9 +394,17 @@ def _packed_rows(dim):
 @case("sparse_optimizers", dim=(50, 128))
 def _optimizers(dim):
     weight, indices, grad = ones(size, dim), keys(size // 2), ones(size // 2, dim)
-    run(ops.sparse_sgd, weight, indices, grad, 0.1)
-    run(ops.sparse_rowwise_adagrad, weight, ones(size, 1), indices, grad, 0.1)
-    run(ops.sparse_adam, weight, weight.clone(), weight.clone(), indices, grad, 0.1, step=3)
+    wide, narrow = ones(size, dim), ones(size, 1)
+    for decay in {"weight_decay": 0.0}, {"weight_decay": 0.1}:
+        run(ops.sparse_sgd, weight, indices, grad, 0.1, **decay)
+        run(ops.sparse_momentum_sgd, weight, wide, indices, grad, 0.1, **decay)
+        run(ops.sparse_momentum_sgd, weight, wide, indices, grad, 0.1, nesterov=True, **decay)
+        run(ops.sparse_adagrad, weight, wide, indices, grad, 0.1, **decay)
+        run(ops.sparse_rowwise_adagrad, weight, narrow, indices, grad, 0.1, **decay)
+        run(ops.sparse_adam, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
+        run(ops.sparse_adamw, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
+        run(ops.sparse_rowwise_adam, weight, wide, narrow, indices, grad, 0.1, step=3, **decay)
+    run(ops.sparse_lazy_decay, weight, narrow, indices, ones(9), 9)
 
 
 @case("philox", dim=(50, 128))

@@ -206,19 +206,27 @@ def _updated(columns: int, update: Callable[..., Any]) -> Iterable[Measured]:
     yield lambda: update(*[each for each in parts if each.shape[1]], rows, gradient), least
 
 
-@case("sparse_sgd")
-def _sgd():
-    yield from _updated(DIM, lambda *given: launch.sparse_sgd(*given, 0.1))
+NUMBERS = 0.1, 1e-8, 0.9, 0.999, 0.01, 3
+COLUMNS = {"sgd": DIM, "momentum_sgd": 2 * DIM, "nesterov_sgd": 2 * DIM, "adagrad": 2 * DIM}
+COLUMNS |= {"rowwise_adagrad": DIM + 1, "adam": 3 * DIM, "adamw": 3 * DIM, "rowwise_adam": 2 * DIM + 1}
 
 
-@case("sparse_rowwise_adagrad")
-def _adagrad():
-    yield from _updated(DIM + 1, lambda *given: launch.sparse_rowwise_adagrad(*given, 0.1, 1e-8))
+def _rule(rule: str, columns: int) -> None:
+    update = launch.sparse_update[rule]
+    case(f"sparse_{rule}")(lambda: _updated(columns, lambda *given: update(*given, *NUMBERS)))
 
 
-@case("sparse_adam")
-def _adam():
-    yield from _updated(3 * DIM, lambda *given: launch.sparse_adam(*given, 0.1, 0.9, 0.999, 1e-8, 3))
+for _name, _columns in COLUMNS.items():
+    _rule(_name, _columns)
+
+
+@case("sparse_lazy_decay")
+def _lazy_decay():
+    """Of rows that have missed from none to nine updates."""
+    weight, rows = floats(ROWS, DIM), rows_of(DISTINCT)
+    last_update = on_gpu(torch.randint(10, 20, (ROWS, 1)).float())
+    factors, least = on_gpu(torch.rand(20)), size(rows) + 8 * DISTINCT * (DIM + 1)
+    yield lambda: launch.sparse_lazy_decay(weight, last_update, rows, factors, 20), least
 
 
 @case("read_rows of chunks", "write_rows of chunks")

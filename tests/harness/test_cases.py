@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from itertools import combinations
+from typing import get_args
 
 import pytest
 
+from tritonrec.embedding import OptimizerName
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.cases import (
     CONSISTENCIES,
@@ -54,6 +56,13 @@ def test_quick_covers_every_value_and_every_mode_at_both_levels():
     assert {c.micro_batches for c in quick} == set(MICRO_BATCHES)
     assert {c.optimizer for c in quick} == set(OPTIMIZERS)
     assert any(c.delay_seed is not None for c in quick)
+
+
+def test_every_rule_is_tried_in_the_nested_pipeline_and_decays():
+    tried = {(c.mode, c.world_size, c.micro_batches, c.optimizer) for c in contract_table() if c.variant}
+    new = set(get_args(OptimizerName)) - set(OPTIMIZERS)
+    assert {("nestpipe", 2, 4, rule) for rule in new} <= tried
+    assert not any(case.optimizer in new for case in contract_table("quick"))
 
 
 @pytest.mark.parametrize("size", ["default", "full"])

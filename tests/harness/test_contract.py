@@ -25,11 +25,17 @@ CASES = [
     Case("fwp", "window", 4, 8, False, "adam", 5),
     # more micro-batches than a rank has samples: the empty ones are legal
     Case("nestpipe", "batch", 4, 20, False, "adam", 4),
+    # rows that catch up with decay at their next update, wherever and whenever it is
+    Case("nestpipe", "batch", 2, 4, True, "rowwise_adam", 6, variant="lazy-decay"),
+    Case("dbp", "batch", 2, 3, True, "adam", 8, variant="lazy-decay", storage="cached", restart=1),
+    Case("fwp", "batch", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
+    Case("nestpipe", "batch", 2, 4, False, "momentum_sgd", 6, variant="weight-decay", storage="device"),
 ]
-QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
+QUICK = [CASES[1], CASES[4], CASES[5], CASES[8]]  # each mode, both consistencies, on one and two ranks
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "copy-before-update", "gradient-added-twice",
-    "float-sums", "stale-dense-parameter", "dropout-by-place", "replicas-keep-their-gradients",
+    "float-sums", "missed-decay-forgotten", "stale-dense-parameter", "dropout-by-place",
+    "replicas-keep-their-gradients",
 )  # fmt: skip
 
 

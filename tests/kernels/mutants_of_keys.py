@@ -12,6 +12,7 @@ import test_hash_table
 import test_hash_table_erase
 import test_hash_table_used
 import test_intersect
+import test_lazy_decay
 import test_no_sync
 import test_packed_rows
 import test_padding
@@ -115,7 +116,11 @@ ROWS = [
 SPARSE = [
     *(
         lambda name=name: test_sparse_optimizers.test_equals_the_reference(IMPL, name, 17)
-        for name in ("sgd", "rowwise_adagrad", "adam")
+        for name in test_sparse_optimizers.OPTIMIZERS
+    ),
+    *(
+        lambda name=name: test_sparse_optimizers.test_weight_decay_equals_the_reference_and_counts(IMPL, name)
+        for name in ("sgd", "rowwise_adagrad", "adamw")
     ),
     *(
         lambda name=name: test_sparse_optimizers.test_a_large_eps_counts(IMPL, name)
@@ -126,6 +131,9 @@ SPARSE = [
         for name in ("sgd", "adam")
     ),
     lambda: test_padding.test_updates_touch_the_rows_that_hold(IMPL, "adam", 5),
+    lambda: test_lazy_decay.test_a_row_touched_late_has_the_bits_of_one_touched_in_every_update(IMPL, 5),
+    lambda: test_lazy_decay.test_a_row_begins_with_its_first_update(IMPL),
+    lambda: test_lazy_decay.test_a_row_that_was_updated_later_is_left_as_it_is(IMPL, 8.0),
 ]
 PHILOX = [
     *each(test_philox.test_initial_rows_equal_the_reference, 5),
@@ -278,14 +286,21 @@ MUTANTS = {
         "padding_scattered": [("    if not SCATTER:\n", "    if GATHER:\n")],
     },
     "sparse_optimizers.triton_sparse_optimizers": {
-        "adagrad_without_eps": [("tl.sqrt_rn(total) + eps", "tl.sqrt_rn(total)")],
-        "adam_without_eps": [("tl.sqrt_rn(square) + eps", "tl.sqrt_rn(square)")],
-        "adagrad_state_not_written": [("tl.store(state_ptr + row * state_stride, total, mask=inside)", "pass")],
-        "adam_mean_not_written": [("tl.store(mean_place, mean, mask=mask)", "pass")],
-        "adam_square_not_written": [("tl.store(square_place, square, mask=mask)", "pass")],
+        "row_wise_without_eps": [("divisor = tl.sqrt_rn(second) + eps", "divisor = tl.sqrt_rn(second)")],
+        "adagrad_without_eps": [("(rate * gradient, tl.sqrt_rn(second) + eps)", "(rate * gradient, tl.sqrt_rn(second))")],
+        "adam_without_eps": [("(rate * first, tl.sqrt_rn(second) + eps)", "(rate * first, tl.sqrt_rn(second))")],
+        "row_state_not_written": [("tl.store(second_ptr + row * second_stride, second, mask=inside)", "pass")],
+        "first_not_written": [("        tl.store(first_place, first, mask=mask)\n    if", "        pass\n    if")],
+        "second_not_written": [("tl.store(second_place, second, mask=mask)", "pass")],
         "squares_not_squared": [("rest2 * (gradient * gradient)", "rest2 * gradient")],
+        "nesterov_without_momentum": [("rate * (gradient + beta1 * first)", "rate * first")],
+        "decay_of_the_change": [("weight = weight * decay\n    if first_ptr", "gradient = gradient * decay\n    if first_ptr")],
+        "mean_square_without_weight_decay": [("if L2:\n            place", "if False:\n            place")],
+        "missed_updates_forgotten": [("done = tl.where(last >= 1, done, step - 1)", "done = tl.zeros_like(done) + step - 1")],
+        "one_update_too_many": [("update >= done", "update >= done - 1")],
+        "last_update_not_written": [("tl.store(last_update_ptr + row * last_update_stride, tl.zeros((ROWS, 1), tl.float32) + step, mask=inside)", "pass")],
         "sum_for_mean": [("tl.full((ROWS, 1), 0.0, tl.float32) + dim)", "tl.full((ROWS, 1), 1.0, tl.float32))")],
-        "wrong_sign": [("other=0.0) - lr * gradient", "other=0.0) + lr * gradient")],
+        "wrong_sign": [("weight - change", "weight + change")],
         "second_tile_dropped": [("triton.cdiv(num_rows, rows)", "max(1, num_rows // rows)")],
         "padding_updated": [("num_valid(num_rows, count_ptr)", "(num_rows + 0)"), ("mask=inside, other=0)\n    return", "mask=inside, other=0) % 9\n    return")],
     },

@@ -76,6 +76,14 @@ CALLS = {
         {"weight": some(4, 3), "indices": whole(2, 0), "grad": some(2, 3), "count": COUNT},
         {"lr": 0.1},
     ),
+    ops.sparse_momentum_sgd: (
+        {"weight": some(4, 3), "momentum_buffer": some(4, 3), "indices": whole(2, 0), "grad": some(2, 3)},
+        {"lr": 0.1},
+    ),
+    ops.sparse_adagrad: (
+        {"weight": some(4, 3), "state": some(4, 3).abs(), "indices": whole(2, 0), "grad": some(2, 3)},
+        {"lr": 0.1},
+    ),
     ops.sparse_rowwise_adagrad: (
         {"weight": some(4, 3), "state": some(4, 1).abs(), "indices": whole(2, 0), "grad": some(2, 3)},
         {"lr": 0.1},
@@ -84,6 +92,20 @@ CALLS = {
         {"weight": some(4, 3), "exp_avg": some(4, 3), "exp_avg_sq": some(4, 3).abs()}
         | {"indices": whole(2, 0), "grad": some(2, 3)},
         {"lr": 0.1},
+    ),
+    ops.sparse_adamw: (
+        {"weight": some(4, 3), "exp_avg": some(4, 3), "exp_avg_sq": some(4, 3).abs()}
+        | {"indices": whole(2, 0), "grad": some(2, 3)},
+        {"lr": 0.1},
+    ),
+    ops.sparse_rowwise_adam: (
+        {"weight": some(4, 3), "exp_avg": some(4, 3), "exp_avg_sq": some(4, 1).abs()}
+        | {"indices": whole(2, 0), "grad": some(2, 3)},
+        {"lr": 0.1},
+    ),
+    ops.sparse_lazy_decay: (
+        {"weight": some(4, 3), "last_update": some(4, 1).abs(), "indices": whole(2, 0), "factors": some(5)},
+        {"step": 5},
     ),
     ops.silu: ({"x": some(4)}, {}),
     ops.linear: ({"x": some(4, 3), "weight": some(2, 3), "bias": some(2)}, {}),

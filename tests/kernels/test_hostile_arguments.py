@@ -33,6 +33,7 @@ def test_a_short_attack_on_every_op_finds_nothing():
 
 # Calls that once wrote or read out of bounds: registered ops had no checks of their own.
 TOKENS = torch.randn(4, 2, 3)
+NUMBERS = 1e-8, 0.9, 0.9, 0.0, 1  # eps, betas, weight decay, step
 WILD = {
     "segment_sum": lambda door: door.segment_sum(
         torch.ones(1, 64), torch.zeros(10**7, dtype=torch.int64), 1, "window", 36, "x", None, "auto"
@@ -41,11 +42,11 @@ WILD = {
         torch.zeros(2, 3), torch.ones(2, 10**6), whole(0, 1), 2, "window", 36, "x", None, None, "auto"
     ),
     "sparse_sgd": lambda door: door.sparse_sgd(
-        torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), 0.1, None, "auto"
+        torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), 0.1, *NUMBERS, None, "auto"
     ),
     "sparse_adam": lambda door: door.sparse_adam(
-        torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 3), torch.arange(4), torch.ones(4, 3), 0.1, 0.9,
-        0.9, 1e-8, 1, None, "auto",
+        torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 3), torch.arange(4), torch.ones(4, 3), 0.1,
+        *NUMBERS, None, "auto",
     ),
     "scatter_rows": lambda door: door.scatter_rows(
         torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), None, None, "auto"

@@ -64,12 +64,12 @@ def test_an_edit_that_no_longer_fits_is_named(tmp_path):
 
 def test_a_step_off_by_one_is_found_out(monkeypatch):
     """Adam's bias correction is computed on the host, for all implementations."""
-    scalars = numba_sparse_optimizers.adam_scalars
+    scalars = numba_sparse_optimizers.scalars
 
     def later(*arguments):
         return scalars(*arguments[:-1], arguments[-1] + 1)
 
     check = test_sparse_optimizers.test_adam_is_as_close_to_float64_as_torch_sparse_adam
     check()
-    monkeypatch.setattr(numba_sparse_optimizers, "adam_scalars", later)
+    monkeypatch.setattr(numba_sparse_optimizers, "scalars", later)
     assert red([check])

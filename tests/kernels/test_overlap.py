@@ -1,5 +1,7 @@
 """No op writes over memory that one of its other arguments has, whichever door it is called by."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tritonrec.kernels import launch, overlap
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 from tritonrec.kernels.overlap import check_no_overlap
+from tritonrec.kernels.sparse_optimizers.reference import STATES
 
 registered = torch.ops.tritonrec
 
@@ -42,6 +45,7 @@ def front_backward(dy, x, norm_weight, norm_bias, weight, bias, z, normed, means
 
 SCALAR, ROWS, MATRIX = torch.tensor(2), whole(3, 0), some(4, 3)
 UPDATE = {"weight": some(4, 3), "indices": ROWS, "grad": some(2, 3), "count": SCALAR}
+NARROW = {("rowwise_adagrad", "state"), ("rowwise_adam", "exp_avg_sq")}
 CALLS = {
     "scatter_rows": (
         {"destination": MATRIX, "rows": ROWS, "values": some(5, 3), "source": whole(1, 4), "count": SCALAR},
@@ -60,16 +64,20 @@ CALLS = {
         ops.add_packed_rows,
     ),
     "to_fixed_point_status": ({"values": some(3), "status": torch.tensor(0)}, ["status"], ops.to_fixed_point),
-    "sparse_sgd": (UPDATE, ["weight"], lambda **given: ops.sparse_sgd(lr=0.1, **given)),
-    "sparse_rowwise_adagrad": (
-        UPDATE | {"state": some(4, 1).abs()},
-        ["weight", "state"],
-        lambda **given: ops.sparse_rowwise_adagrad(lr=0.1, **given),
-    ),
-    "sparse_adam": (
-        UPDATE | {"exp_avg": some(4, 3), "exp_avg_sq": some(4, 3).abs()},
-        ["weight", "exp_avg", "exp_avg_sq"],
-        lambda **given: ops.sparse_adam(lr=0.1, **given),
+    **{
+        f"sparse_{rule}": (
+            UPDATE | {name: some(4, 1 if (rule, name) in NARROW else 3).abs() for name in states},
+            ["weight", *states],
+            partial(getattr(ops, f"sparse_{rule}"), lr=0.1),
+        )
+        for rule, states in STATES.items()
+        if rule != "nesterov_sgd"
+    },
+    "sparse_lazy_decay": (
+        {name: UPDATE[name] for name in ("weight", "indices", "count")}
+        | {"last_update": some(4, 1), "factors": some(5)},
+        ["weight", "last_update"],
+        partial(ops.sparse_lazy_decay, step=5),
     ),
     "hash_insert": (
         {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": SCALAR}

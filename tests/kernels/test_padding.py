@@ -300,16 +300,19 @@ def test_a_value_without_a_number_is_put_into_the_status(impl):
     assert int(status) == 1
 
 
+WIDTHS = {"sgd": [3], "momentum_sgd": [3, 3], "adagrad": [3, 3], "rowwise_adagrad": [3, 1], "adam": [3, 3, 3]}
+WIDTHS |= {"adamw": [3, 3, 3], "rowwise_adam": [3, 3, 1]}
+
+
 @pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", WIDTHS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_updates_touch_the_rows_that_hold(impl, optimizer, count):
     length = min(max(count, 0), 8)
     generator = torch.Generator().manual_seed(4)
     grad, indices = torch.randn(8, 3, generator=generator), torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
     indices[length:] = POISON
-    width = {"sgd": [3], "rowwise_adagrad": [3, 1], "adam": [3, 3, 3]}[optimizer]
-    tables = [torch.rand(9, columns, generator=generator) for columns in width]
+    tables = [torch.rand(9, columns, generator=generator) for columns in WIDTHS[optimizer]]
     update = getattr(ops, f"sparse_{optimizer}")
     ours, theirs = [on(impl, one.clone()) for one in tables], [one.clone() for one in tables]
     update(*theirs, indices[:length], grad[:length], 0.1, impl="reference")
@@ -416,6 +419,6 @@ def test_registration():
         ),
         (library.to_fixed_point_status, (values, 36, "rows", status, "cpu")),
         (library.sum_of_squares, (values, count, "cpu")),
-        (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, count, "cpu")),
+        (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, 0.0, 0.0, 0.0, 0.0, 1, count, "cpu")),
     ):
         torch.library.opcheck(op.default, arguments)

@@ -5,25 +5,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.sparse_optimizers import sparse_adam, sparse_rowwise_adagrad, sparse_sgd
+from tritonrec import ops
+from tritonrec.kernels.sparse_optimizers import (
+    sparse_adam,
+    sparse_lazy_decay,
+    sparse_rowwise_adagrad,
+    sparse_sgd,
+)
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-OPTIMIZERS = ["sgd", "rowwise_adagrad", "adam"]
+STATES = {  # of the tables weight, wide, wide, narrow
+    "sgd": [],
+    "momentum_sgd": [1],
+    "nesterov_sgd": [1],
+    "adagrad": [2],
+    "rowwise_adagrad": [3],
+    "adam": [1, 2],
+    "adamw": [1, 2],
+    "rowwise_adam": [1, 3],
+}
+OPTIMIZERS = list(STATES)
+WITH_EPS = OPTIMIZERS[3:]
+WITH_STEP = OPTIMIZERS[5:]
 
 
-def update(optimizer, tables, indices, grad, step, impl, lr=0.1, eps=1e-8):
-    """One step on (weight, exp_avg, exp_avg_sq, state), of which each optimizer uses its own."""
-    weight, exp_avg, exp_avg_sq, state = tables
-    if optimizer == "sgd":
-        sparse_sgd(weight, indices, grad, lr, impl=impl)
-    elif optimizer == "rowwise_adagrad":
-        sparse_rowwise_adagrad(weight, state, indices, grad, lr, eps, impl=impl)
-    else:
-        sparse_adam(weight, exp_avg, exp_avg_sq, indices, grad, lr, 0.9, 0.999, eps, step, impl=impl)
+def update(optimizer, tables, indices, grad, step, impl, lr=0.1, eps=1e-8, weight_decay=0.0):
+    """One step on (weight, first moment, second moment, one of a row), of which each rule uses its own."""
+    given = {"weight_decay": weight_decay, "impl": impl}
+    given |= {"eps": eps} if optimizer in WITH_EPS else {}
+    given |= {"step": step} if optimizer in WITH_STEP else {}
+    given |= {"nesterov": True} if optimizer == "nesterov_sgd" else {}
+    states = [tables[state] for state in STATES[optimizer]]
+    function = getattr(ops, f"sparse_{optimizer.replace('nesterov', 'momentum')}")
+    function(tables[0], *states, indices, grad, lr, **given)
 
 
-def run(optimizer, impl, rows, dim, touched, steps=3, pad=0, seed=0, lr=0.1, eps=1e-8):
+def run(optimizer, impl, rows, dim, touched, steps=3, pad=0, seed=0, **numbers):
     """A (R, 3D + 1 + pad) buffer after some steps, beside the buffer before and the touched rows."""
     device = "cuda" if impl == "triton" and GPU else "cpu"
     generator = torch.Generator().manual_seed(seed)
@@ -32,16 +50,11 @@ def run(optimizer, impl, rows, dim, touched, steps=3, pad=0, seed=0, lr=0.1, eps
     if pad:
         before[:, -pad:] = float("nan")
     after = before.to(device, copy=True)
-    tables = (
-        after[:, :dim],
-        after[:, dim : 2 * dim],
-        after[:, 2 * dim : 3 * dim],
-        after[:, 3 * dim : 3 * dim + 1],
-    )
+    tables = after[:, : 3 * dim + 1].split([dim, dim, dim, 1], 1)
     indices = torch.randperm(rows, generator=generator)[:touched].to(device)
     for step in range(1, steps + 1):
         wide = torch.randn(touched, dim + pad, generator=generator) * 10.0 ** (step - 2)
-        update(optimizer, tables, indices, wide.to(device)[:, :dim], step, impl, lr, eps)
+        update(optimizer, tables, indices, wide.to(device)[:, :dim], step, impl, **numbers)
     return after.cpu(), before, indices.cpu()
 
 
@@ -58,7 +71,16 @@ def test_equals_the_reference(impl, optimizer, dim):
     assert same_bits(got, expected)
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_weight_decay_equals_the_reference_and_counts(impl, optimizer):
+    given = {"rows": 12, "dim": 18, "touched": 9, "pad": 1}
+    got, _, _ = run(optimizer, impl, weight_decay=0.3, **given)
+    assert same_bits(got, run(optimizer, "reference", weight_decay=0.3, **given)[0])
+    assert not same_bits(got, run(optimizer, "reference", weight_decay=0.2, **given)[0])
+
+
+@pytest.mark.parametrize("optimizer", WITH_EPS)
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_a_large_eps_counts(impl, optimizer):
     """Beside states of order 1 the default of 1e-8 rounds away."""
@@ -83,7 +105,8 @@ def test_only_touched_rows_and_own_columns_change(impl, optimizer):
     changed = after.view(torch.int32) != before.view(torch.int32)
     untouched = torch.ones(30, dtype=torch.bool)
     untouched[indices] = False
-    own = {"sgd": [*range(5)], "rowwise_adagrad": [*range(5), 15], "adam": [*range(15)]}[optimizer]
+    columns = [*range(5)], [*range(5, 10)], [*range(10, 15)], [15]
+    own = [column for table in (0, *STATES[optimizer]) for column in columns[table]]
     assert not changed[untouched].any()
     assert changed[indices][:, own].all()
     assert changed.sum() == 9 * len(own)
@@ -105,7 +128,7 @@ def test_no_update_depends_on_the_other_rows(optimizer):
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_zero_gradient_without_eps_is_the_references_nan():
     tables = [torch.zeros(2, width) for width in (3, 3, 3, 1)]
-    for optimizer in ("rowwise_adagrad", "adam"):
+    for optimizer in WITH_EPS:
         results = []
         for impl in ("reference", "cpu"):
             copies = [table.clone() for table in tables]
@@ -132,6 +155,51 @@ def test_adam_is_as_close_to_float64_as_torch_sparse_adam():
             optimizer.step()
     error = (ours[0] - exact).abs()
     assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
+
+
+FAMILIES = {  # rule -> torch.optim's, of which each row is a parameter, since it keeps what got no gradient
+    "momentum_sgd": lambda rows: torch.optim.SGD(rows, 0.01, momentum=0.9, weight_decay=0.1),
+    "nesterov_sgd": lambda rows: torch.optim.SGD(rows, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda rows: torch.optim.Adagrad(rows, 0.01, weight_decay=0.1, eps=1e-2),
+    "adamw": lambda rows: torch.optim.AdamW(rows, 0.01, weight_decay=0.1, eps=1e-2),
+    "adam": lambda rows: torch.optim.Adam(rows, 0.01, weight_decay=0.1, eps=1e-8),
+}
+
+
+@pytest.mark.parametrize("optimizer", FAMILIES)
+def test_a_row_touched_in_every_step_is_as_close_to_float64_as_torch(optimizer):
+    generator = torch.Generator().manual_seed(8)
+    start, eps = torch.randn(6, 16, generator=generator), 1e-8 if optimizer == "adam" else 1e-2
+    ours = [start.clone(), torch.zeros(6, 16), torch.zeros(6, 16), torch.zeros(6, 1)]
+    plain, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    theirs = [FAMILIES[optimizer]([parameter]) for parameter in (plain, exact)]
+    for step in range(1, 21):
+        grad = torch.randn(6, 16, generator=generator)
+        update(optimizer, ours, torch.arange(6), grad, step, "auto", 0.01, eps, weight_decay=0.1)
+        for parameter, rule in zip((plain, exact), theirs, strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+            rule.step()
+    error = (ours[0] - exact).abs()
+    assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
+
+
+def test_row_wise_adam_is_that_of_fbgemm():
+    """PARTIAL_ROWWISE_ADAM in float64, as its documentation has it."""
+    generator = torch.Generator().manual_seed(9)
+    weight, mean, square = torch.randn(4, 9, generator=generator), torch.zeros(4, 9), torch.zeros(4, 1)
+    w, m, v = (table.double() for table in (weight, mean, square))
+    indices = torch.tensor([2, 0])
+    for step in range(1, 9):
+        grad = torch.randn(2, 9, generator=generator)
+        numbers = {"eps": 0.1, "step": step, "weight_decay": 0.2}
+        ops.sparse_rowwise_adam(weight, mean, square, indices, grad, 0.1, **numbers)
+        for row, g in zip(indices, grad.double(), strict=True):
+            m[row] = 0.9 * m[row] + 0.1 * g
+            v[row] = 0.999 * v[row] + 0.001 * g.square().mean()
+            corrected = m[row] / (1 - 0.9**step), v[row] / (1 - 0.999**step)
+            w[row] -= 0.1 * (corrected[0] / (corrected[1].sqrt() + 0.1) + 0.2 * w[row])
+    torch.testing.assert_close(weight.double(), w, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(square.double(), v, rtol=1e-5, atol=0)
 
 
 def test_adagrad_is_as_close_to_float64_as_torch_float32():
@@ -183,9 +251,10 @@ def test_sgd_by_hand():
     seed=st.integers(0, 10**6),
     lr=st.floats(0, 10),
     eps=st.floats(1e-12, 1),
+    weight_decay=st.sampled_from([0.0, 1e-5, 0.5, 3.0]),
     data=st.data(),
 )
-def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, eps, data):
+def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, eps, weight_decay, data):
     arguments = {
         "rows": rows,
         "dim": dim,
@@ -195,6 +264,7 @@ def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, ep
         "seed": seed,
         "lr": lr,
         "eps": eps,
+        "weight_decay": weight_decay,
     }
     assert same_bits(run(optimizer, "cpu", **arguments)[0], run(optimizer, "reference", **arguments)[0])
 
@@ -220,6 +290,15 @@ def test_an_index_outside_is_an_error_before_anything_changes(impl, optimizer, i
         (lambda w, i, g: sparse_adam(w, w[:, :1], w, i, g, 0.1), r"exp_avg must be \(4, 3\)"),
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, step=0), "step counts from 1"),
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta1=1.0), "betas"),
+        (lambda w, i, g: ops.sparse_momentum_sgd(w, w[:3], i, g, 0.1), r"momentum_buffer must be \(4, 3\)"),
+        (lambda w, i, g: ops.sparse_momentum_sgd(w, w, i, g, 0.1, 1.5), r"momentum must lie .* got 1\.5"),
+        (lambda w, i, g: ops.sparse_adagrad(w, w[:, :1], i, g, 0.1), r"state must be \(4, 3\)"),
+        (lambda w, i, g: ops.sparse_rowwise_adam(w, w, w, i, g, 0.1), r"exp_avg_sq must be \(4, 1\)"),
+        (lambda w, i, g: sparse_sgd(w, i, g, 0.1, -1.0), "weight_decay must be at least 0"),
+        (lambda w, i, g: sparse_sgd(w, i, g, 0.1, float("nan")), "weight_decay must be at least 0"),
+        (lambda w, i, g: sparse_lazy_decay(w, w, i, g[0], 1), r"last_update must be \(4, 1\)"),
+        (lambda w, i, g: sparse_lazy_decay(w, w[:, :1], i, g[0], 4), "one for each of the 4 updates"),
+        (lambda w, i, g: sparse_lazy_decay(w, w[:, :1], i, g[0], 2**24 + 1), "step must be 1 to 16777216"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -245,14 +324,10 @@ def test_compiles_without_a_graph_break(optimizer):
     assert same_bits(compiled(buffer.clone(), indices, grad), step(buffer.clone(), indices, grad))
 
 
-def test_registration():
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_registration(optimizer):
     tables = [torch.rand(6, width) for width in (4, 4, 4, 1)]
-    indices, grad = torch.tensor([1, 4]), torch.randn(2, 4)
-    ops = torch.ops.tritonrec
-    torch.library.opcheck(ops.sparse_sgd.default, (tables[0], indices, grad, 0.1, None, "cpu"))
-    torch.library.opcheck(
-        ops.sparse_rowwise_adagrad.default, (tables[0], tables[3], indices, grad, 0.1, 1e-8, None, "cpu")
-    )
-    torch.library.opcheck(
-        ops.sparse_adam.default, (*tables[:3], indices, grad, 0.1, 0.9, 0.999, 1e-8, 3, None, "cpu")
-    )
+    states = [tables[state] for state in STATES[optimizer]]
+    numbers = 0.1, 1e-8, 0.9, 0.999, 0.1, 3, None, "cpu"
+    op = getattr(torch.ops.tritonrec, f"sparse_{optimizer}").default
+    torch.library.opcheck(op, (tables[0], *states, torch.tensor([1, 4]), torch.randn(2, 4), *numbers))

@@ -7,6 +7,7 @@ from dispatched import DispatchedOps
 from tritonrec import ops
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
+from tritonrec.kernels.sparse_optimizers.reference import STATES
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -182,11 +183,15 @@ KEYS = (torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int3
 # registered op -> arguments; those that are floats and tensors are tried one by one
 WRITING = {
     "segment_sum_into": (some(4, 3), some(2, 3), whole(1, 2), 4, "window", 36, "t", None, None, "cpu"),
-    "sparse_sgd": (some(4, 3), whole(1, 2), some(2, 3), 0.1, None, "cpu"),
-    "sparse_rowwise_adagrad": (some(4, 3), table(4, 1), whole(1, 2), some(2, 3), 0.1, 1e-8, None, "cpu"),
-    "sparse_adam": (
-        some(4, 3), table(4, 3), table(4, 3), whole(1, 2), some(2, 3), 0.1, 0.9, 0.99, 1e-8, 1, None, "cpu"
-    ),
+    **{
+        f"sparse_{rule}": (
+            some(4, 3),
+            *(table(4, 1 if rule.startswith("rowwise") and name == names[-1] else 3) for name in names),
+            whole(1, 2), some(2, 3), 0.1, 1e-8, 0.9, 0.99, 0.1, 1, None, "cpu",
+        )
+        for rule, names in STATES.items()
+    },
+    "sparse_lazy_decay": (some(4, 3), table(4, 1), whole(1, 2), table(5), 5, None, "cpu"),
     "norm_linear_silu_backward_into": (
         some(3, 2), *NORM, some(3, 2), some(3, 4), some(3), table(3), "cpu"
     ),
@@ -271,7 +276,12 @@ def test_integers_have_no_derivative(name):
 @pytest.mark.parametrize("call", [
     lambda w, g: ops.sparse_sgd(w, whole(1, 2), g, 0.1),
     lambda w, g: ops.sparse_rowwise_adagrad(w, table(4, 1), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_momentum_sgd(w, table(4, 3), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_adagrad(w, table(4, 3), whole(1, 2), g, 0.1),
     lambda w, g: ops.sparse_adam(w, table(4, 3), table(4, 3), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_adamw(w, table(4, 3), table(4, 3), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_rowwise_adam(w, table(4, 3), table(4, 1), whole(1, 2), g, 0.1),
+    lambda w, g: ops.sparse_lazy_decay(w, table(4, 1), whole(1, 2), g[0], 3),
 ])  # fmt: skip
 def test_an_update_is_no_step_of_a_graph(call):
     weight, grad = some(4, 3), some(2, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
-from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
@@ -56,6 +56,26 @@ def other_optimizer(model, tables, optimizer):
     return model, tables, torch.optim.RAdam(model.parameters(), lr=0.05)
 
 
+def squared(update):
+    return 0.05 / update**2
+
+
+def of_rule(tables, rule):
+    return HashTableCollection(list(tables.features.values()), rule)
+
+
+def rate_by_function(model, tables, optimizer):
+    return model, of_rule(tables, RowOptimizer("adam", squared)), optimizer
+
+
+def signed(weight, state, gradient, step, lr):
+    return weight - lr * gradient.sign(), state
+
+
+def own_rule(model, tables, optimizer):
+    return model, of_rule(tables, RowOptimizer.custom(signed, 0, lr=0.05)), optimizer
+
+
 def config(**options):
     return {"window": WindowConfig(**{"micro_batches": 2, **options})}
 
@@ -72,6 +92,10 @@ def sizes(**options):
 DIFFERENCES = {
     "lr": (job(lr=0.01), "lr=0.01", "lr=0.05"),
     "optimizer": ({"optimizer": "sgd"}, "name='sgd'", "name='adam'"),
+    "schedule": (job(lr_schedule="cosine"), "lr=WarmupCosine(lr=0.05, warmup=0", "lr=0.05"),
+    "function for a rate": ({"parts": rate_by_function}, "squared', rates=(0.05, 0.0005", "lr=0.05"),
+    "rule of a user's own": ({"parts": own_rule}, "signed', widths=(0, 0, 0)", "custom_update=None"),
+    "weight decay": (job(weight_decay=0.1), "weight_decay=0.1", "weight_decay=0.0"),
     "settings of the dense optimizer": ({"parts": dense_rule}, "0.99)", "0.999)"),
     "optimizer of the dense model alone": ({"parts": other_optimizer}, "optimizer=RAdam", "optimizer=Adam"),
     "seed of model and tables": (job(seed=5), "seed of the tables=5", "seed of the tables=0"),

@@ -59,8 +59,8 @@ class NoParameters(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 
-def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None):
-    rule = RowOptimizer(optimizer, lr=lr)
+def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None):
+    rule = rule or RowOptimizer(optimizer, lr=lr)
     model = model()
     feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)

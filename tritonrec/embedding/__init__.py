@@ -3,12 +3,13 @@
 from .features import FeatureConfig, HashTableCollection, TableGroup
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
-from .optimizer import DenseOptimizer, OptimizerName, RowOptimizer
+from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLinear
 from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
+from .row_optimizer import OptimizerName, RowOptimizer
 from .table import DynamicTable
 
 __all__ = [
-    "DenseOptimizer",
+    "Constant",
     "DynamicTable",
     "EmbeddingTable",
     "Eviction",
@@ -19,7 +20,11 @@ __all__ = [
     "Placement",
     "PrecisionTiers",
     "RowOptimizer",
+    "Schedule",
+    "StepDecay",
     "Storage",
     "TableGroup",
     "TablePolicy",
+    "WarmupCosine",
+    "WarmupLinear",
 ]

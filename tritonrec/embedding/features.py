@@ -11,8 +11,8 @@ import torch
 from .. import ops
 from ..kernels import launch
 from .key_layout import KeyLayout
-from .optimizer import RowOptimizer
 from .policy import Placement, TablePolicy
+from .row_optimizer import RowOptimizer
 from .state_check import check_state
 from .table import DynamicTable
 
@@ -95,7 +95,8 @@ class HashTableCollection:
         slots, chunk_rows: see `DynamicTable`.
         placement: where tables are whose features do not say; in host memory by default.
 
-    Raises ValueError where features that share a table disagree about it.
+    Raises ValueError where features that share a table disagree about it, and for lazy weight decay with
+    precision tiers, which would round the numbers of the rows' last updates.
     """
 
     def __init__(
@@ -117,6 +118,13 @@ class HashTableCollection:
         tables: dict[str, FeatureConfig] = {}
         for feature in self.features.values():
             name = feature.table or feature.name
+            own = feature.optimizer or rule
+            feature = replace(feature, optimizer=own)
+            if own.lazy_weight_decay and feature.policy.precision is not None:
+                raise ValueError(
+                    f"table {name!r} has lazy weight decay and precision tiers: 16 bits do not hold the "
+                    "number of a row's last update; leave out one of them"
+                )
             known = tables.setdefault(name, feature)
             if _table_settings(known) != _table_settings(feature):
                 raise ValueError(

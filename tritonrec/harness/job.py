@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..data import (
     ClickLoader,
@@ -26,13 +27,18 @@ from ..embedding import (
     OptimizerName,
     Placement,
     RowOptimizer,
+    Schedule,
+    StepDecay,
     TablePolicy,
+    WarmupCosine,
+    WarmupLinear,
 )  # fmt: skip
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
-from ..settings import seed_setting, setting
+from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
 
+LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
     "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
@@ -55,7 +61,10 @@ class Job:
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
         sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
         bottom, top: hidden widths of the MLPs of DLRM, which takes ``sizes.dim`` and no other size.
-        lr, eps: of rows and dense parameters. seed: of everything drawn.
+        lr, eps, weight_decay, lazy_weight_decay: of rows and dense parameters; see `RowOptimizer`.
+        lr_schedule, lr_warmup, lr_steps: see `embedding.learning_rate`.
+        ema: decay of the averaged dense model, which is evaluated in its place; 0 for none.
+        seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
         merge: keep tables of one dimension in one.
@@ -82,6 +91,23 @@ class Job:
     top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
     lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
+    weight_decay: float = setting(
+        0.0,
+        "Decay of rows with a gradient and of dense parameters; decoupled for adamw, rowwise_adam.",
+        0,
+        1e6,
+    )
+    lazy_weight_decay: bool = setting(
+        False, "A row makes up for the decay it has missed when it is updated; decoupled for every rule."
+    )
+    lr_schedule: LrSchedule = setting("constant", "The learning rate over the updates.")
+    lr_warmup: int = setting(0, "linear, cosine: updates in which the learning rate rises.", 0, MOST)
+    lr_steps: int = setting(
+        10_000, "linear, cosine: updates to a rate of 0. step: updates to each tenth of it.", 1, MOST
+    )
+    ema: float = setting(
+        0.0, "Decay of the dense model's average over updates, which is evaluated; 0: none.", 0, 1
+    )
     seed: int = seed_setting()
     slots: int = 64
     chunk_rows: int = 65536
@@ -123,11 +149,18 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self._model().to(self.target.device)
-        return (
-            model,
-            self.tables(optimizer),
-            dense_optimizer(model.parameters(), optimizer, self.lr, self.eps),
-        )
+        parameters = model.parameters()
+        dense = dense_optimizer(parameters, optimizer, self.lr, self.eps, self.weight_decay)
+        return model, self.tables(optimizer), dense
+
+    def recipe(self, model: torch.nn.Module, dense: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """The learning rate's schedule and the averaged model, as `Trainer` takes them."""
+        rate, scheduler, average = self.learning_rate, None, None
+        if callable(rate) and dense is not None:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(dense, lambda done: rate(done + 1) / self.lr)
+        if self.ema:
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.ema))
+        return {"scheduler": scheduler, "average": average}
 
     def _model(self) -> torch.nn.Module:
         sizes = self.sizes
@@ -177,7 +210,20 @@ class Job:
 
     def rule(self, optimizer: OptimizerName) -> RowOptimizer:
         """The update rule of rows."""
-        return RowOptimizer(optimizer, self.lr, self.eps)
+        return RowOptimizer(
+            optimizer, self.learning_rate, self.eps,
+            weight_decay=self.weight_decay, lazy_weight_decay=self.lazy_weight_decay,
+        )  # fmt: skip
+
+    @property
+    def learning_rate(self) -> float | Schedule:
+        """Of rows and dense parameters, by the number of the update."""
+        if self.lr_schedule == "constant":
+            return self.lr
+        if self.lr_schedule == "step":
+            return StepDecay(self.lr, self.lr_steps)
+        kind = WarmupLinear if self.lr_schedule == "linear" else WarmupCosine
+        return kind(self.lr, self.lr_warmup, self.lr_steps)
 
     def on(self, data: str) -> Job:
         """The same job on another log; itself for an empty name."""
@@ -195,19 +241,27 @@ def dense_optimizer(
     name: OptimizerName,
     lr: float,
     eps: float = 1e-8,
+    weight_decay: float = 0.0,
     fused: bool = True,
 ) -> torch.optim.Optimizer | None:
-    """torch's optimizer of this name, where Adagrad has no row-wise form; None for no parameters.
+    """torch's optimizer nearest to the rule of rows, whose row-wise forms it lacks; None for no parameters.
 
     A `fused` one updates all parameters in one call.
     """
     parameters = list(parameters)
     if not parameters:
         return None
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, fused=fused)
-    kind = torch.optim.Adagrad if name == "rowwise_adagrad" else torch.optim.Adam
-    return kind(parameters, lr=lr, eps=eps, fused=fused)
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": fused}
+    if name in ("sgd", "momentum_sgd"):
+        return torch.optim.SGD(parameters, momentum=0.9 if name == "momentum_sgd" else 0.0, **options)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adagrad": torch.optim.Adagrad,
+        "rowwise_adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "rowwise_adam": torch.optim.AdamW,
+    }
+    return kinds[name](parameters, eps=eps, **options)
 
 
 CLICKS = ("criteo", "avazu")

@@ -13,7 +13,7 @@ from tritonrec.kernels.intersect.register import INTERSECT, INTERSECT_PADDED
 from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
 from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
 from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
-from tritonrec.kernels.sparse_optimizers.register import SPARSE_ADAM, SPARSE_ROWWISE_ADAGRAD, SPARSE_SGD
+from tritonrec.kernels.sparse_optimizers.register import SPARSE_LAZY_DECAY, SPARSE_UPDATES
 from tritonrec.kernels.sum_of_squares.register import SUM_OF_SQUARES
 from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
 
@@ -35,9 +35,8 @@ random_indices = RANDOM_INDICES.launch
 scatter_rows = SCATTER_ROWS.launch
 segment_sum = SEGMENT_SUM.launch
 segment_sum_into = SEGMENT_SUM_INTO.launch
-sparse_adam = SPARSE_ADAM.launch
-sparse_rowwise_adagrad = SPARSE_ROWWISE_ADAGRAD.launch
-sparse_sgd = SPARSE_SGD.launch
+sparse_lazy_decay = SPARSE_LAZY_DECAY.launch
+sparse_update = {rule: op.launch for rule, op in SPARSE_UPDATES.items()}
 sum_of_squares = SUM_OF_SQUARES.launch
 to_fixed_point = TO_FIXED_POINT.launch
 unique = UNIQUE.launch

@@ -55,6 +55,11 @@ class DenseModel:
         self.in_flight = InFlight("the optimizer") if optimizer is None else _guard_of(optimizer)
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
+    @property
+    def evaluated(self) -> torch.nn.Module:
+        """The averaged model, where there is one; else the model."""
+        return self.model if self.average is None else self.average.module
+
     def validate(self) -> None:
         """Raise ValueError where the caller has replaced parameters of the model or of the optimizer."""
         validate_optimizer(self.model, self.optimizer)

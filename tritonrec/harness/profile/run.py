@@ -116,7 +116,10 @@ def profile_rank(
         first, done = done, done + steps
         bar = progress.add_task(name, total=steps, loss="")
         start = torch.tensor([time.perf_counter_ns(), time.process_time_ns()], dtype=torch.int64)
-        with Trainer(model, tables, optimizer, communicators, plan.mode, plan.window, recorder) as trainer:
+        recipe = plan.job.recipe(model, optimizer)
+        with Trainer(
+            model, tables, optimizer, communicators, plan.mode, plan.window, recorder, **recipe
+        ) as trainer:
             for _ in trainer.run(loader.batch(step) for step in range(first, first + steps)):
                 progress.advance(bar)
             name_threads(threads)

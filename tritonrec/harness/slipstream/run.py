@@ -105,7 +105,9 @@ def train_slipstream(
         config = _late(config, first)
     watch = Slipstream(config, before, tables, communicators)
     with (
-        Trainer(model, tables, optimizer, communicators, run.mode, run.window) as trainer,
+        Trainer(
+            model, tables, optimizer, communicators, run.mode, run.window, **run.job.recipe(model, optimizer)
+        ) as trainer,
         progress_bar(console) as bar,
     ):
         watch.attach(trainer)
@@ -198,7 +200,8 @@ def _copy(
 ) -> tuple[torch.nn.Module, HashTableCollection, Trainer]:
     """Model, tables and trainer that go on from the same state."""
     model, tables, optimizer = run.job.build(run.optimizer)
-    copied = Trainer(model, tables, optimizer, communicators, run.mode, run.window)
+    recipe = run.job.recipe(model, optimizer)
+    copied = Trainer(model, tables, optimizer, communicators, run.mode, run.window, **recipe)
     tables.load_state(trainer.tables.state())
     copied.dense.load_state_dict(copy.deepcopy(trainer.dense.state_dict()))
     return model, tables, copied
@@ -231,7 +234,9 @@ def _turn(left: RemainingLoader, turn: int, accumulate: int) -> range:
 
 
 def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: ClickLoader) -> dict[str, Any]:
-    metrics = evaluate_model(branch.model, gathered(communicators, branch.tables, job), loader)
+    metrics = evaluate_model(
+        branch.trainer.dense.evaluated, gathered(communicators, branch.tables, job), loader
+    )
     seconds = _each_rank(communicators, int(branch.cpu * 1e6))
     return {
         "drop": branch.drop,

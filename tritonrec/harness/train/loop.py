@@ -52,7 +52,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         trainer = stack.enter_context(
             Trainer(
                 model, tables, optimizer, communicators, run.mode, run.window, recorder,
-                **vars(run.job.target),
+                **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
         saver = None
@@ -85,7 +85,9 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 break
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 with communicators.watch.doing(f"evaluation({last})"):
-                    metrics = evaluate_model(model, gathered(communicators, tables, run.job), held_out)
+                    metrics = evaluate_model(
+                        trainer.dense.evaluated, gathered(communicators, tables, run.job), held_out
+                    )
                 console.print(f"step {last}: loss {loss:.4f}, {in_words(metrics)}")
     if run.trace:
         save_trace(communicators, recorder, run.trace)

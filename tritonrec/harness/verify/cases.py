@@ -17,6 +17,7 @@ from .variants import RESTART, VARIANTS, Variant
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
+"""In every combination; `rule_cases` has the others."""
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
@@ -30,12 +31,16 @@ CACHE_ROWS = 40
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of `ReferenceTrainer` with `accumulate` batches an update, each the batches of `ranks` ranks."""
+    """A run of `ReferenceTrainer` with `accumulate` batches an update, each the batches of `ranks` ranks.
+
+    `limits` are those of gradients, as (name, value) of `WindowConfig`.
+    """
 
     job: Job
     optimizer: OptimizerName
     accumulate: int = 1
     ranks: int = 1
+    limits: tuple[tuple[str, Any], ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -96,8 +101,11 @@ class Case:
     def reference(self, job: Job) -> Reference:
         """The run it is compared with."""
         accumulate = self._variant.window.get("accumulate", 1)
-        ranks = self.world_size if self._variant.per_world else 1
-        return Reference(self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks)
+        ranks, window = self.world_size if self._variant.per_world else 1, self._variant.window
+        limits = tuple((name, size) for name, size in window.items() if name.startswith("max_grad"))
+        return Reference(
+            self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks, limits
+        )
 
     @property
     def shows(self) -> tuple[str, ...]:
@@ -266,6 +274,8 @@ def extra_cases(
             for index, name in enumerate(VARIANTS)
             if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
+    if size != "quick":
+        cases += rule_cases(modes, largest, length)
     cases += storage_cases(size, modes, largest, micro_batches, length)
     cases += replica_cases(size, modes, largest, micro_batches, length)
     every = range(1, largest + 1)
@@ -273,6 +283,20 @@ def extra_cases(
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     return cases
+
+
+def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:
+    """The rules that `OPTIMIZERS` leaves out, once each, with weight decay: in the last mode on two ranks."""
+    variants: dict[OptimizerName, str] = {
+        "momentum_sgd": "weight-decay",
+        "adagrad": "weight-decay",
+        "adamw": "weight-decay",
+        "rowwise_adam": "lazy-decay",
+    }
+    return [
+        Case(modes[-1], "batch", min(largest, 2), 4, True, rule, steps, 7, variant=variant)
+        for rule, variant in variants.items()
+    ]
 
 
 def storage_cases(

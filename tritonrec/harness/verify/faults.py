@@ -129,6 +129,30 @@ FAULTS = [
         Injection(injections.correction_per_micro_batch),
     ),
     Fault(
+        "schedule-per-micro-batch",
+        "the learning rate goes by micro-batches instead of updates",
+        replace(_case(optimizer="sgd"), variant="weight-decay"),
+        Injection(injections.correction_per_micro_batch),
+    ),
+    Fault(
+        "norm-of-one-rank",
+        "each rank clips by the norm of its own rows",
+        replace(_case(), variant="recipe"),
+        Injection(injections.norm_of_one_rank),
+    ),
+    Fault(
+        "missed-decay-forgotten",
+        "a row that missed updates decays once when it is updated again",
+        replace(_case(), variant="lazy-decay", steps=8),
+        Injection(injections.missed_decay_forgotten),
+    ),
+    Fault(
+        "states-of-other-rows",
+        "each row is updated with the optimizer state of the row before it",
+        _case(optimizer="rowwise_adam"),
+        Injection(injections.states_of_other_rows),
+    ),
+    Fault(
         "one-buffer",
         "rows of batch t are loaded over those batch t-1 is training on",
         _case(),

@@ -176,6 +176,36 @@ def correction_per_micro_batch(program: Program) -> None:
     program.replace("sparse_update", sparse_update)
 
 
+def norm_of_one_rank(program: Program) -> None:
+    reduce = program.communicators.reduce
+    all_reduce = reduce.all_reduce
+
+    def own(values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
+        mine = values.clone()
+        all_reduce(values, name, bounded)
+        return mine if name == "squares of the gradients" else values
+
+    reduce.all_reduce = own  # type: ignore[method-assign]
+
+
+def missed_decay_forgotten(program: Program) -> None:
+    def updated_just_before(window: Window, buffer: Update[Buffer]) -> None:
+        for rows in buffer:
+            last = rows[:, -1]
+            last.copy_(torch.where(last > 0, window.update, last))  # updates count from 1 there
+
+    program.before("sparse_update", updated_just_before)
+
+
+def states_of_other_rows(program: Program) -> None:
+    def shifted(context: Context, buffer: Update[Buffer]) -> None:
+        for rows, group in zip(buffer, context.tables.groups, strict=True):
+            states = rows[:, group.table.dim :]
+            states.copy_(states.roll(1, 0))
+
+    program.before("sparse_update", shifted)
+
+
 def one_buffer(program: Program) -> None:
     def land_in_active(active: Update[Previous[Buffer]] | None, buffer: Read[Buffer]) -> None:
         if active is not None:

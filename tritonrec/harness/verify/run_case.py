@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -69,11 +70,13 @@ def _reference_states(reference: Reference, steps: int) -> State:
     job = reference.job
     model, tables, optimizer = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
-    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed)
+    limits: dict[str, Any] = dict(reference.limits)
+    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **limits)
     states: dict[str, torch.Tensor] = {}
     with Trainer(
-        model, tables, optimizer, Communicators.local(), "reference", config, **vars(job.target)
-    ) as trainer:
+        model, tables, optimizer, Communicators.local(), "reference", config,
+        **job.recipe(model, optimizer), **vars(job.target),
+    ) as trainer:  # fmt: skip
         for result in trainer.run(loader.global_batch(step) for step in range(steps)):
             state = {
                 **loss_state(result.sample_ids, result.losses), **dense_state(trainer.dense),
@@ -297,7 +300,7 @@ def prepared(
     delay = injected.delay or _delays(case, communicators.rank)
     with Trainer(
         model, tables, optimizer, communicators, case.mode, config, recorder, delay, schedule,
-        checked=injected.schedule is None, **vars(job.target),
+        checked=injected.schedule is None, **job.recipe(model, optimizer), **vars(job.target),
     ) as trainer:  # fmt: skip
         if injected.program is not None:
             injected.program(trainer.program)

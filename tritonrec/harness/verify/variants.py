@@ -178,6 +178,31 @@ VARIANTS: dict[str, Variant] = {
         shows=("kept", "written", "rejected"),
         modes=TWO_BUFFERS,
     ),
+    "weight-decay": Variant(
+        "weight decay, and a learning rate that rises and falls",
+        {"weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 2, "lr_steps": 8},
+        shows=("lookups",),
+    ),
+    "recipe": Variant(
+        "clipping by norm and value, averaged weights, weight decay, warm-up and cosine",
+        {"weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 2, "lr_steps": 8, "ema": 0.75},
+        window={"max_grad_norm": 0.02, "max_grad_value": 0.01},
+        shows=("lookups",),
+    ),
+    "lazy-decay": Variant(
+        "rows make up for the decay that they have missed, at a falling learning rate",
+        {
+            **SMALL,
+            "data": MADE,
+            "lr": 0.02,
+            "weight_decay": 0.5,
+            "lazy_weight_decay": True,
+            "lr_schedule": "linear",
+            "lr_steps": 9,
+            "policy": TablePolicy(Eviction("lru", capacity=120), admission=2),
+        },
+        shows=("evicted", "rejected"),
+    ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},

@@ -3,77 +3,59 @@
 Every element sees IEEE multiplications, additions, divisions and square roots in one written order, without
 FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32.
 The numpy error model makes a division by zero an infinity, as in the reference, and keeps branches out of the
-loop.
+loop. A state that a rule lacks is passed as an empty array.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from tritonrec.kernels.padding import first_valid
-from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
-from tritonrec.kernels.sparse_optimizers.reference import LANES, adam_scalars
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
+from tritonrec.kernels.sparse_optimizers.reference import LANES, scalars
 
 from ..caches import njit
 
+SGD, MOMENTUM, NESTEROV, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(7)
+KINDS = {
+    "sgd": SGD, "momentum_sgd": MOMENTUM, "nesterov_sgd": NESTEROV, "adagrad": ADAGRAD,
+    "rowwise_adagrad": ROWWISE_ADAGRAD, "adam": ADAM, "adamw": ADAM, "rowwise_adam": ROWWISE_ADAM,
+}  # fmt: skip
+NOTHING = np.empty(0, np.float32), np.uintp(0)
 
-def _gradients(indices: torch.Tensor, grad: torch.Tensor, count: torch.Tensor | None) -> tuple:
-    """The valid indices, and the rows of the gradient as the kernels take them."""
+
+def update(*arguments: Any, rule: str) -> None:
+    """See `tritonrec.kernels.sparse_optimizers`."""
+    weight, *states, indices, grad, lr, eps, beta1, beta2, weight_decay, step, count = arguments
+    if grad.numel() == 0:
+        return
+    given = [flat_rows(state) for state in states]
+    if rule.endswith("adagrad"):  # whose state is a second moment
+        given.insert(0, NOTHING)
+    first, second, *_ = (*given, NOTHING, NOTHING)
     rows = first_valid(indices, count).contiguous().numpy()
-    return rows, *flat_rows(contiguous_rows(grad)), np.uintp(grad.shape[1])
+    update_rows(
+        KINDS[rule], *flat_rows(weight), *first, *second, rows, *flat_rows(contiguous_rows(grad)),
+        np.uintp(grad.shape[1]), *scalars(rule, lr, eps, beta1, beta2, weight_decay, step),
+    )  # fmt: skip
 
 
-def sparse_sgd(
-    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, count: torch.Tensor | None
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_sgd`."""
-    if grad.numel():
-        sgd(*flat_rows(weight), *_gradients(indices, grad, count), np.float32(lr))
-
-
-def sparse_rowwise_adagrad(
+def lazy_decay(
     weight: torch.Tensor,
-    state: torch.Tensor,
+    last_update: torch.Tensor,
     indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    eps: float,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_rowwise_adagrad`."""
-    if grad.numel():
-        tables, scalars = (*flat_rows(weight), *flat_rows(state)), (np.float32(lr), np.float32(eps))
-        rowwise_adagrad(*tables, *_gradients(indices, grad, count), *scalars)
-
-
-def sparse_adam(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    factors: torch.Tensor,
     step: int,
     count: torch.Tensor | None,
 ) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_adam`."""
-    if grad.numel():
-        tables = [part for table in (weight, exp_avg, exp_avg_sq) for part in flat_rows(table)]
-        scalars = adam_scalars(lr, beta1, beta2, eps, step)
-        adam(*tables, *_gradients(indices, grad, count), *scalars)
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def sgd(weight, weight_stride, indices, grad, grad_stride, dim, lr):
-    for i in range(indices.shape[0]):
-        w = np.uintp(indices[i]) * weight_stride
-        g = np.uintp(i) * grad_stride
-        for d in range(dim):
-            weight[w + d] -= lr * grad[g + d]
+    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+    if weight.shape[1]:
+        rows, tables = first_valid(indices, count).contiguous().numpy(), (weight, last_update)
+        parts = [part for table in tables for part in flat_rows(table)]
+        decay_rows(*parts, rows, flat(factors), np.int64(step), np.uintp(weight.shape[1]))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -98,48 +80,95 @@ def mean_square(grad, first, dim, lanes):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def rowwise_adagrad(weight, weight_stride, state, state_stride, indices, grad, grad_stride, dim, lr, eps):
-    lanes = np.empty(LANES, np.float32)
-    for i in range(indices.shape[0]):
-        row = np.uintp(indices[i])
-        w = row * weight_stride
-        g = np.uintp(i) * grad_stride
-        total = state[row * state_stride] + mean_square(grad, g, dim, lanes)
-        state[row * state_stride] = total
-        step = lr / (np.float32(np.sqrt(total)) + eps)
-        for d in range(dim):
-            weight[w + d] -= step * grad[g + d]
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def adam(
+def update_rows(
+    kind,
     weight,
     weight_stride,
-    exp_avg,
-    exp_avg_stride,
-    exp_avg_sq,
-    exp_avg_sq_stride,
+    first,
+    first_stride,
+    second,
+    second_stride,
     indices,
     grad,
     grad_stride,
     dim,
+    rate,
+    eps,
     beta1,
     rest1,
     beta2,
     rest2,
-    eps,
-    step_size,
+    l2,
+    decay,
 ):
+    lanes, decayed = np.empty(LANES, np.float32), np.empty(dim, np.float32)
     for i in range(indices.shape[0]):
         row = np.uintp(indices[i])
-        w = row * weight_stride
-        m = row * exp_avg_stride
-        v = row * exp_avg_sq_stride
-        g = np.uintp(i) * grad_stride
-        for d in range(dim):
-            gradient = grad[g + d]
-            mean = beta1 * exp_avg[m + d] + rest1 * gradient
-            square = beta2 * exp_avg_sq[v + d] + rest2 * (gradient * gradient)
-            exp_avg[m + d] = mean
-            exp_avg_sq[v + d] = square
-            weight[w + d] -= (step_size * mean) / (np.float32(np.sqrt(square)) + eps)
+        w, m, v = row * weight_stride, row * first_stride, row * second_stride
+        values, g = grad, np.uintp(i) * grad_stride
+        if l2 != 0:
+            for d in range(dim):
+                decayed[d] = grad[g + d] + l2 * weight[w + d]
+            values, g = decayed, np.uintp(0)
+        if decay != 1:
+            for d in range(dim):
+                weight[w + d] *= decay
+        if kind == SGD:
+            for d in range(dim):
+                weight[w + d] -= rate * values[g + d]
+        elif kind == MOMENTUM:
+            for d in range(dim):
+                moment = beta1 * first[m + d] + values[g + d]
+                first[m + d] = moment
+                weight[w + d] -= rate * moment
+        elif kind == NESTEROV:
+            for d in range(dim):
+                gradient = values[g + d]
+                moment = beta1 * first[m + d] + gradient
+                first[m + d] = moment
+                weight[w + d] -= rate * (gradient + beta1 * moment)
+        elif kind == ADAGRAD:
+            for d in range(dim):
+                gradient = values[g + d]
+                total = second[v + d] + gradient * gradient
+                second[v + d] = total
+                weight[w + d] -= (rate * gradient) / (np.float32(np.sqrt(total)) + eps)
+        elif kind == ROWWISE_ADAGRAD:
+            total = second[v] + mean_square(values, g, dim, lanes)
+            second[v] = total
+            step = rate / (np.float32(np.sqrt(total)) + eps)
+            for d in range(dim):
+                weight[w + d] -= step * values[g + d]
+        elif kind == ADAM:
+            for d in range(dim):
+                gradient = values[g + d]
+                mean = beta1 * first[m + d] + rest1 * gradient
+                square = beta2 * second[v + d] + rest2 * (gradient * gradient)
+                first[m + d] = mean
+                second[v + d] = square
+                weight[w + d] -= (rate * mean) / (np.float32(np.sqrt(square)) + eps)
+        else:
+            square = beta2 * second[v] + rest2 * mean_square(values, g, dim, lanes)
+            second[v] = square
+            divisor = np.float32(np.sqrt(square)) + eps
+            for d in range(dim):
+                mean = beta1 * first[m + d] + rest1 * values[g + d]
+                first[m + d] = mean
+                weight[w + d] -= (rate * mean) / divisor
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def decay_rows(weight, weight_stride, last_update, last_update_stride, indices, factors, step, dim):
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, at = row * weight_stride, row * last_update_stride
+        last = last_update[at]
+        done = step - 1
+        if last >= 1:
+            done = min(np.int64(min(last, np.float32(step))), step)
+        # columns inside, so that a row stays in the nearest cache and its columns vectorise
+        for update in range(done, step):
+            factor = factors[update]
+            for d in range(dim):
+                weight[w + d] *= factor
+        last_update[at] = np.float32(step)

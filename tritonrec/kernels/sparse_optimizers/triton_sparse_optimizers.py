@@ -1,21 +1,23 @@
 """Fused sparse updates in Triton: one program per tile of rows, correctly rounded division and square root.
 
 Launched without FMA contraction (`enable_fp_fusion=False`), so a kernel rounds where the reference does.
-Indices are distinct, so programs never meet.
+Indices are distinct, so programs never meet. A rule is a constant, and a state that it lacks is None.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.sparse_optimizers.reference import adam_scalars
+from tritonrec.kernels.sparse_optimizers.reference import is_row_wise, scalars
 from tritonrec.kernels.triton_padding import num_valid
 
 ELEMENTS, BLOCK_D, NUM_WARPS = 1024, 128, 4
-ROWS_OF_ADAGRAD = 32
+ROWS_OF_A_MEAN = 32
 
 
 @triton.jit
@@ -30,24 +32,69 @@ def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit
-def sgd_kernel(
+def elementwise_kernel(
     weight_ptr,
     weight_stride,
+    first_ptr,
+    first_stride,
+    second_ptr,
+    second_stride,
     indices_ptr,
     grad_ptr,
     grad_stride,
     num_rows,
     count_ptr,
     dim,
-    lr,
+    rate,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    l2,
+    decay,
+    RULE: tl.constexpr,
+    L2: tl.constexpr,
+    DECAYS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """w -= lr * g."""
+    """The rules whose states are as wide as the weight; their formulas are in `op.py`."""
     occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     place = weight_ptr + row * weight_stride + column
-    tl.store(place, tl.load(place, mask=mask, other=0.0) - lr * gradient, mask=mask)
+    weight = tl.load(place, mask=mask, other=0.0)
+    if L2:
+        gradient = gradient + l2 * weight
+    if DECAYS:
+        weight = weight * decay
+    if first_ptr is not None:
+        first_place = first_ptr + row * first_stride + column
+        first = beta1 * tl.load(first_place, mask=mask, other=0.0)
+    if second_ptr is not None:
+        second_place = second_ptr + row * second_stride + column
+        second = tl.load(second_place, mask=mask, other=0.0)
+    if RULE == "sgd":
+        change = rate * gradient
+    elif RULE == "momentum_sgd":
+        first = first + gradient
+        change = rate * first
+    elif RULE == "nesterov_sgd":
+        first = first + gradient
+        change = rate * (gradient + beta1 * first)
+    elif RULE == "adagrad":
+        second = second + gradient * gradient
+        # A masked element would divide 0 by 0 where eps is 0; its result is never stored.
+        change = tl.div_rn(rate * gradient, tl.sqrt_rn(second) + eps)
+    else:
+        first = first + rest1 * gradient
+        second = beta2 * second + rest2 * (gradient * gradient)
+        change = tl.div_rn(rate * first, tl.sqrt_rn(second) + eps)
+    if first_ptr is not None:
+        tl.store(first_place, first, mask=mask)
+    if second_ptr is not None:
+        tl.store(second_place, second, mask=mask)
+    tl.store(place, weight - change, mask=mask)
 
 
 @triton.jit
@@ -58,22 +105,32 @@ def add_halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def rowwise_adagrad_kernel(
+def rowwise_kernel(
     weight_ptr,
     weight_stride,
-    state_ptr,
-    state_stride,
+    first_ptr,
+    first_stride,
+    second_ptr,
+    second_stride,
     indices_ptr,
     grad_ptr,
     grad_stride,
     num_rows,
     count_ptr,
     dim,
-    lr,
+    rate,
     eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    l2,
+    decay,
+    L2: tl.constexpr,
+    DECAYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """state += mean(g * g) of a row; w -= lr / (sqrt(state) + eps) * g."""
+    """Row-wise Adam, and without a first moment row-wise Adagrad; the second one is of mean squares."""
     # the grid has no second axis, so the tile's columns are the 16 lanes
     occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
     inside = occurrence < num_valid(num_rows, count_ptr)
@@ -82,6 +139,9 @@ def rowwise_adagrad_kernel(
     for start in range(tl.full((), 0, tl.int64), dim, 16):
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+        if L2:
+            place = weight_ptr + row * weight_stride + start + lane
+            gradient = gradient + l2 * tl.load(place, mask=mask, other=0.0)
         lanes += gradient * gradient
     # a fixed tree, since tl.sum may add lanes in another order on another backend
     lanes = add_halves(lanes, ROWS, 8)
@@ -89,151 +149,140 @@ def rowwise_adagrad_kernel(
     lanes = add_halves(lanes, ROWS, 2)
     # div_rn and sqrt_rn round correctly; a plain division may be an approximation
     mean = tl.div_rn(add_halves(lanes, ROWS, 1), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
-    total = tl.load(state_ptr + row * state_stride, mask=inside, other=0.0) + mean
-    # several threads may load one state, for the store and for the division: none may load it changed
+    second = tl.load(second_ptr + row * second_stride, mask=inside, other=0.0)
+    second = second + mean if first_ptr is None else beta2 * second + rest2 * mean
+    # several threads may load one state or weight, for the store and for more: none may load it changed
     tl.debug_barrier()
-    tl.store(state_ptr + row * state_stride, total, mask=inside)
-    step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + lr, tl.sqrt_rn(total) + eps)
+    tl.store(second_ptr + row * second_stride, second, mask=inside)
+    divisor = tl.sqrt_rn(second) + eps
+    if first_ptr is None:
+        step = tl.div_rn(tl.full((ROWS, 1), 0.0, tl.float32) + rate, divisor)
     # the gradient is read again, since a row may be wider than the registers hold
     for start in range(tl.full((), 0, tl.int64), dim, 16):
         mask = inside & (start + lane < dim)
         gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
         place = weight_ptr + row * weight_stride + start + lane
-        tl.store(place, tl.load(place, mask=mask, other=0.0) - step * gradient, mask=mask)
+        weight = tl.load(place, mask=mask, other=0.0)
+        if L2:
+            gradient = gradient + l2 * weight
+        if DECAYS:
+            weight = weight * decay
+        if first_ptr is None:
+            change = step * gradient
+        else:
+            first_place = first_ptr + row * first_stride + start + lane
+            first = beta1 * tl.load(first_place, mask=mask, other=0.0) + rest1 * gradient
+            tl.store(first_place, first, mask=mask)
+            change = tl.div_rn(rate * first, tl.broadcast_to(divisor, (ROWS, 16)))
+        tl.store(place, weight - change, mask=mask)
 
 
-@triton.jit
-def adam_kernel(
+@triton.jit(do_not_specialize=["step"])
+def lazy_decay_kernel(
     weight_ptr,
     weight_stride,
-    exp_avg_ptr,
-    exp_avg_stride,
-    exp_avg_sq_ptr,
-    exp_avg_sq_stride,
+    last_update_ptr,
+    last_update_stride,
     indices_ptr,
-    grad_ptr,
-    grad_stride,
+    factors_ptr,
+    step,
     num_rows,
     count_ptr,
     dim,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
-    step_size,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """m = beta1 m + rest1 g; v = beta2 v + rest2 g g; w -= step_size m / (sqrt(v) + eps); rest = 1 - beta."""
-    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
-    gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
-    mean_place = exp_avg_ptr + row * exp_avg_stride + column
-    square_place = exp_avg_sq_ptr + row * exp_avg_sq_stride + column
-    place = weight_ptr + row * weight_stride + column
-    mean = beta1 * tl.load(mean_place, mask=mask, other=0.0) + rest1 * gradient
-    square = beta2 * tl.load(square_place, mask=mask, other=0.0) + rest2 * (gradient * gradient)
-    # A masked element would divide 0 by 0 where eps is 0; its result is never stored.
-    change = tl.div_rn(step_size * mean, tl.sqrt_rn(square) + eps)
-    tl.store(mean_place, mean, mask=mask)
-    tl.store(square_place, square, mask=mask)
-    tl.store(place, tl.load(place, mask=mask, other=0.0) - change, mask=mask)
+    """Each weight times the factors of the updates since its row's last one, one after another."""
+    # the grid has no second axis: all columns of a row wait for one `last_update`, which is then written
+    occurrence, row, offset, _ = tile_of(indices_ptr, num_rows, count_ptr, BLOCK_D, ROWS, BLOCK_D)
+    inside = occurrence < num_valid(num_rows, count_ptr)
+    last = tl.load(last_update_ptr + row * last_update_stride, mask=inside, other=0.0)
+    # no comparison with NaN holds, and the smaller float fits an integer
+    done = tl.where((last >= 1) & (last < step), last, step * 1.0).to(tl.int32)
+    done = tl.where(last >= 1, done, step - 1)
+    first = tl.min(tl.min(tl.where(inside, done, step), 1), 0)
+    for start in range(tl.full((), 0, tl.int64), dim, BLOCK_D):
+        column = start + offset
+        mask = inside & (column < dim)
+        place = weight_ptr + row * weight_stride + column
+        weight = tl.load(place, mask=mask, other=0.0)
+        for update in range(first, step):
+            weight = tl.where(update >= done, weight * tl.load(factors_ptr + update), weight)
+        tl.store(place, weight, mask=mask)
+    # several threads may load one number: none may load it changed
+    tl.debug_barrier()
+    tl.store(last_update_ptr + row * last_update_stride, tl.zeros((ROWS, 1), tl.float32) + step, mask=inside)
 
 
-def _tile(grad: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and tile."""
-    num_rows, dim = grad.shape
+def _tile(dim: int) -> tuple[int, int]:
+    """Rows and columns."""
     block = min(BLOCK_D, triton.next_power_of_2(dim))
-    rows = ELEMENTS // block
-    tile = {"ROWS": rows, "BLOCK_D": block, "num_warps": NUM_WARPS}
-    return (triton.cdiv(num_rows, rows), triton.cdiv(dim, block)), tile
+    return ELEMENTS // block, block
 
 
-def sparse_sgd(
-    weight: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor, lr: float, count: torch.Tensor | None
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_sgd`."""
+def update(*arguments: Any, rule: str) -> None:
+    """See `tritonrec.kernels.sparse_optimizers`."""
+    weight, *states, indices, grad, lr, eps, beta1, beta2, weight_decay, step, count = arguments
     if grad.numel() == 0:
         return
-    grad, (grid, tile) = contiguous_rows(grad), _tile(grad)
-    sgd_kernel[grid](
+    grad, (num_rows, dim) = contiguous_rows(grad), grad.shape
+    if rule.endswith("adagrad"):  # whose state is a second moment
+        states.insert(0, None)
+    first, second, *_ = (*states, None, None)
+    numbers = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
+    given = (
         weight,
         weight.stride(0),
+        first,
+        0 if first is None else first.stride(0),
+        second,
+        0 if second is None else second.stride(0),
         indices.contiguous(),
         grad,
         grad.stride(0),
-        grad.shape[0],
+        num_rows,
         count,
-        grad.shape[1],
-        lr,
-        **tile,
-        enable_fp_fusion=False,
+        dim,
+        *map(float, numbers),
     )
-
-
-def sparse_rowwise_adagrad(
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    eps: float,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_rowwise_adagrad`."""
-    if grad.numel() == 0:
+    constants: dict[str, object] = {"L2": bool(numbers.l2), "DECAYS": bool(numbers.decay != 1)}
+    constants |= {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    if is_row_wise(rule):
+        rows = ROWS_OF_A_MEAN
+        rowwise_kernel[(triton.cdiv(num_rows, rows),)](*given, ROWS=rows, **constants)
         return
-    grad = contiguous_rows(grad)
-    rowwise_adagrad_kernel[(triton.cdiv(grad.shape[0], ROWS_OF_ADAGRAD),)](
-        weight,
-        weight.stride(0),
-        state,
-        state.stride(0),
-        indices.contiguous(),
-        grad,
-        grad.stride(0),
-        grad.shape[0],
-        count,
-        grad.shape[1],
-        lr,
-        eps,
-        ROWS=ROWS_OF_ADAGRAD,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    rows, block = _tile(dim)
+    constants |= {"RULE": "adam" if rule == "adamw" else rule, "ROWS": rows, "BLOCK_D": block}
+    grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, block))
+    elementwise_kernel[grid](*given, **constants)
 
 
-def sparse_adam(
+def lazy_decay(
     weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    last_update: torch.Tensor,
     indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    factors: torch.Tensor,
     step: int,
     count: torch.Tensor | None,
 ) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_adam`."""
-    if grad.numel() == 0:
+    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+    num_rows, dim = indices.shape[0], weight.shape[1]
+    if num_rows * dim == 0:
         return
-    grad, (grid, tile) = contiguous_rows(grad), _tile(grad)
-    adam_kernel[grid](
+    rows, block = _tile(dim)
+    lazy_decay_kernel[(triton.cdiv(num_rows, rows),)](
         weight,
         weight.stride(0),
-        exp_avg,
-        exp_avg.stride(0),
-        exp_avg_sq,
-        exp_avg_sq.stride(0),
+        last_update,
+        last_update.stride(0),
         indices.contiguous(),
-        grad,
-        grad.stride(0),
-        grad.shape[0],
+        factors.contiguous(),
+        step,
+        num_rows,
         count,
-        grad.shape[1],
-        *map(float, adam_scalars(lr, beta1, beta2, eps, step)),
-        **tile,
+        dim,
+        ROWS=rows,
+        BLOCK_D=block,
+        num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -1,0 +1,219 @@
+"""Rules of rows: their layout, decay that is caught up in the same bits, and rules of a user's own."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from tritonrec import ops
+from tritonrec.embedding import (
+    FeatureConfig,
+    HashTableCollection,
+    OptimizerName,
+    PrecisionTiers,
+    RowOptimizer,
+    TablePolicy,
+    WarmupCosine,
+)
+from tritonrec.embedding.row_optimizer import DecayFactors
+
+NAMES = get_args(OptimizerName)
+WIDTHS = {"sgd": 5, "momentum_sgd": 10, "adagrad": 10, "rowwise_adagrad": 6, "adam": 15, "adamw": 15}
+WIDTHS |= {"rowwise_adam": 11}
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_rule_has_its_width():
+    assert {name: RowOptimizer(name).row_width(5) for name in NAMES} == WIDTHS
+    assert all(RowOptimizer(n, lazy_weight_decay=True).row_width(5) == w + 1 for n, w in WIDTHS.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_weight_then_states_in_the_order_of_the_op(name):
+    width, indices, grad = WIDTHS[name], torch.tensor([2, 0]), random(2, 5, seed=1)
+    rows = random(4, width).abs()
+    parts = [part.clone() for part in rows.split([5] * (width // 5) + [1] * (width % 5), 1)]
+    RowOptimizer(name, 0.1, 1e-3, weight_decay=0.2).update(rows, indices, grad, 3)
+    numbers = {"eps": 1e-3} if "sgd" not in name else {}
+    numbers |= {"step": 3} if "adam" in name else {}
+    getattr(ops, f"sparse_{name}")(*parts, indices, grad, 0.1, weight_decay=0.2, **numbers)
+    assert same_bits(rows, torch.cat(parts, 1))
+
+
+def test_nesterov_is_a_rule_of_its_own():
+    results = []
+    for nesterov in (False, True):
+        rows, grad = random(3, 10), random(2, 5, seed=1)
+        RowOptimizer("momentum_sgd", 0.1, momentum=0.8, nesterov=nesterov).update(
+            rows, torch.tensor([2, 0]), grad, 1
+        )
+        weight, momentum = random(3, 10).split(5, 1)
+        weight, momentum = weight.clone(), momentum.clone()
+        ops.sparse_momentum_sgd(weight, momentum, torch.tensor([2, 0]), grad, 0.1, 0.8, nesterov)
+        assert same_bits(rows, torch.cat([weight, momentum], 1))
+        results.append(rows)
+    assert not same_bits(*results)
+
+
+@pytest.mark.parametrize("schedule", [0.25, WarmupCosine(0.25, 3, 12, 0.01)])
+@pytest.mark.parametrize("name", NAMES)
+def test_lazy_decay_ends_at_the_bits_of_decay_in_every_update(name, schedule):
+    """Rows touched now and then, beside a loop that multiplies in each update and never looks at a number."""
+    lazy = RowOptimizer(name, schedule, weight_decay=0.3, lazy_weight_decay=True)
+    plain, width = RowOptimizer(name, schedule), WIDTHS[name]
+    rows = torch.cat([random(4, 5), torch.zeros(4, width - 4)], 1)
+    expected, begun = rows[:, :-1].clone(), set()
+    touches = {1: [0, 1], 2: [0], 5: [0, 2], 9: [1, 0], 10: [2]}
+    for update in range(1, 12):
+        indices = torch.tensor(touches.get(update, [] if update < 11 else [0, 1, 2]), dtype=torch.int64)
+        grad = random(len(indices), 5, seed=update)
+        begun |= set(indices.tolist())
+        lr = schedule if isinstance(schedule, float) else schedule(update)
+        factor = np.float32(1 - lr * 0.3)
+        for row in begun:
+            expected[row, :5] *= float(factor)
+        plain.update(expected, indices, grad, update)
+        lazy.update(rows, indices, grad, update)
+    assert same_bits(rows[:, :-1], expected)
+    assert rows[:, -1].tolist() == [11, 11, 11, 0]
+
+
+def test_factors_are_those_of_their_updates_however_they_were_asked_for():
+    schedule = WarmupCosine(0.25, 3, 40)
+    expected = torch.tensor([1 - schedule(update) * 0.1 for update in range(1, 61)], dtype=torch.float32)
+    for order in ([*range(1, 61)], [60], [7, 3, 8, 60, 2], [1, 2, 3, 59, 60]):
+        factors = DecayFactors(schedule, 0.1, torch.device("cpu"))
+        for update in order:
+            assert same_bits(factors.up_to(update), expected[:update])
+    with pytest.raises(ValueError, match="counts 1 to 16777216 updates, got 16777217"):
+        factors.up_to(2**24 + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RowOptimizer("lion"), "adamw or rowwise_adam, got 'lion'"),
+        (lambda: RowOptimizer("adam", beta1=1.0), r"beta1 must lie in \[0, 1\)"),
+        (lambda: RowOptimizer("momentum_sgd", momentum=-0.1), "momentum must lie"),
+        (lambda: RowOptimizer("sgd", weight_decay=-1.0), "weight_decay must be finite"),
+        (lambda: RowOptimizer("sgd", nesterov=True), "nesterov goes with momentum_sgd"),
+        (lambda: RowOptimizer.custom(signed, 0, weight_decay=0.1), "decays its weights itself"),
+        (lambda: RowOptimizer.custom(signed, -1), "state width must be a whole number"),
+    ],
+)
+def test_bad_settings_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def adagrad(weight, state, gradient, step, lr):
+    state = state + gradient * gradient
+    return weight - (lr * gradient) / (state.sqrt() + 1e-8), state
+
+
+def signed(weight, state, gradient, step, lr):
+    return weight - lr * gradient.sign(), state
+
+
+def counted(weight, state, gradient, step, lr):
+    return weight - lr / step * gradient, state + 1
+
+
+CUSTOM = RowOptimizer.custom(adagrad, lambda dim: dim, name="mine", lr=0.1)
+
+
+def test_a_rule_of_ones_own_updates_the_rows_of_the_indices():
+    rows, grad, indices = random(6, 10).abs(), random(3, 5, seed=1), torch.tensor([5, 0, 2])
+    expected = rows.clone()
+    CUSTOM.update(rows, indices, grad, 2)
+    w, s = adagrad(expected[indices, :5], expected[indices, 5:], grad, 2, 0.1)
+    expected[indices] = torch.cat([w, s], 1)
+    assert same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_a_rule_of_ones_own_leaves_what_lies_behind_the_count(count):
+    rows, expected = (random(6, 10).abs() for _ in range(2))
+    indices, grad = torch.tensor([5, 0, 2, 1, 3]), random(5, 5, seed=1)
+    CUSTOM.update(expected, indices[:count], grad[:count], 1)
+    grad[count:], indices[count:] = torch.nan, 2**62
+    CUSTOM.update(rows, indices, grad, 1, torch.tensor(count))
+    assert same_bits(rows, expected)
+
+
+def test_a_rule_of_ones_own_sees_update_rate_and_lazy_decay():
+    rule = RowOptimizer.custom(
+        counted, 1, lr=lambda update: 1.0 * update, weight_decay=0.5, lazy_weight_decay=True
+    )
+    assert rule.row_width(2) == 4
+    rows = torch.tensor([[8.0, 16.0, 0.0, 2.0]])
+    rule.update(rows, torch.tensor([0]), torch.tensor([[1.0, 2.0]]), 3)  # factor 1 - 3 * 0.5
+    assert rows.tolist() == [[-5.0, -10.0, 1.0, 3.0]]
+
+
+def across(weight, state, gradient, step, lr):
+    return weight - lr * gradient.mean(0, keepdim=True), state
+
+
+def placed(weight, state, gradient, step, lr):
+    return weight - lr * torch.sigmoid(gradient), state
+
+
+def second_step(weight, state, gradient, step, lr):
+    return (weight - lr * state.sum() if step == 3 else weight), state + gradient
+
+
+@pytest.mark.parametrize("function", [across, placed, second_step])
+def test_a_rule_whose_rows_depend_on_each_other_is_refused_by_name(function):
+    rule, rows = RowOptimizer.custom(function, 3, name="suspect"), torch.ones(2, 6)
+    with pytest.raises(ValueError, match=rf"update 'suspect' \(.*{function.__name__}\) gives row \d+ of 37"):
+        rule.update(rows, torch.arange(2), torch.ones(2, 3), 1)
+    assert (rows == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda w, s, g, step, lr: w, "must return weight and state, got Tensor"),
+        (lambda w, s, g, step, lr: (w[:, :1], s), r"must return weight \(\d+, 3\) torch.float32, got"),
+        (lambda w, s, g, step, lr: (w, s.double()), r"must return state .* got .* torch.float64"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(function, message):
+    rule = RowOptimizer.custom(function, 3, name="odd")
+    with pytest.raises(ValueError, match=f"update 'odd' {message}"):
+        rule.update(torch.ones(2, 6), torch.arange(2), torch.ones(2, 3), 1)
+
+
+def test_rules_are_compared_by_what_they_print():
+    assert RowOptimizer.custom(CUSTOM.custom_update.function, CUSTOM.custom_update.state_width,
+                                         name="mine", lr=0.1) == CUSTOM  # fmt: skip
+    assert "test_row_optimizer.adagrad" in repr(CUSTOM) and " at 0x" not in repr(CUSTOM)
+    assert "widths=(1, 2, 64)" in repr(CUSTOM)
+
+
+def test_tables_of_different_rules_are_not_merged_and_one_table_has_one_rule():
+    slow, fast = RowOptimizer("adam", 0.01), RowOptimizer("adagrad", 0.1)
+    features = [FeatureConfig("a", 4), FeatureConfig("b", 4, optimizer=slow)]
+    features += [FeatureConfig("c", 4, optimizer=fast), FeatureConfig("d", 4, optimizer=CUSTOM)]
+    tables = HashTableCollection(features, slow)
+    assert [(group.layout.names, group.optimizer) for group in tables.groups] == [
+        (("a", "b"), slow), (("c",), fast), (("d",), CUSTOM)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"'a' and 'e' share table 'a' but differ in .*optimizer"):
+        HashTableCollection([*features, FeatureConfig("e", 4, table="a", optimizer=fast)], slow)
+
+
+def test_lazy_decay_and_precision_tiers_exclude_each_other():
+    lazy = RowOptimizer("adam", lazy_weight_decay=True)
+    feature = FeatureConfig("a", 4, policy=TablePolicy(precision=PrecisionTiers(2, 4)))
+    with pytest.raises(ValueError, match="table 'a' has lazy weight decay and precision tiers"):
+        HashTableCollection([feature], lazy)

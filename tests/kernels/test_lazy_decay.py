@@ -1,0 +1,100 @@
+"""Lazy weight decay: the bits of a row that was decayed in every update, whenever it is touched."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.sparse_optimizers import sparse_lazy_decay
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+
+
+def factors(steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return 1 - 0.2 * torch.rand(steps, generator=generator)
+
+
+def touched_at(impl, rows, dim, steps, touches, pad=0, seed=0):
+    """Weight | last update (R, dim + 1) after `steps` updates, of which row r sees touches[r]."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(rows, dim + pad + 1, generator=generator)
+    table[:, -1] = 0
+    table = table.cuda() if impl == "triton" and GPU else table
+    given = factors(steps, seed).to(table.device)
+    for step in range(1, steps + 1):
+        indices = [row for row in range(rows) if step in touches[row]]
+        indices = torch.tensor(indices[::-1], dtype=torch.int64, device=table.device)
+        sparse_lazy_decay(table[:, :dim], table[:, -1:], indices, given, step, impl=impl)
+    return table.cpu()
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("dim", [1, 5, 130])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_touched_late_has_the_bits_of_one_touched_in_every_update(impl, dim):
+    always = [range(1, 10)] * 5
+    late = [range(1, 10), (1, 9), (1, 2, 9), (1, 5, 6, 9), (1, 8, 9)]
+    assert same_bits(touched_at(impl, 5, dim, 9, late, 2), touched_at("reference", 5, dim, 9, always, 2))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_begins_with_its_first_update(impl):
+    table, given = torch.ones(3, 3), factors(7)
+    table[:, 2] = torch.tensor([0.0, float("nan"), -4.0])
+    moved = table.cuda() if impl == "triton" and GPU else table
+    indices = torch.arange(3, device=moved.device)
+    sparse_lazy_decay(moved[:, :2], moved[:, 2:], indices, given.to(moved.device), 7, impl=impl)
+    assert same_bits(moved.cpu(), torch.tensor([[given[6]] * 2 + [7.0]] * 3))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("last", [7.0, 8.0, 3e9, float("inf")])
+def test_a_row_that_was_updated_later_is_left_as_it_is(impl, last):
+    table, given = torch.full((2, 3), 5.0), factors(7)
+    table[:, 2] = last
+    moved = table.cuda() if impl == "triton" and GPU else table
+    indices = torch.tensor([1], device=moved.device)
+    sparse_lazy_decay(moved[:, :2], moved[:, 2:], indices, given.to(moved.device), 7, impl=impl)
+    assert moved.cpu().tolist() == [[5.0, 5.0, last], [5.0, 5.0, 7.0]]
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 3, 9])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_behind_the_count_and_other_rows_stay(impl, count):
+    before = torch.rand(6, 4, generator=torch.Generator().manual_seed(3))
+    before[:, 3] = 2
+    after = before.cuda() if impl == "triton" and GPU else before.clone()
+    indices, held = torch.tensor([4, 0, 5]), min(max(count, 0), 3)
+    indices[held:] = 2**62
+    arguments = indices.to(after.device), factors(5).to(after.device), 5
+    sparse_lazy_decay(
+        after[:, :3], after[:, 3:], *arguments, count=torch.tensor(count, device=after.device), impl=impl
+    )
+    changed = (after.cpu() != before).all(1)
+    assert sorted(changed.nonzero().squeeze(1).tolist()) == sorted([4, 0, 5][:held])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dim=st.integers(1, 20),
+    steps=st.integers(1, 30),
+    pad=st.integers(0, 2),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_cpu_equals_reference_everywhere(dim, steps, pad, seed, data):
+    touches = data.draw(st.lists(st.sets(st.integers(1, steps)), min_size=1, max_size=8))
+    given = len(touches), dim, steps, touches, pad, seed
+    assert same_bits(touched_at("cpu", *given), touched_at("reference", *given))
+
+
+def test_registration():
+    table = torch.rand(6, 5)
+    arguments = table[:, :4], torch.zeros(6, 1), torch.tensor([1, 4]), factors(3), 3, None, "cpu"
+    torch.library.opcheck(torch.ops.tritonrec.sparse_lazy_decay.default, arguments)

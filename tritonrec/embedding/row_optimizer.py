@@ -1,0 +1,196 @@
+"""Optimizers of rows with state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+from typing import Literal, get_args
+
+import torch
+
+from ..kernels import launch
+from ..kernels.sparse_optimizers.reference import STATES, decay_factor, is_row_wise
+from ..kernels.sparse_optimizers.register import MOST_UPDATES
+from .custom_update import CustomUpdate, UpdateFunction
+from .learning_rate import Schedule, comparable, rate_at
+
+OptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rowwise_adam"]
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """Update rule of rows laid out as weight | state; formulas and sources: `kernels.sparse_optimizers`.
+
+        sgd               weight (dim)
+        momentum_sgd      weight (dim) | momentum (dim)
+        adagrad           weight (dim) | sum of squared gradients (dim)
+        rowwise_adagrad   weight (dim) | sum of mean squared gradients (1)
+        adam, adamw       weight (dim) | first moment (dim) | second moment (dim)
+        rowwise_adam      weight (dim) | first moment (dim) | second moment (1)
+
+    With `lazy_weight_decay` a last column has the number of the row's last update, 0 before the first.
+    Schedules and Adam's bias correction count the run's updates: one per window, for any number of
+    micro-batches.
+
+    Args:
+        lr: a number, or a function of the update's number (`embedding.learning_rate`).
+        eps: of all but SGD. beta1, beta2: of Adam. momentum, nesterov: of momentum_sgd.
+        weight_decay: decoupled in adamw and rowwise_adam, L2 in the other rules. Only rows with a gradient
+            decay.
+        lazy_weight_decay: decay is decoupled in every rule, and a row makes up for the updates it has missed
+            when it is updated next: it ends with the bits of a row decayed in each of them. Reads in between
+            see the row before.
+        custom_update: see `custom`.
+
+    Raises ValueError for a name that is none of these, and for a number out of its range.
+    """
+
+    name: str = "adam"
+    lr: float | Schedule = 1e-3
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    lazy_weight_decay: bool = False
+    custom_update: CustomUpdate | None = None
+
+    def __post_init__(self) -> None:
+        names = get_args(OptimizerName)
+        if self.custom_update is None and self.name not in names:
+            raise ValueError(f"optimizer must be {', '.join(names[:-1])} or {names[-1]}, got {self.name!r}")
+        if isinstance(self.lr, int | float) and not self.lr > 0:
+            raise ValueError(f"learning rate must be positive, got {self.lr}")
+        object.__setattr__(self, "lr", comparable(self.lr))
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+        if self.nesterov and self.name != "momentum_sgd":
+            raise ValueError(f"nesterov goes with momentum_sgd, got {self.name}")
+        if self.custom_update is not None and self.weight_decay and not self.lazy_weight_decay:
+            raise ValueError(
+                f"update {self.name!r} decays its weights itself: leave out weight_decay, or give "
+                "lazy_weight_decay=True"
+            )
+
+    @classmethod
+    def custom(
+        cls,
+        update: UpdateFunction,
+        state_width: int | Callable[[int], int],
+        *,
+        name: str = "custom",
+        lr: float | Schedule = 1e-3,
+        weight_decay: float = 0.0,
+        lazy_weight_decay: bool = False,
+    ) -> RowOptimizer:
+        """A rule of your own, in torch.
+
+        Args:
+            update: ``update(weight (K, dim), state (K, S), gradient (K, dim), step, lr)`` returns the new
+                weight and state. float32; `step` is a number from 1, `lr` that of the step. States begin as
+                zeros. Each row has to be computed on its own, whatever K: the first update of a dimension
+                checks it on random rows, and raises ValueError. It may be called from any thread, with
+                rows of zeros beside the others, and must not keep anything.
+            state_width: S, or a function of dim.
+        """
+        rule = CustomUpdate.of(update, state_width, name)
+        return cls(
+            name, lr, weight_decay=weight_decay, lazy_weight_decay=lazy_weight_decay, custom_update=rule
+        )
+
+    def row_width(self, dim: int) -> int:
+        """float32 values of one row: its weights and its state."""
+        return dim + sum(self._state_widths(dim)) + self.lazy_weight_decay
+
+    def _state_widths(self, dim: int) -> tuple[int, ...]:
+        if self.custom_update is not None:
+            return (self.custom_update.width(dim),)
+        states = [dim] * len(STATES[self.name])
+        return (*states[:-1], 1) if is_row_wise(self.name) else tuple(states)
+
+    def update(
+        self,
+        rows: torch.Tensor,
+        indices: torch.Tensor,
+        gradient: torch.Tensor,
+        step: int,
+        count: torch.Tensor | None = None,
+    ) -> None:
+        """Update ``rows[indices]`` in place.
+
+        Args:
+            rows: (R, row_width(dim)) float32.
+            indices: (K,) int64, distinct.
+            gradient: (K, dim) float32, the mean gradient of the step.
+            step: the update's number, counted from 1.
+            count: () int64, the number of valid indices (`kernels.padding`).
+
+        Raises ValueError for shapes that do not fit, and for a schedule's rate that is no rate.
+        """
+        dim = gradient.shape[1]
+        if rows.shape[1] != self.row_width(dim) or len(gradient) != len(indices):
+            raise ValueError(
+                f"{self.name} takes rows (R, {self.row_width(dim)}) and gradient ({len(indices)}, {dim}) for "
+                f"{len(indices)} indices, got {tuple(rows.shape)} and {tuple(gradient.shape)}"
+            )
+        lr, weight_decay = rate_at(self.lr, step), self.weight_decay
+        if self.lazy_weight_decay:
+            factors = decay_factors(self.lr, weight_decay, rows.device).up_to(step)
+            launch.sparse_lazy_decay(rows[:, :dim], rows[:, -1:], indices, factors, step, count)
+            rows, weight_decay = rows[:, :-1], 0.0
+        if self.custom_update is not None:
+            self.custom_update.update(rows, indices, gradient, step, lr, count)
+            return
+        rule = "nesterov_sgd" if self.nesterov else self.name
+        beta1 = self.momentum if self.name == "momentum_sgd" else self.beta1
+        parts = rows.split((dim, *self._state_widths(dim)), 1)
+        numbers = lr, self.eps, beta1, self.beta2, weight_decay, step
+        launch.sparse_update[rule](*parts, indices, gradient, *numbers, count)
+
+
+class DecayFactors:
+    """Decoupled decay's factor of each update, (T,) float32 on a device, computed as updates come.
+
+    Four bytes per update of the run.
+    """
+
+    def __init__(self, lr: float | Schedule, weight_decay: float, device: torch.device):
+        self.lr, self.weight_decay, self.device = lr, weight_decay, device
+        self._factors, self._known, self._lock = self._empty(0), 0, Lock()
+
+    def up_to(self, update: int) -> torch.Tensor:
+        """Factors of the updates 1 to `update` (update,); ValueError beyond those that a row can count."""
+        if not 1 <= update <= MOST_UPDATES:
+            raise ValueError(f"lazy weight decay counts 1 to {MOST_UPDATES} updates, got {update}")
+        with self._lock:
+            if update > len(self._factors):
+                longer = self._empty(2 * update)
+                longer[: self._known] = self._factors[: self._known]
+                self._factors = longer
+            new = [
+                decay_factor(rate_at(self.lr, number), self.weight_decay)
+                for number in range(self._known + 1, update + 1)
+            ]
+            if len(new) == 1:
+                self._factors[update - 1].fill_(new[0])  # a copy to a device would wait
+            elif new:
+                self._factors[self._known : update] = torch.tensor(new, dtype=torch.float32)
+            self._known = max(self._known, update)
+            return self._factors[:update]
+
+    def _empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.device)
+
+
+@lru_cache(maxsize=64)
+def decay_factors(lr: float | Schedule, weight_decay: float, device: torch.device) -> DecayFactors:
+    """The factors of a rule, one table for all its tables on a device."""
+    return DecayFactors(lr, weight_decay, device)
