@@ -206,7 +206,7 @@ def _updated(columns: int, update: Callable[..., Any]) -> Iterable[Measured]:
     yield lambda: update(*[each for each in parts if each.shape[1]], rows, gradient), least
 
 
-NUMBERS = 0.1, 1e-8, 0.9, 0.999, 0.01, 3
+NUMBERS = 0.1, 1e-8, 0.9, 0.999, 0.0, 3  # no weight decay
 COLUMNS = {"sgd": DIM, "momentum_sgd": 2 * DIM, "nesterov_sgd": 2 * DIM, "adagrad": 2 * DIM}
 COLUMNS |= {"rowwise_adagrad": DIM + 1, "adam": 3 * DIM, "adamw": 3 * DIM, "rowwise_adam": 2 * DIM + 1}
 

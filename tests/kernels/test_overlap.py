@@ -45,6 +45,7 @@ def front_backward(dy, x, norm_weight, norm_bias, weight, bias, z, normed, means
 
 SCALAR, ROWS, MATRIX = torch.tensor(2), whole(3, 0), some(4, 3)
 UPDATE = {"weight": some(4, 3), "indices": ROWS, "grad": some(2, 3), "count": SCALAR}
+FUNCTIONS = {"nesterov_sgd": partial(ops.sparse_momentum_sgd, nesterov=True)}
 NARROW = {("rowwise_adagrad", "state"), ("rowwise_adam", "exp_avg_sq")}
 CALLS = {
     "scatter_rows": (
@@ -68,10 +69,9 @@ CALLS = {
         f"sparse_{rule}": (
             UPDATE | {name: some(4, 1 if (rule, name) in NARROW else 3).abs() for name in states},
             ["weight", *states],
-            partial(getattr(ops, f"sparse_{rule}"), lr=0.1),
+            partial(FUNCTIONS.get(rule) or getattr(ops, f"sparse_{rule}"), lr=0.1),
         )
         for rule, states in STATES.items()
-        if rule != "nesterov_sgd"
     },
     "sparse_lazy_decay": (
         {name: UPDATE[name] for name in ("weight", "indices", "count")}

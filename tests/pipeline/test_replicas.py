@@ -1,6 +1,7 @@
 """Promise: replicas of the tables are exact where their gradients are added up, and equal once averaged."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -232,8 +233,8 @@ def test_averaging_needs_no_stage():
     assert schedule_of("nestpipe", WindowConfig(), 2) == with_replicas(NESTPIPE)
 
 
-def refused(communicators, window, policy=None):
-    job = JOB if policy is None else Job(**{**vars(JOB), "policy": policy})
+def refused(communicators, window, **changes):
+    job = Job(**{**vars(JOB), **changes})
     try:
         Trainer(*job.build("adam"), communicators, "nestpipe", window).close()
     except ValueError as error:
@@ -243,11 +244,12 @@ def refused(communicators, window, policy=None):
 def test_what_replicas_cannot_do_is_refused(pool):
     evicts = TablePolicy(Eviction("lru", capacity=9))
     cases = [
-        (WindowConfig(dedup="exchange"), None, "need dedup before the lookup, got 'exchange'"),
-        (WindowConfig(average_every=2), evicts, "table item has a policy"),
+        (WindowConfig(dedup="exchange"), {}, "need dedup before the lookup, got 'exchange'"),
+        (WindowConfig(average_every=2), {"policy": evicts}, "table item has a policy"),
+        (WindowConfig(average_every=2), {"lazy_weight_decay": True}, "table item has lazy weight decay"),
     ]
-    for window, policy, message in cases:
-        assert message in pool.run(refused, 2, window, policy, replicas=2)[0]
+    for window, changes, message in cases:
+        assert message in pool.run(partial(refused, **changes), 2, window, replicas=2)[0]
     assert "one copy only" in pool.run(refused, 2, WindowConfig(average_every=2))[0]
 
 

@@ -33,10 +33,11 @@ class ReplicaAverage:
     Only rows that some replica has used since the last average are exchanged: all others are equal.
 
     Args:
-        tables: this rank's part; without policies, whose row metadata would drift apart.
+        tables: this rank's part; without policies, whose row metadata would drift apart, and without lazy
+            weight decay, whose rows have the number of an update.
         communicator: over the replica group.
 
-    Raises ValueError for tables with policies.
+    Raises ValueError for other tables.
     """
 
     def __init__(self, tables: HashTableCollection, communicator: Communicator):
@@ -46,6 +47,11 @@ class ReplicaAverage:
                     f"table {', '.join(group.layout.names)} has a policy: what it evicts, admits or keeps in "
                     "low precision would differ between replicas that are averaged; use exact gradients, "
                     "average_every=0"
+                )
+            if group.optimizer.lazy_weight_decay:
+                raise ValueError(
+                    f"table {', '.join(group.layout.names)} has lazy weight decay: the mean of the "
+                    "numbers of a row's last updates is none of them; use exact gradients, average_every=0"
                 )
         self.tables, self.communicator = tables, communicator
         self._used = [torch.empty(0, dtype=torch.int64) for _ in tables.groups]

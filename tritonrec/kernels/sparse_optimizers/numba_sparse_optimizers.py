@@ -3,7 +3,7 @@
 Every element sees IEEE multiplications, additions, divisions and square roots in one written order, without
 FMA (numba contracts nothing unless asked), so a vector width cannot change a bit. Scalars arrive as float32.
 The numpy error model makes a division by zero an infinity, as in the reference, and keeps branches out of the
-loop. A state that a rule lacks is passed as an empty array.
+loop. Weight decay is a pass of its own before them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,21 @@ from tritonrec.kernels.sparse_optimizers.reference import LANES, scalars
 
 from ..caches import njit
 
-SGD, MOMENTUM, NESTEROV, ADAGRAD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = range(7)
-KINDS = {
-    "sgd": SGD, "momentum_sgd": MOMENTUM, "nesterov_sgd": NESTEROV, "adagrad": ADAGRAD,
-    "rowwise_adagrad": ROWWISE_ADAGRAD, "adam": ADAM, "adamw": ADAM, "rowwise_adam": ROWWISE_ADAM,
-}  # fmt: skip
-NOTHING = np.empty(0, np.float32), np.uintp(0)
-
 
 def update(*arguments: Any, rule: str) -> None:
     """See `tritonrec.kernels.sparse_optimizers`."""
     weight, *states, indices, grad, lr, eps, beta1, beta2, weight_decay, step, count = arguments
     if grad.numel() == 0:
         return
-    given = [flat_rows(state) for state in states]
-    if rule.endswith("adagrad"):  # whose state is a second moment
-        given.insert(0, NOTHING)
-    first, second, *_ = (*given, NOTHING, NOTHING)
+    numbers = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
     rows = first_valid(indices, count).contiguous().numpy()
-    update_rows(
-        KINDS[rule], *flat_rows(weight), *first, *second, rows, *flat_rows(contiguous_rows(grad)),
-        np.uintp(grad.shape[1]), *scalars(rule, lr, eps, beta1, beta2, weight_decay, step),
-    )  # fmt: skip
+    table, gradient, dim = flat_rows(weight), flat_rows(contiguous_rows(grad)), np.uintp(grad.shape[1])
+    if numbers.l2 != 0:
+        gradient = add_weights(table, rows, gradient, dim, numbers.l2), dim
+    if numbers.decay != 1:
+        scale_rows(table, rows, dim, numbers.decay)
+    tables = (table, *(flat_rows(state) for state in states))
+    ROWS[rule](tables, rows, gradient, dim, numbers[:6])
 
 
 def lazy_decay(
@@ -53,9 +46,9 @@ def lazy_decay(
 ) -> None:
     """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
     if weight.shape[1]:
-        rows, tables = first_valid(indices, count).contiguous().numpy(), (weight, last_update)
-        parts = [part for table in tables for part in flat_rows(table)]
-        decay_rows(*parts, rows, flat(factors), np.int64(step), np.uintp(weight.shape[1]))
+        tables = flat_rows(weight), flat_rows(last_update)
+        rows = first_valid(indices, count).contiguous().numpy()
+        decay_rows(tables, rows, flat(factors), np.int64(step), np.uintp(weight.shape[1]))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -80,85 +73,135 @@ def mean_square(grad, first, dim, lanes):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def update_rows(
-    kind,
-    weight,
-    weight_stride,
-    first,
-    first_stride,
-    second,
-    second_stride,
-    indices,
-    grad,
-    grad_stride,
-    dim,
-    rate,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    l2,
-    decay,
-):
-    lanes, decayed = np.empty(LANES, np.float32), np.empty(dim, np.float32)
+def add_weights(table, indices, gradient, dim, l2):
+    """The gradient with L2 decay, in an array of its own."""
+    (weight, weight_stride), (grad, grad_stride) = table, gradient
+    decayed = np.empty(indices.shape[0] * dim, np.float32)
     for i in range(indices.shape[0]):
-        row = np.uintp(indices[i])
-        w, m, v = row * weight_stride, row * first_stride, row * second_stride
-        values, g = grad, np.uintp(i) * grad_stride
-        if l2 != 0:
-            for d in range(dim):
-                decayed[d] = grad[g + d] + l2 * weight[w + d]
-            values, g = decayed, np.uintp(0)
-        if decay != 1:
-            for d in range(dim):
-                weight[w + d] *= decay
-        if kind == SGD:
-            for d in range(dim):
-                weight[w + d] -= rate * values[g + d]
-        elif kind == MOMENTUM:
-            for d in range(dim):
-                moment = beta1 * first[m + d] + values[g + d]
-                first[m + d] = moment
-                weight[w + d] -= rate * moment
-        elif kind == NESTEROV:
-            for d in range(dim):
-                gradient = values[g + d]
-                moment = beta1 * first[m + d] + gradient
-                first[m + d] = moment
-                weight[w + d] -= rate * (gradient + beta1 * moment)
-        elif kind == ADAGRAD:
-            for d in range(dim):
-                gradient = values[g + d]
-                total = second[v + d] + gradient * gradient
-                second[v + d] = total
-                weight[w + d] -= (rate * gradient) / (np.float32(np.sqrt(total)) + eps)
-        elif kind == ROWWISE_ADAGRAD:
-            total = second[v] + mean_square(values, g, dim, lanes)
-            second[v] = total
-            step = rate / (np.float32(np.sqrt(total)) + eps)
-            for d in range(dim):
-                weight[w + d] -= step * values[g + d]
-        elif kind == ADAM:
-            for d in range(dim):
-                gradient = values[g + d]
-                mean = beta1 * first[m + d] + rest1 * gradient
-                square = beta2 * second[v + d] + rest2 * (gradient * gradient)
-                first[m + d] = mean
-                second[v + d] = square
-                weight[w + d] -= (rate * mean) / (np.float32(np.sqrt(square)) + eps)
-        else:
-            square = beta2 * second[v] + rest2 * mean_square(values, g, dim, lanes)
-            second[v] = square
-            divisor = np.float32(np.sqrt(square)) + eps
-            for d in range(dim):
-                mean = beta1 * first[m + d] + rest1 * values[g + d]
-                first[m + d] = mean
-                weight[w + d] -= (rate * mean) / divisor
+        w, g, to = np.uintp(indices[i]) * weight_stride, np.uintp(i) * grad_stride, np.uintp(i) * dim
+        for d in range(dim):
+            decayed[to + d] = grad[g + d] + l2 * weight[w + d]
+    return decayed
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def decay_rows(weight, weight_stride, last_update, last_update_stride, indices, factors, step, dim):
+def scale_rows(table, indices, dim, decay):
+    """Decoupled decay."""
+    weight, weight_stride = table
+    for i in range(indices.shape[0]):
+        w = np.uintp(indices[i]) * weight_stride
+        for d in range(dim):
+            weight[w + d] *= decay
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def sgd(tables, indices, gradient, dim, numbers):
+    ((weight, weight_stride),) = tables
+    grad, grad_stride = gradient
+    rate, _, _, _, _, _ = numbers
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, g = row * weight_stride, np.uintp(i) * grad_stride
+        for d in range(dim):
+            weight[w + d] -= rate * grad[g + d]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def momentum_sgd(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (first, first_stride) = tables
+    grad, grad_stride = gradient
+    rate, _, beta1, _, _, _ = numbers
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, m, g = row * weight_stride, row * first_stride, np.uintp(i) * grad_stride
+        for d in range(dim):
+            moment = beta1 * first[m + d] + grad[g + d]
+            first[m + d] = moment
+            weight[w + d] -= rate * moment
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def nesterov_sgd(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (first, first_stride) = tables
+    grad, grad_stride = gradient
+    rate, _, beta1, _, _, _ = numbers
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, m, g = row * weight_stride, row * first_stride, np.uintp(i) * grad_stride
+        for d in range(dim):
+            moment = beta1 * first[m + d] + grad[g + d]
+            first[m + d] = moment
+            weight[w + d] -= rate * (grad[g + d] + beta1 * moment)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def adagrad(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (second, second_stride) = tables
+    grad, grad_stride = gradient
+    rate, eps, _, _, _, _ = numbers
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, v, g = row * weight_stride, row * second_stride, np.uintp(i) * grad_stride
+        for d in range(dim):
+            total = second[v + d] + grad[g + d] * grad[g + d]
+            second[v + d] = total
+            weight[w + d] -= (rate * grad[g + d]) / (np.float32(np.sqrt(total)) + eps)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def rowwise_adagrad(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (second, second_stride) = tables
+    grad, grad_stride = gradient
+    rate, eps, _, _, _, _ = numbers
+    lanes = np.empty(LANES, np.float32)
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, v, g = row * weight_stride, row * second_stride, np.uintp(i) * grad_stride
+        total = second[v] + mean_square(grad, g, dim, lanes)
+        second[v] = total
+        step = rate / (np.float32(np.sqrt(total)) + eps)
+        for d in range(dim):
+            weight[w + d] -= step * grad[g + d]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def adam(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (first, first_stride), (second, second_stride) = tables
+    grad, grad_stride = gradient
+    rate, eps, beta1, rest1, beta2, rest2 = numbers
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, m, v, g = row * weight_stride, row * first_stride, row * second_stride, np.uintp(i) * grad_stride
+        for d in range(dim):
+            value = grad[g + d]
+            mean = beta1 * first[m + d] + rest1 * value
+            square = beta2 * second[v + d] + rest2 * (value * value)
+            first[m + d] = mean
+            second[v + d] = square
+            weight[w + d] -= (rate * mean) / (np.float32(np.sqrt(square)) + eps)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def rowwise_adam(tables, indices, gradient, dim, numbers):
+    (weight, weight_stride), (first, first_stride), (second, second_stride) = tables
+    grad, grad_stride = gradient
+    rate, eps, beta1, rest1, beta2, rest2 = numbers
+    lanes = np.empty(LANES, np.float32)
+    for i in range(indices.shape[0]):
+        row = np.uintp(indices[i])
+        w, m, v, g = row * weight_stride, row * first_stride, row * second_stride, np.uintp(i) * grad_stride
+        square = beta2 * second[v] + rest2 * mean_square(grad, g, dim, lanes)
+        second[v] = square
+        divisor = np.float32(np.sqrt(square)) + eps
+        for d in range(dim):
+            mean = beta1 * first[m + d] + rest1 * grad[g + d]
+            first[m + d] = mean
+            weight[w + d] -= (rate * mean) / divisor
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def decay_rows(tables, indices, factors, step, dim):
+    (weight, weight_stride), (last_update, last_update_stride) = tables
     for i in range(indices.shape[0]):
         row = np.uintp(indices[i])
         w, at = row * weight_stride, row * last_update_stride
@@ -172,3 +215,16 @@ def decay_rows(weight, weight_stride, last_update, last_update_stride, indices, 
             for d in range(dim):
                 weight[w + d] *= factor
         last_update[at] = np.float32(step)
+
+
+ROWS = {
+    "sgd": sgd,
+    "momentum_sgd": momentum_sgd,
+    "nesterov_sgd": nesterov_sgd,
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+    "adamw": adam,
+    "rowwise_adam": rowwise_adam,
+}
+"""The loop of each rule, over (flat rows, row stride) of weight and states."""
