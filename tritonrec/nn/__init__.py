@@ -1,53 +1,78 @@
 """Modules over the ops, and the accumulator that makes their gradients exact."""
 
 from ..ops import GradientAccumulator
+from .attention import MultiheadAttention, TransformerEncoderLayer, scaled_dot_product_attention
+from .context import jagged, padded, samples
+from .convert import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
+from .exact import expand
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
+from .layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import (
     MLP,
     GatedMLP,
     GatedNorm,
-    LayerNorm,
-    Linear,
     PositionalEmbedding,
     RelativeAggregate,
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel
+from .padded import Padded, PaddedNextItem, pad, unpad
+from .sequence import GRU, Conv1d
 from .tokens import Tokens, sum_by_sample
 
 __all__ = [
+    "Conv1d",
+    "Conversion",
     "DLRM",
-    "GRM",
-    "HSTU",
-    "MLP",
-    "RECOMPUTED",
     "DLRMConfig",
+    "Dropout",
+    "Embedding",
     "FuXi",
     "FuXiConfig",
     "FuXiLayer",
+    "GRM",
     "GRMConfig",
+    "GRU",
     "GatedMLP",
     "GatedNorm",
     "GradientAccumulator",
+    "HSTU",
     "HSTUConfig",
     "HSTULayer",
     "LayerConfig",
     "LayerNorm",
     "Linear",
+    "MLP",
     "MMoE",
+    "MultiheadAttention",
     "NextItemModel",
+    "Padded",
+    "PaddedNextItem",
     "PositionalEmbedding",
+    "RECOMPUTED",
+    "RMSNorm",
     "RelativeAggregate",
     "RelativeBias",
+    "SiLU",
+    "Sigmoid",
     "Tokens",
+    "TransformerEncoderLayer",
     "binary_cross_entropy",
+    "convert",
+    "expand",
+    "jagged",
+    "pad",
+    "padded",
     "partition_tables",
+    "samples",
+    "scaled_dot_product_attention",
     "sigmoid",
     "sum_by_sample",
+    "unpad",
 ]
