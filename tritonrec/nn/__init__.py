@@ -3,7 +3,7 @@
 from ..ops import GradientAccumulator
 from .attention import MultiheadAttention, TransformerEncoderLayer, scaled_dot_product_attention
 from .context import jagged, padded, samples
-from .convert import Conversion, convert
+from .conversion import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
 from .exact import expand
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
@@ -22,40 +22,40 @@ from .modules import (
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel
-from .padded import Padded, PaddedNextItem, pad, unpad
+from .padding import Padded, PaddedNextItem, pad, unpad
 from .sequence import GRU, Conv1d
 from .tokens import Tokens, sum_by_sample
 
 __all__ = [
+    "DLRM",
+    "GRM",
+    "GRU",
+    "HSTU",
+    "MLP",
+    "RECOMPUTED",
     "Conv1d",
     "Conversion",
-    "DLRM",
     "DLRMConfig",
     "Dropout",
     "Embedding",
     "FuXi",
     "FuXiConfig",
     "FuXiLayer",
-    "GRM",
     "GRMConfig",
-    "GRU",
     "GatedMLP",
     "GatedNorm",
     "GradientAccumulator",
-    "HSTU",
     "HSTUConfig",
     "HSTULayer",
     "LayerConfig",
     "LayerNorm",
     "Linear",
-    "MLP",
     "MMoE",
     "MultiheadAttention",
     "NextItemModel",
     "Padded",
     "PaddedNextItem",
     "PositionalEmbedding",
-    "RECOMPUTED",
     "RMSNorm",
     "RelativeAggregate",
     "RelativeBias",

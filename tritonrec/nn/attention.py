@@ -6,6 +6,7 @@ Dimensions: B samples, T queries and S keys of a sample, E embedding dimension, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def _hiding(mask: torch.Tensor, hidden: bool) -> torch.Tensor:
     return bias.masked_fill(mask if hidden else ~mask, -torch.inf)
 
 
-def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch.device) -> dict[str, object]:
+def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch.device) -> dict[str, Any]:
     """Dropout's arguments of `ops.softmax_attention`; outside of a trainer from torch's global generator."""
     if not p:
         return {}
@@ -65,11 +66,11 @@ def scaled_dot_product_attention(
     bias = None
     if attn_mask is not None:
         bias = _hiding(attn_mask, hidden=False).expand(count, heads, queries, keys)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     out = ops.softmax_attention(
-        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
-        cuts * queries, max(queries, keys), causal=is_causal, scale=scale,
+        q, k, v, cuts * queries, max(queries, keys), causal=is_causal, scale=scale,
         key_offsets=None if keys == queries else cuts * keys, bias=bias,
-        **_draws(None, dropout_p, count, query.device),  # type: ignore[arg-type]
+        **_draws(None, dropout_p, count, query.device),
     )  # fmt: skip
     return out.unflatten(0, (count, queries)).transpose(1, 2)
 
@@ -169,7 +170,11 @@ class MultiheadAttention(torch.nn.Module):
         now = context.current()
         if now is None:
             bias = self._bias(
-                None if key_padding_mask is None else key_padding_mask[None], attn_mask, 1, len(query), len(key)
+                None if key_padding_mask is None else key_padding_mask[None],
+                attn_mask,
+                1,
+                len(query),
+                len(key),
             )
             cuts = torch.arange(2, device=query.device)
             offsets, longest = cuts * len(query), max(len(query), len(key))
@@ -206,7 +211,7 @@ class MultiheadAttention(torch.nn.Module):
         draws = _draws(self, self.dropout if self.training else 0.0, len(offsets) - 1, query.device)
         out = ops.softmax_attention(
             q, k, v, offsets, longest, causal=is_causal, key_offsets=key_offsets, bias=bias,
-            **draws,  # type: ignore[arg-type]
+            **draws,
         )  # fmt: skip
         return out.flatten(1)
 

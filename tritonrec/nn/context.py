@@ -108,10 +108,8 @@ class Samples:
                 "samples: give seq_offsets, or enter nn.padded() where rows are (B, T, D)"
             )
 
-    def places(
-        self, leading: tuple[int, ...], module: torch.nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample ids and positions (n,) of the rows of a tensor (\\*leading, D): tokens, or (B, T) and (B,)."""
+    def places(self, leading: tuple[int, ...], module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample ids and positions (n,) of the rows of a tensor (\\*leading, D): tokens, or (B, T)."""
         self.check(leading, module)
         if self.seq_offsets is not None:
             lengths = self.seq_offsets.diff()

@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         return LINEAR.launch(x, weight.flatten(1)[start:stop], part, impl=ctx.impl)
 
     @staticmethod
-    def backward(ctx: Any, dy):  # type: ignore[override]
+    def backward(ctx: Any, dy):
         x, weight, bias, seq_offsets = ctx.saved_tensors
         start, stop = ctx.rows
         with use_impl(ctx.impl):
@@ -84,7 +84,7 @@ class _Expand(torch.autograd.Function):
         return parameter.expand(*leading, *parameter.shape).clone()
 
     @staticmethod
-    def backward(ctx: Any, dy):  # type: ignore[override]
+    def backward(ctx: Any, dy):
         return *finish(ctx, (RowTerms(dy.flatten(0, ctx.leading - 1)),)), None
 
 
@@ -111,7 +111,7 @@ class _Sigmoid(torch.autograd.Function):
         return s
 
     @staticmethod
-    def backward(ctx: Any, ds):  # type: ignore[override]
+    def backward(ctx: Any, ds):
         (s,) = ctx.saved_tensors
         return ds * (s * (1 - s))
 
@@ -135,7 +135,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    def backward(ctx: Any, dy):  # type: ignore[override]
+    def backward(ctx: Any, dy):
         normed, rstd = ctx.saved_tensors
         dim = normed.shape[1]
         along = LINEAR.launch(dy * normed, normed.new_ones(1, dim), impl=ctx.impl) / max(dim, 1)

@@ -9,7 +9,7 @@ from . import layers
 
 
 class Linear(layers.Linear):
-    """`tritonrec.nn.Linear` as models of ours have it: it starts normal with deviation ``in_features ** -0.5``.
+    """`tritonrec.nn.Linear` as models of ours have it: normal with deviation ``in_features ** -0.5``.
 
     The bias starts at zero.
     """

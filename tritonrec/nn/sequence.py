@@ -49,11 +49,15 @@ class Conv1d(torch.nn.Module):
         span = self.dilation * (self.kernel_size - 1)
         if causal:
             if padding not in (0, (0,)) or self.stride != 1:
-                raise ValueError(f"a causal convolution needs padding 0 and stride 1, got {padding}, {stride}")
+                raise ValueError(
+                    f"a causal convolution needs padding 0 and stride 1, got {padding}, {stride}"
+                )
             self.ends = span, 0
         elif isinstance(padding, str):
             if padding not in ("same", "valid") or (padding == "same" and self.stride != 1):
-                raise ValueError(f"padding must be a number, 'valid' or, with stride 1, 'same', got {padding!r}")
+                raise ValueError(
+                    f"padding must be a number, 'valid' or, with stride 1, 'same', got {padding!r}"
+                )
             self.ends = (span // 2, span - span // 2) if padding == "same" else (0, 0)
         else:
             self.ends = _single(padding), _single(padding)
@@ -77,7 +81,9 @@ class Conv1d(torch.nn.Module):
         x = F.pad(x, self.ends)
         last = x.shape[2] - self.dilation * (self.kernel_size - 1)
         if last < 1:
-            raise ValueError(f"{x.shape[2]} padded places are fewer than the {self.kernel_size} of the kernel")
+            raise ValueError(
+                f"{x.shape[2]} padded places are fewer than the {self.kernel_size} of the kernel"
+            )
         windows = torch.stack(
             [
                 x[:, :, k * self.dilation : k * self.dilation + last : self.stride]
@@ -104,7 +110,7 @@ def _single(value: int | str | tuple[int]) -> int:
 
 
 class GRU(torch.nn.Module):
-    """``torch.nn.GRU``, one place after another: (B, T, D) -> (B, T, H), and the last states (layers, B, H)."""
+    """``torch.nn.GRU``, place by place: (B, T, D) -> (B, T, H), and the last states (layers, B, H)."""
 
     def __init__(
         self,
@@ -140,13 +146,13 @@ class GRU(torch.nn.Module):
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(
-        self, x: torch.Tensor, hx: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, hx: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T, D), or (T, B, D) without `batch_first`; hx: (layers, B, H)."""
         if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[2] != self.input_size:
             got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise ValueError(f"x must be (B, T, {self.input_size}), got {got}: nn.Padded makes it of jagged rows")
+            raise ValueError(
+                f"x must be (B, T, {self.input_size}), got {got}: nn.Padded makes it of jagged rows"
+            )
         x = x if self.batch_first else x.transpose(0, 1)
         states = []
         for layer in range(self.num_layers):

@@ -99,7 +99,7 @@ def forward(
                             highest = s[at + j]
                     highest = F32(0.0) if highest == HIDDEN else highest
                     exponentials(s, at, columns, highest)
-                    # by the length that a lone row would have, so that its neighbours in the four do not count
+                    # by the keys that this row sees, whatever its neighbours in the four see
                     seen = min(i + r + ONE, columns) if causal else columns
                     whole = dot(s, at, ones, U(0), seen)
                     whole = F32(1.0) if whole == 0 else whole
@@ -121,8 +121,8 @@ def forward(
 @njit(cache=True, nogil=True, error_model="numpy")
 def backward(
     do, do_token, do_head, most, total, q, q_token, q_head, k, k_token, k_head, v, v_token, v_head,
-    q_offsets, k_offsets, scale, causal, bias, bias_strides, draws, samples, dq, dk, dv, start, stop, heads, dim, dim_v,
-    longest,
+    q_offsets, k_offsets, scale, causal, bias, bias_strides, draws, samples, dq, dk, dv, start,
+    stop, heads, dim, dim_v, longest,
 ):  # fmt: skip
     """As `forward`; dq, dk and dv are contiguous and zero."""
     width = longest + U(16)

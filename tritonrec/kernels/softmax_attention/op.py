@@ -65,7 +65,7 @@ def softmax_attention(
         check_tensors(q=q)
         scale = max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
     out, _, _ = SOFTMAX_ATTENTION(
-        q, k, v, seq_offsets, key_offsets, max_seq_len, float(scale), causal, bias, float(dropout), seed, sample_ids,
-        impl=impl,
+        q, k, v, seq_offsets, key_offsets, max_seq_len, float(scale), causal, bias, float(dropout), seed,
+        sample_ids, impl=impl,
     )  # fmt: skip
     return out

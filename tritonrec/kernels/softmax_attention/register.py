@@ -37,7 +37,8 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
     if bias is not None:
         if bias.dim() != 4 or bias.shape[:2] != (sequences, q.shape[1]) or bias.dtype != torch.float32:
             raise ValueError(
-                f"bias must be ({sequences}, {q.shape[1]}, I, J) float32, got {tuple(bias.shape)} {bias.dtype}"
+                f"bias must be ({sequences}, {q.shape[1]}, I, J) float32, got {tuple(bias.shape)} "
+                f"{bias.dtype}"
             )
         if bias.requires_grad:
             raise ValueError("bias gets no gradient: detach it; ops.hstu_attention has learned biases")

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Softmax attention in Triton: a program owns rows of a sequence and walks the others.
 
-    forward   owns query rows, walks keys, carries maximum and sum of exponentials (an online softmax)   out
-    queries   owns query rows, walks keys                                                                dq
-    keys      owns key rows, walks queries                                                               dk, dv
+    forward   owns query rows, walks keys, carries maximum and sum of exponentials (online softmax)   out
+    queries   owns query rows, walks keys                                                             dq
+    keys      owns key rows, walks queries                                                            dk, dv
 
 There are no atomics and no locks. Sums run along one sequence in blocks counted from the sequence's start,
 with block sizes chosen by the head's dimension alone, so the bits of a sequence depend neither on its batch,

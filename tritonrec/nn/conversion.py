@@ -28,7 +28,9 @@ class Conversion:
     def __str__(self) -> str:
         lines = [f"replaced {len(self.replaced)} modules"]
         lines += [f"  {name}: {kind}" for name, kind in self.replaced.items()]
-        lines.append(f"left {len(self.left)}" + (", which consistency 'batch' may refuse" if self.left else ""))
+        lines.append(
+            f"left {len(self.left)}" + (", which consistency 'batch' may refuse" if self.left else "")
+        )
         lines += [f"  {name}: {why}" for name, why in self.left.items()]
         return "\n".join(lines)
 
@@ -44,8 +46,8 @@ def convert(model: torch.nn.Module) -> Conversion:
     """
     if type(model) in CONVERTED:
         raise TypeError(f"convert replaces modules inside of a model, and this is a {type(model).__name__}")
-    report, done = Conversion(), {}
-    _convert(model, "", report, done)
+    report = Conversion()
+    _convert(model, "", report, {})
     return report
 
 
@@ -191,13 +193,12 @@ def _attention(m) -> torch.nn.Module:
 def _encoder_layer(m) -> torch.nn.Module:
     new = attention.TransformerEncoderLayer(
         m.linear1.in_features, m.self_attn.num_heads, m.linear1.out_features, m.dropout.p,
-        m.activation if callable(m.activation) else "relu", m.norm1.eps, m.self_attn.batch_first, m.norm_first,
-        m.linear1.bias is not None, device="meta",
+        m.activation if callable(m.activation) else "relu", m.norm1.eps, m.self_attn.batch_first,
+        m.norm_first, m.linear1.bias is not None, device="meta",
     )  # fmt: skip
     if new.activation is F.silu or isinstance(new.activation, tnn.SiLU):
         new.activation = layers.SiLU()
-    new.self_attn = _attention(m.self_attn)
-    for name in ("linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2"):
+    for name in ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2"):
         old = getattr(m, name)
         setattr(new, name, CONVERTED[type(old)](old).train(old.training))
     return new

@@ -68,7 +68,9 @@ def pad(
     return wide.view(samples, max_seq_len, *rows.shape[1:]), hidden.view(samples, max_seq_len)
 
 
-def unpad(rows: torch.Tensor, seq_offsets: torch.Tensor, num_tokens: int, side: Side = "left") -> torch.Tensor:
+def unpad(
+    rows: torch.Tensor, seq_offsets: torch.Tensor, num_tokens: int, side: Side = "left"
+) -> torch.Tensor:
     """(B, T, ...) as jagged rows (L, ...): what `pad` did, taken back; differentiable."""
     places = padded_places(seq_offsets, rows.shape[1], num_tokens, side)
     flat = rows.flatten(0, 1)
@@ -95,7 +97,9 @@ class Padded(torch.nn.Module):
         with context.padded():
             out = self.encoder(x, hidden)
         if isinstance(out, tuple):
-            raise TypeError("the encoder must return (B, T, D'), it returned a tuple: wrap it and take the first")
+            raise TypeError(
+                "the encoder must return (B, T, D'), it returned a tuple: wrap it and take the first"
+            )
         return unpad(out, seq_offsets, len(rows), self.side)
 
 
