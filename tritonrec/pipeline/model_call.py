@@ -88,14 +88,15 @@ def train_micro_batch(
         return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
     with settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
-        _check_losses(losses, batch)
+        check_losses(losses, batch)
         now.backward = True
         if batch.loss_terms:
             losses.sum().backward()
     return losses.detach()
 
 
-def _check_losses(losses: object, batch: Batch) -> None:
+def check_losses(losses: object, batch: Batch) -> None:
+    """Raise TypeError or ValueError for anything but a float32 loss of each sample, with a gradient."""
     count = batch.num_samples
     expected = f"the model must return one loss per sample, a float32 tensor of shape ({count},)"
     if not isinstance(losses, torch.Tensor):

@@ -35,7 +35,8 @@ MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 def other_sequence(sequence, offsets_ptr):
     """First row and length of a sequence of the other side."""
     begin = tl.load(offsets_ptr + sequence).to(tl.int64)
-    return begin, (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
+    length = (tl.load(offsets_ptr + sequence + 1) - begin).to(tl.int32)
+    return begin, length
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def draw_pairs(samples_ptr, sequence, head, row, block, seed, tag, threshold, fa
     w0, w1, w2, w3 = philox4x32(
         low_word(sample + zero),
         high_word(sample + zero),
-        low_word(tag + block + zero),
+        low_word(tag + (block + zero)),
         low_word(row + zero),
         low_word(of_head + zero),
         high_word(of_head + zero),
