@@ -118,7 +118,7 @@ class Broadcast(Model):
 # model, module to blame, reason
 BLAMED = {
     "a mean over the batch": (Centred, "centre", "values of other samples: a mean"),
-    "a mean in own code": (CentredByItself, "CentredByItself", "the code of CentredByItself before it calls mix"),
+    "a mean in own code": (CentredByItself, "CentredByItself", "code of CentredByItself before it calls mix"),
     "batch norm": (Normed, "bn", "batch norm, which mixes"),
     "torch's linear": (Plain, "plain", r"BLAS|parameter plain.weight gets an ordinary"),
     "torch's dropout": (Dropped, "drop", "draws from torch's global generator: take tritonrec.nn.Dropout"),
