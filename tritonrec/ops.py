@@ -8,6 +8,7 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, counting_sort, owner_of
 from .kernels.dispatch import Impl, implementation, use_impl
+from .kernels.dropout import dropout
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table import (
     HashTableFullError,
@@ -29,6 +30,7 @@ from .kernels.relative_aggregate import relative_aggregate
 from .kernels.rows import gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax import sampled_softmax
 from .kernels.silu import silu
+from .kernels.softmax_attention import softmax_attention
 from .kernels.sparse_optimizers import (
     sparse_adagrad,
     sparse_adam,
@@ -56,6 +58,7 @@ __all__ = [
     "check_summed",
     "counting_sort",
     "derive_seed",
+    "dropout",
     "from_fixed_point",
     "gather_rows",
     "hash_assign",
@@ -80,6 +83,7 @@ __all__ = [
     "scatter_rows",
     "segment_sum",
     "silu",
+    "softmax_attention",
     "sparse_adagrad",
     "sparse_adam",
     "sparse_adamw",

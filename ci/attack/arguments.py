@@ -274,6 +274,31 @@ def aggregated(d: Draw) -> Arguments:
     return {**given, "do": d.floats(*given["v"].shape), "timestamps": d.maybe(d.keys(len(given["v"])))}
 
 
+def softmax(d: Draw) -> Arguments:
+    given = sequences(d)
+    tokens, (queries, heads, _), dim_v = len(given["v"]), given["q"].shape, given["v"].shape[2]
+    p, count = 0.4 * (d.rng.random() < 0.5), len(given["seq_offsets"]) - 1
+    other = given["delta_offsets"] is not None
+    longest = given["max_seq_len"]
+    return {
+        **given, "do": d.floats(queries, heads, dim_v), "out": d.floats(queries, heads, dim_v),
+        "most": d.floats(queries, heads), "total": d.floats(queries, heads).abs() + 1,
+        "seq_offsets": given["delta_offsets"] if other else given["seq_offsets"],
+        "key_offsets": given["seq_offsets"] if other or queries != tokens else None,
+        "scale": 0.5, "causal": d.rng.random() < 0.5, "p": p, "seed": 5,
+        "bias": d.maybe(d.floats(count * heads * longest, longest).view(count, heads, longest, longest)),
+        "sample_ids": d.keys(count) if p else None,
+    }  # fmt: skip
+
+
+def dropped(d: Draw) -> Arguments:
+    rows = d.size(20)
+    return {
+        "x": d.floats(rows, d.size(30)), "p": 0.4, "seed": 5, "sample_ids": d.keys(rows),
+        "positions": d.keys(rows),
+    }  # fmt: skip
+
+
 def sampled(d: Draw) -> Arguments:
     tokens, dim, count = d.size(9), d.size(20), d.size(9)
     return {

@@ -18,6 +18,7 @@ from arguments import (
     Draw,
     aggregated,
     drawn,
+    dropped,
     fixed_point,
     front,
     gated,
@@ -31,6 +32,7 @@ from arguments import (
     routed,
     sampled,
     sequences,
+    softmax,
     sorted_by_bucket,
     squared,
     summed,
@@ -64,6 +66,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "hstu_attention": sequences, "hstu_attention_backward": sequences,
     "hstu_attention_backward_into": sequences,
     "sampled_softmax": sampled, "sampled_softmax_backward": sampled,
+    "softmax_attention": softmax, "softmax_attention_backward": softmax, "dropout": dropped,
 }  # fmt: skip
 # arguments without repeats, where results are specified
 DISTINCT = {
@@ -78,6 +81,7 @@ ROUNDED = {
     "norm_linear_silu_backward_into", "relative_aggregate",
     "relative_aggregate_backward", "hstu_attention", "hstu_attention_backward",
     "hstu_attention_backward_into", "sampled_softmax", "sampled_softmax_backward",
+    "softmax_attention", "softmax_attention_backward",
 }  # fmt: skip
 
 
@@ -146,6 +150,7 @@ PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     "norm_mul_dropout": ("norm_mul_dropout", lambda p, **given: ops.norm_mul_dropout(dropout=p, **given)),
     "norm_linear_silu": ("norm_linear_silu", front_of_layer),
     "hstu_attention": ("hstu_attention", attention),
+    "softmax_attention": ("softmax_attention", lambda p, **given: ops.softmax_attention(dropout=p, **given)),
     "sampled_softmax": (
         "sampled_softmax",
         lambda scale, **given: ops.sampled_softmax(temperature=1 / scale if scale else scale, **given),

@@ -49,7 +49,8 @@ ARGUMENTS: dict[str, Interval] = {
 }  # fmt: skip
 # By name of a pointer argument, what lies behind it; anything of its type elsewhere.
 LOADED: dict[str, Interval] = {
-    "offsets_ptr": (0, MOST), "layout.offsets_ptr": (0, MOST), "layout.rows_ptr": (0, MOST),
+    **dict.fromkeys(("offsets_ptr", "q_offsets_ptr", "k_offsets_ptr"), (0, MOST)),
+    "layout.offsets_ptr": (0, MOST), "layout.rows_ptr": (0, MOST),
     # level << 32 | sequence; a level counts blocks of at least 16 places in a sequence
     "tiles_ptr": (0, (LONGEST // 16 << 32) + 2**32 - 1),
 }  # fmt: skip
@@ -60,7 +61,8 @@ LIMITS: dict[tuple[str, str], Interval] = {
     # `unique` and `intersect` refuse 2**31 keys; lanes behind the last key are masked
     ("_build_kernel", "position"): (0, 2**31 - 1), ("_first_kernel", "position"): (0, 2**31 - 1),
     # `check_lengths` refuses a longer sequence, `_check_counts` more targets and contexts than it has
-    ("locate", "length"): SEQUENCE, ("open_sequence", "length"): SEQUENCE,
+    ("locate", "length"): SEQUENCE, ("other_sequence", "length"): SEQUENCE,
+    ("open_sequence", "length"): SEQUENCE,
     ("open_sequence", "hidden"): SEQUENCE, ("open_sequence", "history"): SEQUENCE,
     ("open_sequence", "contexts"): SEQUENCE,
     # blocks of at least 16 rows of a sequence, or entries of a table

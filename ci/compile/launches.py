@@ -452,6 +452,20 @@ def _relative(dim):
     run(ops.relative_aggregate, v, table, cuts, longest, keys()).sum().backward()
 
 
+@case("softmax_attention", dim=(32, 50, 128))
+def _softmax_attention(dim):
+    q, k, v = (ones(size, 2, dim, grad=True) for _ in range(3))
+    cuts, draws = offsets(), {"dropout": 0.2, "seed": 2**40 + 1, "sample_ids": keys(len(offsets()) - 1)}
+    bias = ones(1, 1, 1, longest).expand(len(cuts) - 1, 2, longest, -1)
+    run(ops.softmax_attention, q, k, v, cuts, longest, causal=True).sum().backward()
+    run(ops.softmax_attention, q, k, v, cuts, longest, bias=bias, **draws).sum().backward()
+
+
+@case("dropout", dim=(50, 2000))
+def _dropout(dim):
+    run(ops.dropout, ones(size, dim, grad=True), 0.2, 2**40 + 1, keys(), keys()).sum().backward()
+
+
 def _attention(dtype, dim_qk, dim_v, **options):
     q, k = (ones(size, 2, dim_qk, dtype=dtype, grad=True) for _ in range(2))
     v = ones(size, 2, dim_v, dtype=dtype, grad=True)

@@ -10,6 +10,7 @@ import test_norm_mul_dropout
 import test_relative_aggregate
 import test_sampled_softmax
 import test_silu
+import test_softmax_attention
 from mutate import each
 
 IMPL = "triton"
@@ -55,6 +56,17 @@ SOFTMAX = [
     lambda: test_sampled_softmax.test_a_negative_that_is_not_valid_counts_for_nothing(IMPL),
     lambda: test_sampled_softmax.test_large_scores_neither_overflow_nor_vanish(IMPL),
 ]
+ATTENTION = [
+    lambda: test_softmax_attention.test_weights_are_written_out(IMPL),
+    *each(
+        test_softmax_attention.test_error_is_that_of_plain_float32,
+        "odd_dim",
+        "padded_right",
+        "other_keys_causal",
+    ),
+    lambda: test_softmax_attention.test_dropout_keeps_the_same_weights_everywhere(IMPL),
+    *each(test_softmax_attention.test_error_is_that_of_plain_float32, "block_plus_one"),
+]
 RELATIVE = [
     lambda: test_relative_aggregate.test_buckets_are_written_out(IMPL),
     *each(test_relative_aggregate.test_error_is_that_of_plain_float32, "odd_dim", "table_too_short"),
@@ -65,6 +77,7 @@ CHECKS = {
     "norm_mul_dropout.triton_norm": NORM,
     "sampled_softmax.triton_softmax": SOFTMAX,
     "relative_aggregate.triton_relative": RELATIVE,
+    "softmax_attention.triton_softmax_attention": ATTENTION,
     "hstu_attention.triton_forward": [attention],
     "hstu_attention.triton_backward": [attention],
     "hstu_attention.triton_mask": [attention],
@@ -107,6 +120,18 @@ MUTANTS = {
         "no_diagonal": [("column[None, :] <= row[:, None]", "column[None, :] < row[:, None]")],
         "dropped_tile": [("for start in range(first, length, BLOCK_N):", "for start in range(first + BLOCK_N, length, BLOCK_N):")],
         "last_bucket_alone": [("tl.where(first + ENTRIES >= buckets, 0, lowest)", "lowest")],
+    },
+    "softmax_attention.triton_softmax_attention": {
+        "next_key_seen": [("(column <= row)", "(column <= row + 1)")],
+        "no_bias": [("s = s + tl.load(bias_ptr + place", "ignored = s + tl.load(bias_ptr + place")],
+        "sum_not_rescaled": [("total = total * shrink", "total = total")],
+        "output_not_rescaled": [("acc = acc * shrink[:, None]", "acc = acc")],
+        "heads_draw_alike": [("seed + (head.to(tl.int64) << 32)", "seed + head.to(tl.int64) * 0")],
+        "slope_not_dropped": [("slope = slope * kept", "slope = slope")],
+        "weight_not_dropped": [("weight = p * kept", "weight = p")],
+        "along_lost": [("ds = p * (slope - along[:, None])", "ds = p * slope")],
+        "dropped_tile": [("for start in range(lowest, queries, BLOCK_N):", "for start in range(lowest + BLOCK_N, queries, BLOCK_N):")],
+        "lost_dk_update": [("dk += tl.dot", "dk = tl.dot")],
     },
     "hstu_attention.triton_forward": {
         "no_normaliser": [("hidden) * scale)[:, None]", "hidden))[:, None]")],

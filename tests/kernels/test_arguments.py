@@ -134,6 +134,15 @@ CALLS = {
         | {"timestamps": whole(1, 5, 7, 0), "query_timestamps": whole(5, 7, 7, 0)},
         {"max_seq_len": 3, "alpha": 0.5},
     ),
+    ops.softmax_attention: (
+        {"q": some(4, 2, 3), "k": some(4, 2, 3), "v": some(4, 2, 5), "seq_offsets": OFFSETS}
+        | {"key_offsets": OFFSETS, "bias": some(2, 2, 3, 3), "sample_ids": whole(0, 1)},
+        {"max_seq_len": 3, "dropout": 0.5},
+    ),
+    ops.dropout: (
+        {"x": some(4, 3), "sample_ids": whole(0, 0, 0, 1), "positions": whole(0, 1, 2, 0)},
+        {"p": 0.5, "seed": 3},
+    ),
     ops.sampled_softmax: (
         {"hidden": some(2, 3), "positive": some(2, 3), "negatives": some(2, 4, 3)}
         | {"valid": torch.ones(2, 4, dtype=torch.bool)},

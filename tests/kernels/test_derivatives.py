@@ -45,6 +45,13 @@ CALLS = {
         {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)}
         | {"pos_weights": some(4), "ts_weights": some(5)},
     ),
+    "softmax_attention": (
+        lambda q, k, v: ops.softmax_attention(q, k, v, OFFSETS, 4, causal=True),
+        {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)},
+    ),
+    "dropout": (
+        lambda x: ops.dropout(x, 0.5, 1, torch.arange(4), torch.arange(4)), {"x": some(4, 3)}
+    ),
     "sampled_softmax": (
         lambda hidden, positive, negatives: ops.sampled_softmax(
             hidden, positive, negatives, torch.tensor([[True, False], [True, True], [False, True]])

@@ -84,6 +84,17 @@ def differentiable():
                 ),
                 [some(tokens, heads, dim), some(heads, 3)],
             )
+    for tokens, heads, dim, dim_v in [(3, 0, 4, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 2, 4, 4), (0, 0, 0, 0)]:
+        cases[f"softmax attention {tokens, heads, dim, dim_v}"] = (
+            lambda impl, q, k, v, n=tokens: ops.softmax_attention(q, k, v, offsets(n), 2, impl=impl),
+            [some(tokens, heads, dim), some(tokens, heads, dim), some(tokens, heads, dim_v)],
+        )
+    cases["softmax attention without keys"] = (
+        lambda impl, q, k, v: ops.softmax_attention(
+            q, k, v, offsets(3), 2, key_offsets=zeros(len(offsets(3))), impl=impl
+        ),
+        [some(3, 1, 2), some(0, 1, 2), some(0, 1, 2)],
+    )
     for tokens, inner, outer in [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0), (3, 0, 0)]:
         sizes = tokens, inner, outer
         plain = [some(tokens, inner), some(outer, inner)]

@@ -307,7 +307,8 @@ def test_modules_are_their_formulas():
     torch.manual_seed(4)
     x, u = torch.randn(2, 5, 6)
     linear, plain, norm, gate, table = (
-        Linear(6, 3), Linear(6, 3, bias=False), LayerNorm(6), GatedNorm(6, 0.5), PositionalEmbedding(7, 6),
+        Linear(6, 3), Linear(6, 3, bias=False), LayerNorm(6, eps=1e-6), GatedNorm(6, 0.5),
+        PositionalEmbedding(7, 6),
     )  # fmt: skip
     close = torch.testing.assert_close
     normed = torch.nn.functional.layer_norm(x, (6,), eps=1e-6)

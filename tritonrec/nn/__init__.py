@@ -1,33 +1,43 @@
 """Modules over the ops, and the accumulator that makes their gradients exact."""
 
 from ..ops import GradientAccumulator
+from .attention import MultiheadAttention, TransformerEncoderLayer, scaled_dot_product_attention
+from .context import jagged, padded, samples
+from .conversion import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
+from .exact import expand
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
+from .layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import (
     MLP,
     GatedMLP,
     GatedNorm,
-    LayerNorm,
-    Linear,
     PositionalEmbedding,
     RelativeAggregate,
     RelativeBias,
 )
 from .next_item import LayerConfig, NextItemModel
+from .padding import Padded, PaddedNextItem, pad, unpad
+from .sequence import GRU, Conv1d
 from .tokens import Tokens, sum_by_sample
 
 __all__ = [
     "DLRM",
     "GRM",
+    "GRU",
     "HSTU",
     "MLP",
     "RECOMPUTED",
+    "Conv1d",
+    "Conversion",
     "DLRMConfig",
+    "Dropout",
+    "Embedding",
     "FuXi",
     "FuXiConfig",
     "FuXiLayer",
@@ -41,13 +51,28 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MMoE",
+    "MultiheadAttention",
     "NextItemModel",
+    "Padded",
+    "PaddedNextItem",
     "PositionalEmbedding",
+    "RMSNorm",
     "RelativeAggregate",
     "RelativeBias",
+    "SiLU",
+    "Sigmoid",
     "Tokens",
+    "TransformerEncoderLayer",
     "binary_cross_entropy",
+    "convert",
+    "expand",
+    "jagged",
+    "pad",
+    "padded",
     "partition_tables",
+    "samples",
+    "scaled_dot_product_attention",
     "sigmoid",
     "sum_by_sample",
+    "unpad",
 ]

@@ -1,31 +1,25 @@
-"""Small modules over the ops: each row of their output depends on one sample only, bit for bit."""
+"""Small modules of our models: each row of their output depends on one sample only, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 
 from .. import ops
+from . import layers
 
 
-class Linear(torch.nn.Module):
-    """``x @ weight.T + bias`` with rows that do not depend on the batch, and an exact weight gradient.
+class Linear(layers.Linear):
+    """`tritonrec.nn.Linear` as models of ours have it: normal with deviation ``in_features ** -0.5``.
 
-    Args:
-        in_features, out_features: sizes. bias: whether there is one.
-
-    The weight starts normal with deviation ``in_features ** -0.5``, the bias at zero.
+    The bias starts at zero.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.randn(out_features, in_features, dtype=torch.float32) * in_features**-0.5
-        )
-        self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=torch.float32)) if bias else None
-
-    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
-        """(L, in) -> (L, out); `seq_offsets` (B + 1,) tell which rows are one sample's."""
-        return ops.linear(x, self.weight, self.bias, seq_offsets)
+    def reset_parameters(self) -> None:
+        """Normal and zeros."""
+        with torch.no_grad():
+            self.weight.copy_(torch.randn(self.weight.shape, dtype=torch.float32) * self.in_features**-0.5)
+            if self.bias is not None:
+                self.bias.zero_()
 
 
 class MLP(torch.nn.Module):
@@ -55,18 +49,11 @@ class GatedMLP(torch.nn.Module):
         return self.outer(ops.silu(gate) * value, seq_offsets)
 
 
-class LayerNorm(torch.nn.Module):
-    """Layer norm over the last dimension of (L, dim)."""
+class LayerNorm(layers.LayerNorm):
+    """`tritonrec.nn.LayerNorm` with the epsilon of HSTU's published code."""
 
     def __init__(self, dim: int, eps: float = 1e-6):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=torch.float32))
-        self.bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(L, dim) -> (L, dim)."""
-        return ops.norm_mul_dropout(x, None, self.weight, self.bias, self.eps)
+        super().__init__(dim, eps)
 
 
 class GatedNorm(torch.nn.Module):

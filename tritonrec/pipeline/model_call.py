@@ -7,12 +7,13 @@ carries what held where it was read, and its micro-batches are computed under th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ..data import Batch
+from ..nn.context import Samples, samples
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class CallerSettings:
             yield
 
 
+def samples_of(model: torch.nn.Module, batch: Batch, seed: int) -> AbstractContextManager[Samples]:
+    """Inside, modules of `tritonrec.nn` know whose rows they get; see `tritonrec.nn.context`."""
+    tokens = getattr(batch, "num_tokens", None)
+    return samples(model, batch.sample_ids, getattr(batch, "offsets", None), seed, tokens)
+
+
 def train_micro_batch(
     model: torch.nn.Module,
     batch: Batch,
@@ -79,15 +86,17 @@ def train_micro_batch(
     """
     if not batch.num_samples:
         return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
-    with settings.applied():
+    with settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
-        _check_losses(losses, batch)
+        check_losses(losses, batch)
+        now.backward = True
         if batch.loss_terms:
             losses.sum().backward()
     return losses.detach()
 
 
-def _check_losses(losses: object, batch: Batch) -> None:
+def check_losses(losses: object, batch: Batch) -> None:
+    """Raise TypeError or ValueError for anything but a float32 loss of each sample, with a gradient."""
     count = batch.num_samples
     expected = f"the model must return one loss per sample, a float32 tensor of shape ({count},)"
     if not isinstance(losses, torch.Tensor):

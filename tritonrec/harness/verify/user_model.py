@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -11,11 +11,13 @@ import torch
 from ...data import Batch
 from ...distributed import Communicators
 from ...embedding import FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
-from ...pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
+from ...pipeline import PIPELINED, Consistency, Mode, Trainer, WindowConfig
 from ..job import dense_optimizer
 from .cases import Case
+from .diagnosis import Diagnosis, diagnose
 from .run_case import compare_run
-from .state import Comparison, Difference, dense_state, loss_state, table_state
+from .state import Comparison, Difference, State, dense_state, earliest, loss_state, table_state
+from .thread_ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -23,23 +25,28 @@ class ModelReport:
     """Outcome for one's own model.
 
     `cases` pairs each case with its first difference or error, None where all bits agree. `not_invariant`
-    names the first module, in the order of execution, one of whose rows depends on which other samples are
-    in the batch; None if there is none.
+    names the first module, in the order of execution, to blame for bits that depend on which samples are
+    together, and `reason` says why; None if there is none. `error` is what the model raised, and where; then
+    the only case is the reference.
     """
 
     cases: list[tuple[Case, Difference | str | None]]
     not_invariant: str | None
+    reason: str | None = None
+    error: str | None = None
 
     @property
     def passed(self) -> bool:
-        return (
-            bool(self.cases) and self.not_invariant is None and all(found is None for _, found in self.cases)
-        )
+        """Whether every case is identical and nothing was found."""
+        if self.error is not None or self.not_invariant is not None:
+            return False
+        return bool(self.cases) and all(found is None for _, found in self.cases)
 
     def __str__(self) -> str:
         lines = [f"{case}: {'identical' if found is None else found}" for case, found in self.cases]
         if self.not_invariant:
             lines.append(f"first module that is not batch-invariant: {self.not_invariant}")
+            lines.append(f"reason: {self.reason}")
         return "\n".join(lines)
 
 
@@ -48,13 +55,15 @@ def verify(
     batches: Sequence[Batch],
     features: Sequence[FeatureConfig],
     *,
+    consistency: Consistency = "batch",
+    world_sizes: Sequence[int] = (1,),
     micro_batches: Sequence[int] = (1, 2, 3),
     modes: Sequence[str] = PIPELINED,
     optimizer: OptimizerName = "adam",
     lr: float = 1e-3,
     seed: int = 0,
 ) -> ModelReport:
-    """Train your model synchronously and in every pipelined mode, and compare all bits after every step.
+    """Train your model in every pipelined mode and compare all bits with a reference run after every step.
 
     Args:
         build_model: makes the model, with the same parameters each time it is called. The model is called as
@@ -62,11 +71,14 @@ def verify(
             ``batch.lookups()`` asks for, and the step's dropout seed; it returns one loss per sample, (B,).
         batches: global batches of consecutive steps, ``batches[i].step == i``, each with two samples or more.
         features: what the model looks up; a `JaggedBatch` has the feature ``item``.
+        consistency: "batch": the reference is synchronous training of the global batch. "window": the same
+            micro-batches on the same ranks, one stage after another; any model can pass.
+        world_sizes: numbers of ranks, which are threads here; each gets an even share of every batch.
         micro_batches: values of N. modes: pipelined modes to run.
         optimizer, lr, seed: of rows and dense parameters.
 
-    Runs on one rank, with as many batches in flight as each mode has. ``print`` the report, or look at its
-    fields.
+    An error of the model ends in the report, with the module that raised it. ``print`` the report, or look at
+    its fields.
     """
     if not batches:
         raise ValueError("verify needs at least one batch")
@@ -74,95 +86,125 @@ def verify(
         batch.validate()
         if batch.step != index:
             raise ValueError(f"batches[{index}].step must be {index}, got {batch.step}")
-    rule = RowOptimizer(optimizer, lr)
-    local = Communicators.local()
+    if consistency not in ("batch", "window"):
+        raise ValueError(f"consistency must be 'batch' or 'window', got {consistency!r}")
+    runs = _Runs(build_model, batches, features, consistency, optimizer, lr, seed)
+    found = diagnose(build_model(), batches[0], features, seed, cut=consistency == "batch")
+    if found.error:
+        reference: Mode = "reference" if consistency == "batch" else "sequential"
+        return ModelReport([(runs.case(reference, 1, 1), found.error)], None, error=found.error)
+    cases = runs.cases(modes, world_sizes, micro_batches)
+    if consistency == "window" and all(difference is None for _, difference in cases):
+        # draws in the order of micro-batches are the same in every mode
+        found = Diagnosis()
+    return ModelReport(cases, found.module, found.reason)
 
-    def trainer(mode, count: int) -> Trainer:
-        model = build_model()
-        tables = HashTableCollection(features, rule, seed=seed)
-        return Trainer(
-            model,
-            tables,
-            dense_optimizer(model.parameters(), optimizer, lr, fused=False),
-            local,
-            mode,
-            WindowConfig(count, seed=seed),
-        )
 
-    not_invariant = first_not_invariant(build_model(), batches[0], features, seed)
-    cases: list[tuple[Case, Difference | str | None]] = []
-    expected: list[dict[str, torch.Tensor]] = []
-    case = Case("reference", "batch", 1, 1, False, optimizer, len(batches))
-    try:
-        with trainer("reference", 1) as reference:
-            for result in reference.run(batches):
-                losses = loss_state(result.sample_ids, result.losses)
-                expected.append({**losses, **dense_state(reference.dense), **table_state(reference.tables)})
-    except (TypeError, ValueError) as error:
-        return ModelReport([(case, str(error))], not_invariant)
-    for mode, count in product(modes, micro_batches):
-        case = Case(mode, "batch", 1, count, False, optimizer, len(batches))  # type: ignore[arg-type]
-        try:
-            with trainer(mode, count) as running:
-                comparison = Comparison(running.program.tables, rank=0, world_size=1)
-                compare_run(running, [batches], comparison, expected.__getitem__, batches[-1].step)
-            cases.append((case, comparison.first))
-        except (StageFailedError, TypeError, ValueError) as error:
-            cases.append((case, str(error)))
-    return ModelReport(cases, not_invariant)
+@dataclass(frozen=True)
+class _Runs:
+    """The arguments of `verify` that all of its runs share."""
+
+    build_model: Callable[[], torch.nn.Module]
+    batches: Sequence[Batch]
+    features: Sequence[FeatureConfig]
+    consistency: Consistency
+    optimizer: OptimizerName
+    lr: float
+    seed: int
+
+    def cases(
+        self, modes: Sequence[str], world_sizes: Sequence[int], micro_batches: Sequence[int]
+    ) -> list[tuple[Case, Difference | str | None]]:
+        """Each case with its first difference or error; only the reference where that fails."""
+        results: list[tuple[Case, Difference | str | None]] = []
+        expected: list[State] = []
+        if self.consistency == "batch":
+            try:
+                (expected,) = self._states("reference", 1, 1)
+            except Exception as error:
+                return [(self.case("reference", 1, 1), _message(error))]
+        for world_size, count in product(world_sizes, micro_batches):
+            of_rank = [expected] * world_size
+            if self.consistency == "window":
+                try:
+                    of_rank = self._states("sequential", world_size, count)
+                except Exception as error:
+                    results.append((self.case("sequential", world_size, count), _message(error)))
+                    continue
+            for mode in modes:
+                case = self.case(mode, world_size, count)  # type: ignore[arg-type]
+                try:
+                    results.append((case, self._compare(case, of_rank)))
+                except Exception as error:
+                    results.append((case, _message(error)))
+        order = {mode: place for place, mode in enumerate(modes)}
+        return sorted(results, key=lambda result: (order.get(result[0].mode, -1), result[0].world_size))
+
+    def case(self, mode: Mode, world_size: int, count: int) -> Case:
+        steps = len(self.batches)
+        return Case(mode, self.consistency, world_size, count, False, self.optimizer, steps)
+
+    def _share(self, rank: int, world_size: int) -> list[Batch]:
+        """Every world_size-th sample of each batch."""
+        if world_size == 1:
+            return list(self.batches)
+        return [
+            batch.select(torch.arange(rank, batch.num_samples, world_size, dtype=torch.int64))
+            for batch in self.batches
+        ]
+
+    def _models(self, world_size: int) -> list[torch.nn.Module]:
+        """Built one after another, since ranks are threads and torch's generator is one."""
+        return [self.build_model() for _ in range(world_size)]
+
+    def _trainer(
+        self, communicators: Communicators, models: list[torch.nn.Module], mode: Mode, count: int
+    ) -> Trainer:
+        model, rule = models[communicators.rank], RowOptimizer(self.optimizer, self.lr)
+        tables = HashTableCollection(self.features, rule, seed=self.seed)
+        dense = dense_optimizer(model.parameters(), self.optimizer, self.lr, fused=False)
+        window = WindowConfig(count, consistency=self.consistency, seed=self.seed)
+        return Trainer(model, tables, dense, communicators, mode, window)
+
+    def _states(self, mode: Mode, world_size: int, count: int) -> list[list[State]]:
+        """For each rank the state after each step of a run without overlap."""
+        models = self._models(world_size)
+        torch.manual_seed(self.seed)
+
+        def on_rank(communicators: Communicators) -> list[State]:
+            states = []
+            with self._trainer(communicators, models, mode, count) as trainer:
+                owner = trainer.reference or trainer.program
+                share = self._share(communicators.rank, world_size)
+                for result in trainer.run(share):
+                    losses = loss_state(result.sample_ids, result.losses)
+                    states.append({**losses, **dense_state(owner.dense), **table_state(owner.tables)})
+            return states
+
+        return run_ranks(world_size, on_rank)
+
+    def _compare(self, case: Case, expected: list[list[State]]) -> Difference | None:
+        models = self._models(case.world_size)
+        torch.manual_seed(self.seed)
+
+        def on_rank(communicators: Communicators) -> Difference | None:
+            rank, world_size = communicators.rank, communicators.world_size
+            with self._trainer(communicators, models, case.mode, case.micro_batches) as trainer:
+                comparison = Comparison(trainer.program.tables, rank, world_size)
+                share = self._share(rank, world_size)
+                compare_run(trainer, [share], comparison, expected[rank].__getitem__, share[-1].step)
+            return comparison.first
+
+        return earliest(run_ranks(case.world_size, on_rank))
+
+
+def _message(error: Exception) -> str:
+    """A model may raise anything; what it said, without the lines that torch adds."""
+    return str(error) if str(error) else type(error).__name__
 
 
 def first_not_invariant(
     model: torch.nn.Module, batch: Batch, features: Sequence[FeatureConfig], seed: int = 0
 ) -> str | None:
-    """Name of the first module with an output row that changes when its sample is computed alone.
-
-    Looks at float outputs whose rows are those of the samples alone, in any order; others are passed over.
-    """
-    tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
-
-    def outputs(of: Batch) -> list[tuple[str, torch.Tensor]]:
-        return _outputs(model, of, tables.peek(of.lookups()), seed)
-
-    together = outputs(batch)
-    alone = [
-        outputs(batch.select(torch.tensor([index], dtype=torch.int64))) for index in range(batch.num_samples)
-    ]
-    for place, (name, whole) in enumerate(together):
-        parts = [each[place][1] for each in alone if len(each) == len(together)]
-        if len(parts) == batch.num_samples and sum(len(part) for part in parts) == len(whole):
-            rows = torch.cat(parts)
-            if not torch.equal(_bits(rows), _bits(whole)) and _sorted_rows(rows) != _sorted_rows(whole):
-                return name
-    return None
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.float().contiguous().view(torch.int32)
-
-
-def _sorted_rows(values: torch.Tensor) -> list[bytes]:
-    return sorted(row.numpy().tobytes() for row in _bits(values))
-
-
-def _outputs(
-    model: torch.nn.Module, batch: Batch, rows: dict[str, torch.Tensor], seed: int
-) -> list[tuple[str, torch.Tensor]]:
-    """(module name, output) in the order of execution; the model itself comes last."""
-    outputs: list[tuple[str, torch.Tensor]] = []
-
-    def record(name: str):
-        def hook(module, args, output) -> None:
-            if isinstance(output, torch.Tensor) and output.is_floating_point() and output.dim():
-                outputs.append((name or type(model).__name__, output.detach()))
-
-        return hook
-
-    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            model(batch, rows, seed)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs
+    """Name of the first module to blame for values that change when a sample is computed alone, or None."""
+    return diagnose(model, batch, features, seed).module

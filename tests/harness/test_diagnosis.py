@@ -1,0 +1,278 @@
+"""Promise: `verify` names the module that breaks bits and the reason, never one that is not to blame."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from speeds import slow_except
+
+from tritonrec import nn, verify
+from tritonrec.data import NextItemLoader, load
+from tritonrec.embedding import FeatureConfig
+from tritonrec.harness.verify.diagnosis import diagnose
+from tritonrec.harness.verify.thread_ranks import run_ranks
+
+tnn = torch.nn
+DIM, LONGEST = 6, 8
+FEATURES = [FeatureConfig("item", DIM)]
+
+
+class Model(tnn.Module):
+    """A score for each token, of `body`'s hidden states; all modules are ours."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.mix = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.make()
+
+    def make(self):
+        pass
+
+    def body(self, batch, x):
+        return x
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        hidden = self.mix(self.body(batch, self.norm(rows[:tokens])))
+        return nn.sum_by_sample(torch.exp(-(hidden * rows[tokens : 2 * tokens]).sum(1)), batch.offsets)
+
+
+class Centre(tnn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Centred(Model):
+    def make(self):
+        self.centre = Centre()
+
+    def body(self, batch, x):
+        return self.centre(x)
+
+
+class CentredByItself(Model):
+    def body(self, batch, x):
+        return x - x.mean(0)
+
+
+class Normed(Model):
+    def make(self):
+        self.bn = tnn.BatchNorm1d(DIM)
+
+    def body(self, batch, x):
+        return self.bn(x)
+
+
+class Plain(Model):
+    def make(self):
+        self.plain = tnn.Linear(DIM, DIM)
+
+    def body(self, batch, x):
+        return self.plain(x)
+
+
+class Dropped(Model):
+    def make(self):
+        self.drop = tnn.Dropout(0.3)
+
+    def body(self, batch, x):
+        return self.drop(x)
+
+
+class DroppedByFunction(Model):
+    def body(self, batch, x):
+        return F.dropout(x, 0.3)
+
+
+class Curve(tnn.Module):
+    def forward(self, x):
+        return F.softplus(x)
+
+
+class Curved(Model):
+    def make(self):
+        self.curve = Curve()
+
+    def body(self, batch, x):
+        return self.curve(x)
+
+
+class Scaled(Model):
+    def make(self):
+        self.scale = tnn.Parameter(torch.ones(DIM))
+
+    def body(self, batch, x):
+        return x * self.scale
+
+
+class Broadcast(Model):
+    """One row for all tokens: its gradient is summed over them before a module of ours sees it."""
+
+    def make(self):
+        self.table = nn.PositionalEmbedding(3, DIM)
+
+    def body(self, batch, x):
+        return x + self.table(torch.tensor([1]))
+
+
+# model, module to blame, reason
+BLAMED = {
+    "a mean over the batch": (Centred, "centre", "values of other samples: a mean"),
+    "a mean in own code": (CentredByItself, "CentredByItself", "code of CentredByItself before it calls mix"),
+    "batch norm": (Normed, "bn", "batch norm, which mixes"),
+    "torch's linear": (Plain, "plain", r"BLAS|parameter plain.weight gets an ordinary"),
+    "torch's dropout": (Dropped, "drop", "draws from torch's global generator: take tritonrec.nn.Dropout"),
+    "dropout by function": (
+        DroppedByFunction, "DroppedByFunction",
+        r"global generator, in the code of DroppedByFunction before it calls mix \(Linear\)",
+    ),
+    "softplus": (Curved, "curve", "last bits only: .* softplus"),
+    "a bare parameter": (Scaled, "Scaled", "parameter scale gets an ordinary float32 .* nn.expand"),
+    "one row for all": (Broadcast, "table", "changes with the cut, .* a broadcast of one row"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batches():
+    loader = NextItemLoader(load("zipf:users=40,items=50,seed=2"), 9, LONGEST, 2, seed=0)
+    return [loader.batch(step) for step in range(2)]
+
+
+@pytest.mark.parametrize("what", BLAMED)
+def test_the_module_to_blame_is_named_with_its_reason(batches, what):
+    build, module, reason = BLAMED[what]
+    found = diagnose(build(), batches[0], FEATURES)
+    assert found.error is None and found.module == module
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(found.reason)
+
+
+def test_nobody_is_blamed_in_a_sound_model(batches):
+    class Dropping(Model):
+        def make(self):
+            self.drop, self.act = nn.Dropout(0.3), tnn.GELU()
+
+        def body(self, batch, x):
+            return self.act(self.drop(x))
+
+    for build in (Model, Dropping):
+        found = diagnose(build(), batches[0], FEATURES)
+        assert (found.error, found.module, found.reason) == (None, None, None)
+
+
+def test_a_report_prints_the_reason(batches):
+    report = verify(Centred, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
+    assert not report.passed
+    assert "first module that is not batch-invariant: centre\nreason: it depends on the values" in str(report)
+
+
+class Failing(Model):
+    def make(self):
+        self.wrong = tnn.Sequential(nn.Linear(DIM + 1, DIM))
+
+    def body(self, batch, x):
+        return self.wrong(x)
+
+
+class Scalar(Model):
+    def forward(self, *given):
+        return super().forward(*given).sum()
+
+
+class Misplaced(Model):
+    """Padded rows without saying so."""
+
+    def body(self, batch, x):
+        wide, _ = nn.pad(x, batch.offsets, LONGEST)
+        return nn.unpad(self.norm(self.mix(wide)), batch.offsets, len(x))
+
+
+ERRORS = {
+    "a layer of another size": (Failing, r"in wrong.0 \(Linear\): x must be \(L, in\)"),
+    "a scalar": (Scalar, r"the model must return one loss per sample.* it returned shape \(\)"),
+    "padded rows": (
+        Misplaced, r"in .*: mix \(Linear\) got rows \(\d+, 8\) of a batch .* enter nn.padded\(\)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_an_error_of_the_model_ends_in_the_report(batches, what):
+    build, message = ERRORS[what]
+    report = verify(build, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
+    assert not report.passed and len(report.cases) == 1 and report.not_invariant is None
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(str(report))
+
+
+class Encoder(tnn.Module):
+    """Of torch's modules, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = tnn.Embedding(LONGEST, DIM)
+        layer = tnn.TransformerEncoderLayer(DIM, 2, 8, 0.2, batch_first=True)
+        self.encoder = tnn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x, hidden):
+        x = x + self.positions(torch.arange(LONGEST)[None])
+        return self.encoder(x, torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)) * ~hidden[..., None]
+
+
+def theirs():
+    torch.manual_seed(3)
+    return nn.PaddedNextItem(Encoder(), LONGEST)
+
+
+def converted():
+    model = theirs()
+    nn.convert(model)
+    return model
+
+
+def test_torch_s_modules_are_blamed_until_they_are_converted(batches):
+    assert "global generator" in diagnose(theirs(), batches[0], FEATURES).reason
+    found = diagnose(theirs().eval(), batches[0], FEATURES)
+    assert found.module.startswith("body.encoder") and "tritonrec.nn" in found.reason
+    assert diagnose(converted(), batches[0], FEATURES).module is None
+
+
+@pytest.mark.parametrize("most", slow_except([2], [2, 3]))
+def test_several_ranks(batches, most):
+    worlds = range(1, most + 1)
+    options = {"modes": ("nestpipe",), "micro_batches": (2,), "world_sizes": worlds}
+    report = verify(converted, batches, FEATURES, **options)
+    assert report.passed, str(report)
+    assert [case.world_size for case, _ in report.cases] == list(worlds)
+
+
+def test_a_float_sum_shows_on_several_ranks(batches):
+    report = verify(Plain, batches, FEATURES, modes=("nestpipe",), micro_batches=(1,), world_sizes=(2,))
+    assert not report.passed and "parameter plain.weight" in str(report)
+
+
+def test_any_model_passes_at_window_consistency(batches):
+    for build in (theirs, Normed, Dropped):
+        report = verify(
+            build, batches, FEATURES, consistency="window", modes=("nestpipe",), micro_batches=(1, 2)
+        )
+        assert report.passed, str(report)
+    report = verify(
+        Centred, batches, FEATURES, consistency="window", modes=("nestpipe",), micro_batches=(2,),
+        world_sizes=(2,),
+    )  # fmt: skip
+    assert report.passed, str(report)
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def fails(communicators):
+        if communicators.rank == 1:
+            raise ValueError("rank 1 is out")
+        return communicators.control.all_reduce(torch.ones(1), "x")
+
+    with pytest.raises(ValueError, match="rank 1 is out"):
+        run_ranks(3, fails)
+    sums = run_ranks(3, lambda group: group.control.all_reduce(torch.tensor([group.rank + 0.5]), "x"))
+    assert [float(one) for one in sums] == [4.5] * 3
+    texts = run_ranks(2, lambda group: group.control.all_gather_texts("ab"[group.rank]))
+    assert texts == [["a", "b"]] * 2

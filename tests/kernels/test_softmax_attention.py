@@ -1,0 +1,325 @@
+"""Softmax attention: torch's weights by sequence, and a sequence keeps its bits in any batch."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from float_error import assert_error_at_most_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from speeds import slow_on_triton
+
+from tritonrec.kernels.softmax_attention import softmax_attention
+from tritonrec.kernels.softmax_attention.reference import Call
+from tritonrec.kernels.softmax_attention.register import SOFTMAX_ATTENTION, SOFTMAX_ATTENTION_BACKWARD
+
+GPU = torch.cuda.is_available()
+TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
+IMPLS = ["reference", "cpu", TRITON]
+RESULTS = ("out", "dq", "dk", "dv")
+
+# name: lengths of queries, of keys (None: the same), heads, D, E, causal, bias, dropout. Triton's blocks have
+# 32 rows.
+CASES = {
+    "empty": ([], None, 2, 3, 4, True, "", 0.0),
+    "all_empty": ([0, 0, 0], None, 2, 3, 4, False, "", 0.0),
+    "one_row": ([1], None, 1, 1, 1, True, "", 0.0),
+    "skewed": ([33, 1, 0, 3, 2], None, 2, 8, 8, True, "", 0.0),
+    "every_key": ([5, 0, 18], None, 2, 4, 6, False, "", 0.0),
+    "block_plus_one": ([65], None, 1, 8, 4, True, "", 0.0),
+    "odd_dim": ([21, 6], None, 3, 13, 9, True, "", 0.25),
+    "dropped": ([35, 2], None, 2, 4, 4, False, "", 0.4),
+    "other_keys": ([5, 0, 7, 2], [3, 4, 0, 37], 2, 5, 5, False, "", 0.0),
+    "other_keys_causal": ([9, 3], [4, 20], 1, 4, 4, True, "", 0.0),
+    "padded_left": ([6, 6, 6], None, 2, 4, 4, True, "left", 0.0),
+    "padded_right": ([6, 6, 6], None, 2, 4, 4, False, "right", 0.2),
+    "biased": ([7, 34], None, 2, 4, 4, True, "any", 0.1),
+    "non_contiguous": ([5, 18], None, 2, 3, 3, True, "", 0.0),
+}
+LONG = {"block_plus_one", "skewed", "other_keys", "every_key", "dropped"}  # slow under Triton
+
+
+def on(impl, value):
+    return value.cuda() if impl == "triton" and GPU and isinstance(value, torch.Tensor) else value
+
+
+def bias_of(kind, lengths, heads, generator):
+    count, longest = len(lengths), max(lengths, default=0)
+    if kind == "any":
+        return torch.randn(count, heads, longest, longest + 2, generator=generator) * 2
+    padded = torch.zeros(count, 1, 1, longest)
+    for b in range(count):
+        hidden = 2 * b
+        padded[b, ..., :hidden] = -torch.inf
+    padded = padded if kind == "left" else padded.flip(3)
+    return padded.expand(-1, heads, longest, -1)
+
+
+@lru_cache
+def case(name):
+    """do, q, k, v, and the call."""
+    lengths, keys, heads, dim, dim_v, causal, kind, p = CASES[name]
+    keys = lengths if keys is None else keys
+    generator = torch.Generator().manual_seed(11)
+    q, k, v, do = (
+        (torch.randn(sum(n), heads, 2 * d, generator=generator) * 1.8 + 0.1)[..., :d]
+        for n, d in ((lengths, dim), (keys, dim), (keys, dim_v), (lengths, dim_v))
+    )
+    tensors = (do, q, k, v)
+    if name != "non_contiguous":
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+    bias = bias_of(kind, lengths, heads, generator) if kind else None
+    q_offsets, k_offsets = (torch.tensor([0, *np.cumsum(n)], dtype=torch.int64) for n in (lengths, keys))
+    k_offsets = None if keys is lengths else k_offsets
+    longest, samples = max([*lengths, *keys], default=0), torch.arange(len(lengths)) * 2**33 - 3
+    return tensors, Call(q_offsets, k_offsets, longest, 0.7, causal, bias, p, 2**40 + 5, samples)
+
+
+def run(impl, tensors, call):
+    """out, dq, dk, dv."""
+    do, *qkv = (on(impl, tensor) for tensor in tensors)
+    rest = [on(impl, value) for value in call]
+    out, most, total = SOFTMAX_ATTENTION(*qkv, *rest, impl=impl)
+    gradients = SOFTMAX_ATTENTION_BACKWARD(do, out, most, total, *qkv, *rest, impl=impl)
+    return [tensor.cpu() for tensor in (out, *gradients)]
+
+
+def by_torch(tensors, call, dtype):
+    """The same by torch's softmax and autograd, pair by pair; a row without keys is 0."""
+    do, q, k, v = (tensor.detach().to(dtype).clone() for tensor in tensors)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    rows = []
+    for b, queries, keys in call.sequences():
+        for h in range(q.shape[1]):
+            s = (q[queries, h] @ k[keys, h].t()) * call.scale
+            if call.bias is not None:
+                s = s + call.bias[b, h, : s.shape[0], : s.shape[1]].to(dtype)
+            if call.causal:
+                s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -torch.inf)
+            some = (s > -torch.inf).any(1, keepdim=True)
+            p = torch.where(some, torch.softmax(torch.where(some, s, 0.0), 1), 0.0)
+            rows.append((p * call.kept(s.detach().float(), b, h).to(dtype)) @ v[keys, h])
+    heads = q.shape[1]
+    out = [torch.stack(rows[b * heads : (b + 1) * heads], 1) for b in range(len(rows) // heads)]
+    out = torch.cat(out) if out else (q.sum() + k.sum() + v.sum()).expand(0, heads, v.shape[2])
+    return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+
+@lru_cache
+def expected_of(name):
+    return by_torch(*case(name), torch.float32), by_torch(*case(name), torch.float64)
+
+
+@pytest.mark.parametrize(("impl", "name"), slow_on_triton(IMPLS, CASES, CASES.keys() - LONG))
+def test_error_is_that_of_plain_float32(impl, name):
+    (do, q, k, _), call = case(name)
+    results = run(impl, *case(name))
+    # Triton's kernels take <do, out> where torch adds up p * slope, whose errors cancel in the difference
+    along = max((float(t.detach().abs().max()) for t in (q, k) if t.numel()), default=0.0)
+    along *= float((do * results[0]).abs().sum(2).max()) * call.scale if do.numel() else 0.0
+    for what, *values in zip(RESULTS, results, *expected_of(name), strict=True):
+        assert_error_at_most_twice(*values, what, along if impl == "triton" and what in ("dq", "dk") else 0)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("impl", IMPLS)
+def test_weights_are_written_out(impl):
+    """One feature of 0: every seen key has the same weight, and a query that sees none gives 0."""
+    q, v = torch.zeros(5, 1, 1), torch.tensor([8.0, 4.0, 2.0, 1.0, 16.0]).view(5, 1, 1)
+    offsets = torch.tensor([0, 4, 5])
+    options = {"seq_offsets": offsets, "max_seq_len": 4, "impl": impl}
+    q, v, options["seq_offsets"] = on(impl, q), on(impl, v), on(impl, offsets)
+    out = softmax_attention(q, q, v, causal=True, **options)
+    torch.testing.assert_close(out.flatten().cpu(), torch.tensor([8, 6, 14 / 3, 3.75, 16]))
+    assert softmax_attention(q, q, v, **options).flatten().tolist() == [3.75] * 4 + [16]
+    hidden = torch.zeros(2, 1, 4, 4)
+    hidden[0, 0, :, 0] = -torch.inf
+    out = softmax_attention(q, q, v, causal=True, bias=on(impl, hidden), **options)
+    torch.testing.assert_close(out.flatten().cpu(), torch.tensor([0, 4, 3, 7 / 3, 16]))
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_it_is_scaled_dot_product_attention(impl):
+    """A padded batch is the case of equal lengths."""
+    q, k, v = torch.randn(3, 2, 3, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+    out = softmax_attention(
+        *(on(impl, tensor) for tensor in flat), on(impl, torch.tensor([0, 6, 12])), 6, causal=True, impl=impl
+    )
+    torch.testing.assert_close(out.cpu().unflatten(0, (2, 6)).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(("impl", "p"), slow_on_triton(["cpu", TRITON], [0.0, 0.3], [0.3]))
+def test_a_sequence_keeps_its_bits_in_any_batch(impl, p, threads_one_and_two):
+    lengths, heads, dim = ([301, 1, 0, 210, 66], 2, 64) if impl == "cpu" else ([34, 1, 0, 17], 1, 8)
+    generator = torch.Generator().manual_seed(3)
+    pieces = [
+        tensor.split(lengths)
+        for tensor in torch.randn(4, sum(lengths), heads, dim, generator=generator).unbind()
+    ]
+
+    def batch(order, room=0):
+        chosen = [lengths[b] for b in order]
+        tensors = [torch.cat([piece[b] for b in order]) for piece in pieces]
+        offsets, samples = torch.tensor([0, *np.cumsum(chosen)]), torch.tensor(order) + 9
+        call = Call(offsets, offsets, max(chosen) + room, 0.4, True, None, p, 7, samples)
+        parts = [result.split(chosen) for result in run(impl, tensors, call)]
+        return dict(zip(order, zip(*parts, strict=True), strict=True))
+
+    order = list(range(len(lengths)))
+
+    def batches():
+        return batch(order), batch(order[::-1], 100), *(batch([b]) for b in order)
+
+    for whole, *others in threads_one_and_two(batches) if impl == "cpu" else [batches()]:
+        for other in others:
+            for b, parts in other.items():
+                for what, one, same in zip(RESULTS, whole[b], parts, strict=True):
+                    assert torch.equal(one, same), f"{what} of sequence {b}"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_dropout_keeps_the_same_weights_everywhere(impl):
+    """q = 0 and v one-hot: the output is the row of weights, and its zeros are those of the reference."""
+    q, v = torch.zeros(9, 2, 4), torch.eye(9)[:, None].expand(-1, 2, -1)
+    offsets, samples = torch.tensor([0, 9]), torch.tensor([2**40])
+    call = Call(offsets, offsets, 9, 1.0, False, None, 0.5, -3, samples)
+    outs = [run(one, (v, q, q, v.contiguous()), call)[0] for one in ("reference", impl)]
+    torch.testing.assert_close(*outs)
+    assert torch.equal(*(out == 0 for out in outs))
+    assert not torch.equal(outs[0][:, 0] == 0, outs[0][:, 1] == 0)  # heads draw apart
+    assert 20 < (outs[0] > 0).sum() < 142 and outs[0].max() == pytest.approx(2 / 9)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nan_stays_in_its_sequence_and_is_seen(impl):
+    (do, q, k, v), call = case("skewed")
+    expected = run(impl, (do, q, k, v), call)
+    poisoned = [tensor.clone() for tensor in (do, q, k, v)]
+    for tensor in poisoned:
+        tensor[34:37] = float("nan")  # sequence 3
+    got = run(impl, poisoned, call)
+    for one, other in zip(got, expected, strict=True):
+        assert one[34:37].isnan().all()
+        assert torch.equal(one[:34], other[:34]) and torch.equal(one[37:], other[37:])
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_large_scores_neither_overflow_nor_vanish(impl):
+    q = torch.tensor([300.0, -300.0, 1.0]).view(3, 1, 1)
+    v = torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
+    offsets = torch.tensor([0, 3])
+    call = Call(offsets, offsets, 3, 1.0, False, None, 0.0, 0, None)
+    out = run(impl, (v, q, q, v), call)[0].flatten()
+    torch.testing.assert_close(out, torch.tensor([1.0, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize(("impl", "name"), slow_on_triton(["cpu", TRITON], ["odd_dim", "biased"], ["biased"]))
+def test_any_strides_and_int32_offsets(impl, name):
+    (do, q, k, v), call = case(name)
+    expected = run(impl, (do, q, k, v), call)
+    turned = [tensor.permute(2, 1, 0).contiguous().permute(2, 1, 0) for tensor in (do, q, k, v)]
+    bias = None if call.bias is None else call.bias.transpose(2, 3).contiguous().transpose(2, 3)
+    small = call._replace(q_offsets=call.q_offsets.int(), key_offsets=call.q_offsets.int(), bias=bias)
+    assert all(map(torch.equal, run(impl, turned, small), expected))
+
+
+@pytest.mark.parametrize(("impl", "name"), slow_on_triton([TRITON], ["odd_dim", "skewed"], ["odd_dim"]))
+def test_every_element_is_written_and_nothing_else(impl, name):
+    from tritonrec.kernels.softmax_attention import triton_softmax_attention as kernels
+
+    (do, *qkv), call = case(name)
+    expected = run(impl, (do, *qkv), call)
+    do, *qkv = (on(impl, tensor) for tensor in (do, *qkv))
+    call = Call(*(on(impl, value) for value in call))
+
+    def guarded(shape):
+        around = torch.full([size + 2 for size in shape], float("nan"), device=do.device)
+        return around, around[(slice(1, -1),) * len(shape)]
+
+    shapes = do.shape, *(tensor.shape for tensor in qkv)
+    buffers, inner = zip(*(guarded(shape) for shape in shapes), strict=True)
+    most, total = torch.full((2, *do.shape[:2]), float("nan"), device=do.device).unbind()
+    kernels.forward(*qkv, call, inner[0], most, total)
+    kernels.backward(do, inner[0], most, total, *qkv, call, *inner[1:])
+    for what, got, value, around in zip(RESULTS, inner, expected, buffers, strict=True):
+        assert torch.equal(got.cpu(), value), what
+        assert around.isnan().sum() == around.numel() - got.numel(), f"guard band of {what}"
+    assert torch.isfinite(most).all() and (total >= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_offsets": torch.tensor([1, 3, 5])}, r"seq_offsets\[0\] must be 0"),
+        ({"key_offsets": torch.tensor([0, 3, 4])}, "key_offsets must end at the 5 tokens"),
+        ({"k": torch.ones(4, 2, 3), "v": torch.ones(4, 2, 3)}, "q has 5 rows and k 4: give key_offsets"),
+        ({"key_offsets": torch.tensor([0, 5])}, r"key_offsets must be \(3,\), got \(2,\)"),
+        ({"max_seq_len": 2}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
+        ({"k": torch.ones(5, 3, 2)}, r"q \(5, 2, 3\), k \(5, 3, 2\)"),
+        ({"v": torch.ones(5, 2, 3).double()}, "must be float32, got .* torch.float64"),
+        ({"bias": torch.ones(2, 2, 2, 3)}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
+        ({"bias": torch.ones(1, 2, 3, 3)}, r"bias must be \(2, 2, I, J\) float32, got \(1, 2, 3, 3\)"),
+        ({"bias": torch.ones(2, 2, 3, 3, requires_grad=True)}, "bias gets no gradient"),
+        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
+        ({"dropout": 0.5}, r"sample_ids must be \(2,\) int64, got None"),
+    ],
+)
+@pytest.mark.parametrize("impl", IMPLS[:2])
+def test_what_does_not_fit_is_refused(impl, change, message):
+    fits = {name: torch.ones(5, 2, 3) for name in ("q", "k", "v")}
+    fits |= {"seq_offsets": torch.tensor([0, 3, 5]), "max_seq_len": 3, "impl": impl}
+    softmax_attention(**fits)
+    with pytest.raises(ValueError, match=message):
+        softmax_attention(**{**fits, **change})
+
+
+def test_compiles_as_one_graph():
+    (do, *qkv), call = case("skewed")
+
+    def both(attention):
+        leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+        out = attention(*leaves, call.q_offsets, call.max_seq_len, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+    compiled = torch.compile(softmax_attention, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, both(compiled), both(softmax_attention)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_registration(impl):
+    (do, *qkv), call = case("biased")
+    qkv = [tensor.detach() for tensor in qkv]
+    torch.library.opcheck(torch.ops.tritonrec.softmax_attention.default, (*qkv, *call, impl))
+    saved = SOFTMAX_ATTENTION(*qkv, *call, impl=impl)
+    backward = torch.ops.tritonrec.softmax_attention_backward.default
+    torch.library.opcheck(backward, (do, *saved, *qkv, *call, impl))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 19),
+    st.sampled_from([0.0, 0.4]), st.booleans(), st.integers(0, 2**32 - 1), st.data(),
+)  # fmt: skip
+def test_a_batch_is_its_halves_end_to_end(lengths, heads, dim, p, causal, seed, data):
+    """Bit for bit, and as torch says in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = torch.randn(4, sum(lengths), heads, dim, generator=generator).unbind()
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    cut = data.draw(st.integers(0, len(lengths)))
+    at = int(offsets[cut])
+
+    def part(rows, offsets, samples):
+        call = Call(offsets, offsets, 9, 0.5, causal, None, p, seed, torch.tensor(samples, dtype=torch.int64))
+        return [tensor[rows] for tensor in tensors], call
+
+    numbers = list(range(len(lengths)))
+    both = part(slice(None), offsets, numbers)
+    left = run("cpu", *part(slice(at), offsets[: cut + 1], numbers[:cut]))
+    right = run("cpu", *part(slice(at, None), offsets[cut:] - at, numbers[cut:]))
+    whole, exact = run("cpu", *both), by_torch(*both, torch.float64)
+    for what, *parts, value in zip(RESULTS, whole, left, right, exact, strict=True):
+        assert torch.equal(parts[0], torch.cat(parts[1:])), what
+        torch.testing.assert_close(parts[0].double(), value, rtol=1e-4, atol=1e-4)

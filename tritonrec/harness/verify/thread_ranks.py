@@ -1,0 +1,102 @@
+"""Ranks as threads of one process, which exchange tensors by handing them over.
+
+For checks of a model that cannot be sent to another process, such as a class made in a notebook. Collectives
+are those of `Communicator`: all of them are made of `all_to_all` and `all_reduce`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from ...distributed import Communicator, Communicators
+
+Result = TypeVar("Result")
+TIMEOUT = 120.0
+"""Seconds that a rank waits for the others, which may compile kernels meanwhile."""
+
+
+class _Table:
+    """Where the ranks of one group put what the others take."""
+
+    def __init__(self, world_size: int):
+        self.slots: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT)
+
+
+class ThreadCommunicator(Communicator):
+    """The collectives of one group on one rank."""
+
+    def __init__(self, table: _Table, rank: int, name: str):
+        super().__init__(None, name)
+        self._table, self.rank, self.world_size = table, rank, len(table.slots)
+
+    def all_to_all(
+        self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `Communicator.all_to_all`."""
+        received = self._swap(
+            values.split(send), lambda slots: torch.cat([parts[self.rank] for parts in slots])
+        )
+        return received if out is None else out.copy_(received)
+
+    def all_reduce(self, values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
+        """As `Communicator.all_reduce`; floats are added in the order of ranks."""
+        self._check_overflow(values, name)
+
+        def total(slots: list[torch.Tensor]) -> torch.Tensor:
+            first, *others = slots
+            result = first.clone()
+            for other in others:
+                result += other
+            return result
+
+        return values.copy_(self._swap(values, total))
+
+    def _swap(self, mine: Any, take: Callable[[list[Any]], torch.Tensor]) -> torch.Tensor:
+        table = self._table
+        try:
+            table.slots[self.rank] = mine
+            table.barrier.wait()
+            taken = take(table.slots)
+            table.barrier.wait()  # nobody changes what another one still reads
+        except threading.BrokenBarrierError:
+            raise RuntimeError("another rank stopped") from None
+        return taken
+
+
+def run_ranks(world_size: int, function: Callable[[Communicators], Result]) -> list[Result]:
+    """Call ``function(communicators)`` on every rank at once; results in order, or the first rank's error.
+
+    A rank that fails ends the others, whose errors say so and are not raised.
+    """
+    names = [each.name for each in fields(Communicators) if each.type == "Communicator"]
+    alone = {"replica_routing", "replica"}
+    tables = {name: _Table(1 if name in alone else world_size) for name in names}
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> Result:
+        groups: dict[str, Any] = {
+            name: Communicator() if name in alone else ThreadCommunicator(table, number, name)
+            for name, table in tables.items()
+        }
+        try:
+            return function(Communicators(**groups))
+        except BaseException as error:
+            errors.append(error)
+            for table in tables.values():
+                table.barrier.abort()
+            raise
+
+    if world_size == 1:
+        return [function(Communicators.local())]
+    with ThreadPoolExecutor(world_size, thread_name_prefix="tritonrec-rank") as pool:
+        futures = [pool.submit(rank, number) for number in range(world_size)]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

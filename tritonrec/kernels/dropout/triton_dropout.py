@@ -1,0 +1,46 @@
+# mypy: ignore-errors
+"""Dropout in Triton: a program holds COLUMNS elements of one row at a time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonrec.kernels.norm_mul_dropout.triton_norm import draw_kept
+from tritonrec.kernels.philox import DROPOUT
+
+MOST_PROGRAMS = 65535  # a launch may have no more along an axis
+MOST_COLUMNS = 1024
+
+
+@triton.jit
+def drop_kernel(
+    x_ptr, samples_ptr, positions_ptr, y_ptr, x_row, x_column, seed, tag, threshold, factor, rows, dim,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y = x * kept, where kept is `factor` or 0."""
+    start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    for row in range(start, rows, tl.num_programs(0)):
+        sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
+        for first in range(tl.full((), 0, tl.int64), dim, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            x = tl.load(x_ptr + row * x_row + column * x_column, mask=column < dim, other=0.0)
+            # Philox blocks have four columns each
+            kept = draw_kept(seed, tag + first // 4, sample, position, threshold, factor, COLUMNS)
+            tl.store(y_ptr + row * dim + column, x * kept, mask=column < dim)
+
+
+def dropout(
+    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """See `tritonrec.kernels.dropout.op.dropout`."""
+    y = x.new_empty(x.shape)
+    if y.numel():
+        rows, dim = x.shape
+        columns = min(max(4, triton.next_power_of_2(dim)), MOST_COLUMNS)
+        drop_kernel[(min(rows, MOST_PROGRAMS),)](
+            x, sample_ids.contiguous(), positions.contiguous(), y, *x.stride(), seed, DROPOUT,
+            int(p * 2**32), 1 / (1 - p), rows, dim, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y

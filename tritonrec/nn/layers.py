@@ -1,0 +1,256 @@
+"""torch's small modules with rows that depend on one sample only and exact gradients.
+
+Constructors, parameter names, shapes and initial distributions are those of ``torch.nn``, so `state_dict`
+goes both ways; what a module cannot do it refuses by name. Rows may have any leading dimensions; whose they
+are, `context` tells. Parameters are float32, whatever torch's default is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .. import ops
+from . import context
+from .exact import differentiable_sigmoid, expand, rms_normed
+
+
+def new_parameter(*shape: int, device=None, dtype=None) -> torch.nn.Parameter:
+    """An empty parameter, float32 unless a dtype is given."""
+    return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype or torch.float32))
+
+
+def refuse(module: str, **options: object) -> None:
+    """Raise ValueError for an option that is not at the value where it does nothing."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(f"nn.{module} has no {name}={value!r}")
+
+
+class Linear(torch.nn.Module):
+    """``x @ weight.T + bias``, as ``torch.nn.Linear``, with rows that do not depend on the batch.
+
+    Args:
+        in_features, out_features: sizes. bias: whether there is one.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = new_parameter(out_features, in_features, device=device, dtype=dtype)
+        self.bias = new_parameter(out_features, device=device, dtype=dtype) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """torch's: uniform within in_features ** -0.5."""
+        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = max(self.in_features, 1) ** -0.5
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """(..., in) -> (..., out); `seq_offsets` (B + 1,) tell which rows of an (L, in) are one sample's."""
+        if seq_offsets is None:
+            seq_offsets = context.row_offsets(tuple(x.shape[:-1]), self.weight, self, x.device)
+        if x.dim() == 2:
+            return ops.linear(x, self.weight, self.bias, seq_offsets)
+        y = ops.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, seq_offsets)
+        return y.unflatten(0, x.shape[:-1]) if x.dim() else y
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def _last_dimension(module: str, normalized_shape: int | Sequence[int]) -> int:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if len(shape) != 1:
+        raise ValueError(f"nn.{module} has no normalized_shape={shape}: it norms the last dimension")
+    return shape[0]
+
+
+class LayerNorm(torch.nn.Module):
+    """``torch.nn.LayerNorm`` over the last dimension."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dim = _last_dimension("LayerNorm", normalized_shape)
+        self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
+        self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None
+        self.bias = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine and bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones and zeros."""
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim) -> (..., dim)."""
+        weight = x.new_ones(self.normalized_shape) if self.weight is None else self.weight
+        bias = x.new_zeros(self.normalized_shape) if self.bias is None else self.bias
+        y = ops.norm_mul_dropout(
+            x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), None, weight, bias, self.eps
+        )
+        return y if x.dim() == 2 else y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class RMSNorm(torch.nn.Module):
+    """``torch.nn.RMSNorm`` over the last dimension."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dim = _last_dimension("RMSNorm", normalized_shape)
+        self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
+        self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim) -> (..., dim)."""
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.dtype != torch.float32 or rows.shape[1] != self.normalized_shape[0]:
+            raise ValueError(
+                f"x must be (..., {self.normalized_shape[0]}) float32, got {tuple(x.shape)} {x.dtype}"
+            )
+        y = rms_normed(rows, torch.finfo(torch.float32).eps if self.eps is None else self.eps)
+        return (y if self.weight is None else y * expand(self.weight, len(rows))).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class Embedding(torch.nn.Module):
+    """``torch.nn.Embedding``: a learned row for each of a few ids, such as positions or categories.
+
+    An id table that grows, is sharded or has a sparse optimizer is a feature (`tritonrec.embedding`).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        refuse("Embedding", max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx {padding_idx} is outside [0, {num_embeddings})")
+            padding_idx %= num_embeddings
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        if _weight is None:
+            self.weight = new_parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
+            self.reset_parameters()
+        else:
+            self.weight = torch.nn.Parameter(_weight)
+        self.weight.requires_grad_(not _freeze)
+
+    def reset_parameters(self) -> None:
+        """torch's: normal with deviation 1, and a zero row of padding."""
+        torch.nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].fill_(0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) int64 or int32 -> (..., dim). The row of `padding_idx` gets no gradient.
+
+        While a trainer computes, ids (1, T) of padded rows are those of every sample, and the result is
+        (B, T, dim): a result (1, T, dim) would be summed over the batch in backward.
+        """
+        now = context.current()
+        if now is not None and self.weight.requires_grad and torch.is_grad_enabled():
+            if now.seq_offsets is None and ids.dim() > 1 and len(ids) == 1:
+                ids = ids.expand(len(now.sample_ids), *ids.shape[1:])
+            if context.sums_exactly(self.weight):
+                now.check(tuple(ids.shape), self)
+        rows = ops.gather_rows(self.weight, ids.reshape(-1).long())
+        if self.padding_idx is not None:
+            rows = torch.where((ids.reshape(-1) == self.padding_idx)[:, None], rows.detach(), rows)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
+
+
+class Dropout(torch.nn.Module):
+    """``torch.nn.Dropout`` whose mask is a function of (seed, module, sample, position, column).
+
+    A trainer gives the seed and the samples (`context`); the module's number is its place in the model. A
+    direct call outside of a trainer draws from torch's global generator, as torch's module does. `eval`
+    does nothing.
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must lie in [0, 1], got {p}")
+        self.p, self.inplace = p, inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape whose first dimension, or first two, are the rows of `context`."""
+        if not self.training or self.p == 0:
+            return x
+        now = context.current()
+        if now is None or self.p == 1:
+            return F.dropout(x, self.p)
+        owners, positions = now.places(tuple(x.shape[:-1]), self)
+        rows = x.reshape(len(owners), -1) if x.numel() else x.reshape(len(owners), 0)
+        return ops.dropout(rows, self.p, now.draw_seed(self), owners, positions).view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class SiLU(torch.nn.Module):
+    """``torch.nn.SiLU`` by `ops.silu`."""
+
+    def __init__(self, inplace: bool = False):
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape, float32."""
+        return ops.silu(x)
+
+
+class Sigmoid(torch.nn.Module):
+    """``torch.nn.Sigmoid`` whose value at an element depends on that element alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return differentiable_sigmoid(x)
