@@ -3,6 +3,7 @@
 from .check import ScheduleError, check
 from .dense import DenseModel
 from .executor import Executor, StageFailedError
+from .gather import whole_rows, whole_tables
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
 from .program import Program
@@ -64,6 +65,8 @@ __all__ = [
     "restore",
     "run_sequentially",
     "schedule_of",
+    "whole_rows",
+    "whole_tables",
     "with_norm",
     "with_replicas",
 ]

@@ -26,6 +26,7 @@ from .dense import DenseModel
 from .dense_checks import validate_invariant
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
+from .gather import whole_tables
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
@@ -354,6 +355,14 @@ class Trainer:
         """
         self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept)
         return self.next_step
+
+    def whole_tables(self) -> HashTableCollection:
+        """Every rank's weights in tables of one process, for an evaluation. Collective.
+
+        Ids that no rank has seen have their initial values there. Raises RuntimeError while batches are in
+        flight.
+        """
+        return whole_tables(self._communicators, self.tables)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

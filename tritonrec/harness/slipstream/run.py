@@ -24,7 +24,7 @@ from ...settings import setting
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from ..job import Job
 from ..train.evaluate import evaluate_model
-from ..train.gather import gathered, state_digest, totals
+from ..train.gather import state_digest, totals
 from ..train.loop import progress_bar
 from ..train.run import Run, settings_of
 from .report import print_slipstream
@@ -234,9 +234,7 @@ def _turn(left: RemainingLoader, turn: int, accumulate: int) -> range:
 
 
 def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: ClickLoader) -> dict[str, Any]:
-    metrics = evaluate_model(
-        branch.trainer.dense.evaluated, gathered(communicators, branch.tables, job), loader
-    )
+    metrics = evaluate_model(branch.trainer.dense.evaluated, branch.trainer.whole_tables(), loader)
     seconds = _each_rank(communicators, int(branch.cpu * 1e6))
     return {
         "drop": branch.drop,

@@ -1,4 +1,4 @@
-"""State of all ranks together: whole tables, counts, the digest, the trace."""
+"""State of all ranks together: counts, the digest, the trace."""
 
 from __future__ import annotations
 
@@ -10,29 +10,8 @@ import torch
 
 from ...distributed import Communicator, Communicators
 from ...embedding import HashTableCollection
+from ...pipeline import whole_rows
 from ...trace import save_joined
-from ..job import Job
-
-
-def _whole_tables(
-    communicators: Communicators, tables: HashTableCollection
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Every rank's ids, ascending, and rows of each logical table."""
-    whole = {}
-    for name, part in tables.export().items():
-        ids, rows = (torch.cat(communicators.shard_control.all_gather(values)) for values in part)
-        ids, order = torch.sort(ids)
-        whole[name] = ids, rows[order]
-    return whole
-
-
-def gathered(communicators: Communicators, tables: HashTableCollection, job: Job) -> HashTableCollection:
-    """Every rank's weights in tables of one process."""
-    whole = job.tables("sgd")
-    for name, (ids, rows) in _whole_tables(communicators, tables).items():
-        dim = whole.initial_rows(name, ids[:0]).shape[1]
-        whole.load(name, ids, rows[:, :dim].contiguous())
-    return whole
 
 
 def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
@@ -74,7 +53,7 @@ def state_digest(
     for name in sorted(dense):
         digest.update(name.encode())
         digest.update(dense[name].cpu().contiguous().numpy().tobytes())
-    for name, parts in sorted(_whole_tables(communicators, tables).items()):
+    for name, parts in sorted(whole_rows(communicators, tables).items()):
         digest.update(name.encode())
         for part in parts:
             digest.update(part.contiguous().numpy().tobytes())

@@ -18,7 +18,7 @@ from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from ..progress import CommandProgress, announce_compilation, steady_seconds
 from .evaluate import baseline, evaluate_model
-from .gather import gathered, save_trace, state_digest, table_totals, totals
+from .gather import save_trace, state_digest, table_totals, totals
 from .resume import metadata, resume
 from .run import Run, settings_of
 from .summary import in_words, stopped_line, summary_table, tables_line
@@ -85,9 +85,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 break
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 with communicators.watch.doing(f"evaluation({last})"):
-                    metrics = evaluate_model(
-                        trainer.dense.evaluated, gathered(communicators, tables, run.job), held_out
-                    )
+                    metrics = evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out)
                 console.print(f"step {last}: loss {loss:.4f}, {in_words(metrics)}")
     if run.trace:
         save_trace(communicators, recorder, run.trace)

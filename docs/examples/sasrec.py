@@ -1,0 +1,91 @@
+"""SASRec of torch's own modules, trained as people do: AdamW, warm-up and cosine, clipping, averaged weights,
+early stopping, an evaluation every epoch, and a checkpoint to go on from at any number of ranks.
+
+    python docs/examples/sasrec.py out/sasrec
+    torchrun --nproc-per-node 2 docs/examples/sasrec.py out/sasrec     # the same bits
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import tritonrec
+from tritonrec import checkpoint, nn, ops
+from tritonrec.data import Lookup, NextItemLoader, evaluate, load_interactions
+from tritonrec.embedding import WarmupCosine
+
+DIM, LENGTH, LR, WARMUP = 64, 50, 1e-3, 20
+
+
+class SASRec(torch.nn.Module):
+    """Kang and McAuley 2018: x (B, T, D) embedding rows, hidden (B, T) True where there is no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(0.2)
+        layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, 0.2, batch_first=True, norm_first=True)
+        norm = torch.nn.LayerNorm(DIM)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+
+    def forward(self, x, hidden):
+        x = self.drop(x * DIM**0.5 + self.positions(torch.arange(LENGTH)[None]))
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return self.encoder(x, mask=causal, src_key_padding_mask=hidden)
+
+
+def metrics(model, tables, loader):
+    """Full ranking of each user's held-out item."""
+    items = tables.peek({"item": Lookup(loader.catalogue)})["item"]
+
+    def scores(history):
+        hidden = model.encode(history, tables.peek({"item": Lookup(history.ids)})["item"])
+        return ops.linear(hidden[history.offsets[1:] - 1], items, None)  # each user's last token
+
+    with torch.no_grad():
+        return evaluate(scores, loader, ks=(10,))
+
+
+def main(folder, data, epochs, patience, mode, micro_batches):
+    torch.manual_seed(0)
+    model = nn.PaddedNextItem(SASRec(), LENGTH)
+    nn.convert(model)  # torch's modules become ours of the same names
+    with tritonrec.from_environment() as ranks:
+        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, 0, ranks.rank, ranks.world_size)
+        steps = epochs * loader.steps_per_epoch
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+        warmup, cosine = LinearLR(optimizer, 0.1, total_iters=WARMUP), CosineAnnealingLR(optimizer, steps)
+        scheduler = SequentialLR(optimizer, [warmup, cosine], [WARMUP])
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()
+        rows = tritonrec.RowOptimizer("adamw", WarmupCosine(LR, WARMUP, WARMUP + steps), weight_decay=0.01)
+        tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows)
+        window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0)
+        options = {"scheduler": scheduler, "average": average}
+        with tritonrec.Trainer(model, tables, optimizer, ranks, mode, window, **options) as trainer:
+            best = {"NDCG@10": 0.0, "epochs without": 0}
+            if checkpoint.steps(folder):
+                trainer.load(folder, best.update)
+            while trainer.next_step < steps and best["epochs without"] < patience:
+                epoch = range(trainer.next_step, trainer.next_step + loader.steps_per_epoch)
+                *_, last = trainer.run(loader.batch(step) for step in epoch)
+                found = metrics(average.module, trainer.whole_tables(), loader)
+                better = found["NDCG@10"] > best["NDCG@10"]
+                best["epochs without"] = 0 if better else best["epochs without"] + 1
+                best["NDCG@10"] = max(best["NDCG@10"], found["NDCG@10"])
+                trainer.save(folder, best)
+                if ranks.rank == 0:
+                    numbers = {"loss": last.loss, "norm": last.grad_norm, **found}
+                    print(f"step {trainer.next_step}:", {name: round(x, 6) for name, x in numbers.items()})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="SASRec on a log of interactions.")
+    parser.add_argument("folder", type=Path, help="for checkpoints")
+    parser.add_argument("--data", default="ml-100k")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--patience", type=int, default=3)
+    parser.add_argument("--mode", default="nestpipe")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    main(**vars(parser.parse_args()))
