@@ -210,13 +210,7 @@ def snapshot(value):
     if isinstance(value, torch.Tensor):
         return {"": value.detach().clone()}
     if isinstance(value, Dense):
-        model = value.model
-        own = (
-            []
-            if model.optimizer is None
-            else [model.optimizer.state.get(p) for p in model.parameters.values()]
-        )
-        return snapshot([model.parameters, own])
+        return snapshot(value.model.state_dict()["optimizers"] + [value.model.parameters])
     if isinstance(value, DenseGradient):
         accumulator = value.flight.accumulator
         return snapshot([accumulator.sums, [each.grad for each in value.flight.model.parameters()]])

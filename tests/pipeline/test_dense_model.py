@@ -43,6 +43,13 @@ def grouped(parameters, **options):
     return torch.optim.AdamW(groups, lr=0.01, **options)
 
 
+def muon_and_adamw(parameters):
+    """Muon, which takes matrices alone, and AdamW for the rest."""
+    parameters = list(parameters)
+    matrices, others = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
 OPTIMIZERS = {
     "adamw in groups, fused": lambda p: grouped(p, fused=True),
     "adamw, foreach, amsgrad": lambda p: grouped(p, foreach=True, amsgrad=True),
@@ -50,6 +57,7 @@ OPTIMIZERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "own": lambda p: OwnRule(p, lr=0.01),
+    "muon and adamw": lambda p: muon_and_adamw(p),
 }
 SCHEDULERS = {
     "none": lambda o: None,
@@ -64,7 +72,11 @@ def made(optimizer="adamw in groups, fused", scheduler="none", average=False):
     model, tables, _ = parts()
     built = OPTIMIZERS[optimizer](model.parameters())
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)) if average else None
-    options = {"scheduler": SCHEDULERS[scheduler](built), "average": averaged}
+    makes = SCHEDULERS[scheduler]
+    listed = [makes(each) for each in built] if isinstance(built, list) else makes(built)
+    if scheduler == "none":
+        listed = None
+    options = {"scheduler": listed, "average": averaged}
     return (model, tables, built), options
 
 
@@ -83,7 +95,7 @@ def trained(of, mode, consistency="batch", given=None, **window):
 
 
 @pytest.mark.parametrize(("mode", "consistency"), EVERY)
-@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "own"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "muon and adamw"], OPTIMIZERS))
 def test_any_optimizer_has_the_same_bits_in_every_mode(mode, consistency, optimizer):
     other = "reference" if consistency == "batch" else "sequential"
     of = made(optimizer, "warm-up, then cosine", average=True)
@@ -112,7 +124,7 @@ def test_it_is_the_update_of_torch():
     assert all(parameter.grad is None for parameter in of[0][0].parameters())
 
 
-@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "own"], OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "muon and adamw"], OPTIMIZERS))
 @pytest.mark.parametrize("scheduler", ["warm-up, then cosine", "steps"])
 def test_a_trainer_goes_on_from_what_it_saved(tmp_path, optimizer, scheduler):
     expected = trained(made(optimizer, scheduler, True), "reference")
@@ -140,16 +152,22 @@ def test_a_state_that_was_loaded_shares_no_memory():
 
 
 WRONG_STATES = {
-    "other parts": (lambda s: {**s, "scheduler": {}}, "expected the states of model, optimizer"),
+    "other parts": (
+        lambda s: {**s, "average": {}},
+        "expected the states of model, optimizers, schedulers, got",
+    ),
     "a parameter less": (lambda s: s["model"].pop("mix.bias"), "mix.bias is missing"),
     "a parameter more": (lambda s: s["model"].update(x=torch.ones(1)), "x is not in the model"),
     "another shape": (
         lambda s: s["model"].update({"mix.bias": torch.ones(5)}),
         r"mix.bias: expected shape \(6,\)",
     ),
-    "other groups": (lambda s: s["optimizer"]["param_groups"].pop(), "expected an optimizer with the groups"),
+    "other groups": (
+        lambda s: s["optimizers"][0]["param_groups"].pop(),
+        "expected an optimizer with the groups",
+    ),
     "another optimizer": (
-        lambda s: s["optimizer"]["state"]["mix.bias"].pop("exp_avg"),
+        lambda s: s["optimizers"][0]["state"]["mix.bias"].pop("exp_avg"),
         "mix.bias: the optimizer keeps step, exp_avg",
     ),
 }
@@ -192,14 +210,15 @@ def test_an_optimizer_whose_bits_depend_on_memory_is_refused():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_check_of_an_optimizer_leaves_it_as_it_was(name):
     model = torch.nn.Linear(400, 130)  # long enough to be cut between threads
-    optimizer = OPTIMIZERS[name](model.parameters())
+    built = OPTIMIZERS[name](model.parameters())
+    optimizer = built[0] if isinstance(built, list) else built
     scheduler, threads = schedulers.LinearLR(optimizer, 0.5), torch.get_num_threads()
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     before = [each.detach().clone() for each in model.parameters()]
     rates = scheduler.get_last_lr()
     tables = parts()[1]
-    trainer(((model, tables, optimizer), {"scheduler": scheduler})).close()
+    trainer(((model, tables, built), {"scheduler": scheduler})).close()
     assert same(list(model.parameters()), before) and not optimizer.state and not calls
     assert scheduler.get_last_lr() == rates and torch.get_num_threads() == threads
 
@@ -220,6 +239,12 @@ REFUSED = {
         lambda m, o: {"scheduler": schedulers.ReduceLROnPlateau(o)},
         TypeError,
         "needs a metric",
+    ),
+    "two for one": (
+        lambda p, lr: [torch.optim.SGD(list(p), lr=lr)] * 2,
+        {},
+        ValueError,
+        "mix.weight is given to two optimizers",
     ),
     "no scheduler": (None, lambda m, o: {"scheduler": 0.1}, TypeError, "torch.optim.lr_scheduler, got float"),
     "another's": (None, lambda m, o: {"scheduler": of_other()}, ValueError, "has another optimizer"),

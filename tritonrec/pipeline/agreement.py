@@ -84,14 +84,17 @@ def _of_model(model: torch.nn.Module) -> dict[str, object]:
 
 
 def _of_optimizer(dense: DenseModel) -> dict[str, object]:
-    """Class and settings of the optimizer's groups, and of the scheduler."""
-    settings: dict[str, object] = {"optimizer": type(dense.optimizer).__qualname__}
-    for number, group in enumerate(dense.optimizer.param_groups if dense.optimizer else ()):
-        values = {name: value for name, value in group.items() if name != "params"}
-        settings[f"group {number} of the optimizer"] = f"{len(group['params'])} parameters, {values}"
-    scheduler = dense.scheduler
-    settings["scheduler"] = scheduler and f"{type(scheduler).__qualname__} {_plain(scheduler.state_dict())}"
-    settings["average"] = dense.average is not None
+    """Classes and settings of optimizers and schedulers."""
+    settings: dict[str, object] = {"averaged": dense.average is not None}
+    for place, optimizer in enumerate(dense.optimizers):
+        named = "optimizer" if len(dense.optimizers) == 1 else f"optimizer {place}"
+        settings[named] = type(optimizer).__qualname__
+        for number, group in enumerate(optimizer.param_groups):
+            values = {name: value for name, value in group.items() if name != "params"}
+            settings[f"group {number} of {named}"] = f"{len(group['params'])} parameters, {values}"
+    for place, scheduler in enumerate(dense.schedulers):
+        kind = type(scheduler).__qualname__
+        settings[f"scheduler {place}"] = f"{kind} {_plain(scheduler.state_dict())}"
     return settings
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -16,7 +18,13 @@ from ..embedding.in_flight import InFlight
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
-from .dense_checks import validate_average, validate_optimizer, validate_scheduler, validate_shapes
+from .dense_checks import (
+    listed,
+    validate_average,
+    validate_optimizers,
+    validate_schedulers,
+    validate_shapes,
+)
 
 _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 
@@ -28,14 +36,16 @@ class DenseModel:
 
     Args:
         model: its trained parameters are float32.
-        optimizer: any `torch.optim.Optimizer` of the model's parameters whose ``step`` needs no closure; None
-            for a model without parameters.
-        scheduler: of the optimizer's learning rates (`torch.optim.lr_scheduler`), stepped after each update.
+        optimizer: any `torch.optim.Optimizer` of the model's parameters whose ``step`` needs no closure;
+            several that share the parameters out, as Muon for matrices and AdamW for the rest; or None for a
+            model without parameters.
+        scheduler: of the optimizer's learning rates (`torch.optim.lr_scheduler`), stepped after each update;
+            or several.
         average: of the model's weights (`torch.optim.swa_utils.AveragedModel`), updated after each update.
 
     Attributes:
-        parameters: by name, those that the optimizer holds.
-        in_flight: the guard of the optimizer, one for all trainers that have it.
+        parameters: by name, those that the optimizers hold.
+        in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
     whose step needs a closure; ValueError for a scheduler or an average of something else.
@@ -44,15 +54,16 @@ class DenseModel:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer | None,
-        scheduler: LRScheduler | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
     ):
-        self.parameters = validate_optimizer(model, optimizer)
-        validate_scheduler(scheduler, optimizer)
+        self.model, self.average = model, average
+        self.optimizers, self.schedulers = listed(optimizer), listed(scheduler)
+        self.parameters = validate_optimizers(model, self.optimizers)
+        validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
-        self.model, self.optimizer, self.scheduler, self.average = model, optimizer, scheduler, average
-        self.in_flight = InFlight("the optimizer") if optimizer is None else _guard_of(optimizer)
+        self.in_flight = [_guard_of(each) for each in self.optimizers] or [InFlight("the optimizer")]
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
     @property
@@ -62,7 +73,7 @@ class DenseModel:
 
     def validate(self) -> None:
         """Raise ValueError where the caller has replaced parameters of the model or of the optimizer."""
-        validate_optimizer(self.model, self.optimizer)
+        validate_optimizers(self.model, self.optimizers)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Update the parameters from ``gradients[name]``, each shaped like its parameter.
@@ -71,18 +82,18 @@ class DenseModel:
 
         Raises RuntimeError for a parameter that was changed while windows are in flight.
         """
-        self.in_flight.check("a step")
+        self._check("a step")
         self.check_unchanged()
-        if self.optimizer is not None:
-            try:
-                for name, gradient in gradients.items():
-                    self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
-                self.optimizer.step()
-            finally:
-                for parameter in self.parameters.values():
-                    parameter.grad = None
-        if self.scheduler is not None:
-            self.scheduler.step()
+        try:
+            for name, gradient in gradients.items():
+                self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        for scheduler in self.schedulers:
+            scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
         if self._sums is not None:
@@ -93,12 +104,17 @@ class DenseModel:
 
         A `guarded` model's parameters may not be changed from now on by anybody else.
         """
-        self.in_flight.begin(steps)
+        with ExitStack() as begun:
+            for guard in self.in_flight:
+                guard.begin(steps)
+                begun.callback(guard.end)
+            begun.pop_all()
         self._sums = self._sum_bits() if guarded and self.parameters else None
 
     def end(self) -> None:
         """End the guard."""
-        self.in_flight.end()
+        for guard in self.in_flight:
+            guard.end()
         self._sums = None
 
     def check_unchanged(self, at_once: bool = False) -> None:
@@ -125,38 +141,27 @@ class DenseModel:
         """What updates change: ``NAME`` a parameter, ``NAME/exp_avg`` and so on the optimizer's state of it,
         ``average/NAME`` its average. They share the memory of model and optimizer.
         """
-        self.in_flight.check("reading the state")
+        self._check("reading the state")
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        if self.optimizer is not None:
-            for name, parameter in self.parameters.items():
-                state = self.optimizer.state.get(parameter, {})
-                found |= {
-                    f"{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)
-                }
+        for name, parameter in self.parameters.items():
+            state = self._state_of(parameter).items()
+            found |= {f"{name}/{key}": value for key, value in state if isinstance(value, torch.Tensor)}
         if self.average is not None:
             average = self.average.module.named_parameters()
             found |= {f"average/{name}": parameter.detach() for name, parameter in average}
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Of model, optimizer, scheduler and average, as their own ``state_dict`` gives them.
+        """Of model, optimizers, schedulers and average, as their own ``state_dict`` gives them.
 
-        In the optimizer's the parameters' names stand in place of their numbers.
+        In the optimizers' the parameters' names stand in place of their numbers.
         """
-        self.in_flight.check("state_dict")
-        parts: dict[str, Any] = {"model": dict(self.model.state_dict())}
-        if self.optimizer is not None:
-            names, packed = self._names_in_order(), self.optimizer.state_dict()
-            parts["optimizer"] = {
-                **packed,
-                "state": {names[number]: values for number, values in packed["state"].items()},
-                "param_groups": [
-                    {**group, "params": [names[number] for number in group["params"]]}
-                    for group in packed["param_groups"]
-                ],
-            }
-        if self.scheduler is not None:
-            parts["scheduler"] = self.scheduler.state_dict()
+        self._check("state_dict")
+        parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizers": []}
+        for optimizer in self.optimizers:
+            names, packed = self._names_in_order(optimizer), optimizer.state_dict()
+            parts["optimizers"].append(_with_params(packed, names))
+        parts["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         if self.average is not None:
             parts["average"] = dict(self.average.state_dict())
         return parts
@@ -166,58 +171,68 @@ class DenseModel:
 
         Raises ValueError for other parts, parameters or shapes; nothing is loaded then.
         """
-        self.in_flight.check("load_state_dict")
+        self._check("load_state_dict")
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"expected the states of {', '.join(own)}, got those of {', '.join(state)}")
+        for part in ("optimizers", "schedulers"):
+            if len(state[part]) != len(own[part]):
+                raise ValueError(f"expected the states of {len(own[part])} {part}, got {len(state[part])}")
         validate_shapes(state["model"], own["model"])
-        if self.optimizer is not None:
-            groups, expected = (
-                [group["params"] for group in each["optimizer"]["param_groups"]] for each in (state, own)
-            )
-            if groups != expected:
-                raise ValueError(f"expected an optimizer with the groups {expected}, got {groups}")
-            number = {name: index for index, name in enumerate(self._names_in_order())}
-            packed = copy.deepcopy(state["optimizer"])  # torch's would share its tensors
-            self._check_kept(packed["state"])
-            self.optimizer.load_state_dict(
-                {
-                    **packed,
-                    "state": {number[name]: values for name, values in packed["state"].items()},
-                    "param_groups": [
-                        {**group, "params": [number[name] for name in group["params"]]}
-                        for group in packed["param_groups"]
-                    ],
-                }
-            )
+        for optimizer, packed, expected in zip(
+            self.optimizers, state["optimizers"], own["optimizers"], strict=True
+        ):
+            groups, known = ([g["params"] for g in each["param_groups"]] for each in (packed, expected))
+            if groups != known:
+                raise ValueError(f"expected an optimizer with the groups {known}, got {groups}")
+            self._check_kept(optimizer, packed["state"])
+        for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
+            number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
+            # a copy: torch's would share the tensors
+            optimizer.load_state_dict(_with_params(copy.deepcopy(packed), number))
         self.model.load_state_dict(state["model"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        for scheduler, its in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(its)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
 
-    def _check_kept(self, state: Mapping[str, Any]) -> None:
+    def _check(self, action: str) -> None:
+        for guard in self.in_flight:
+            guard.check(action)
+
+    def _state_of(self, parameter: Parameter) -> Mapping[str, Any]:
+        """What its optimizer keeps for a parameter."""
+        return next((each.state[parameter] for each in self.optimizers if parameter in each.state), {})
+
+    def _check_kept(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Raise ValueError where the optimizer, once in use, keeps other values for a parameter."""
-        assert self.optimizer is not None
         for name, parameter in self.parameters.items():
-            own = self.optimizer.state.get(parameter)
+            own = optimizer.state.get(parameter)
             if own and name in state and own.keys() != state[name].keys():
                 raise ValueError(
                     f"{name}: the optimizer keeps {', '.join(own)}, the state has {', '.join(state[name])}; "
                     "was it saved with another optimizer?"
                 )
 
-    def _names_in_order(self) -> list[str]:
+    def _names_in_order(self, optimizer: Optimizer) -> list[str]:
         """The parameters' names in the order of the optimizer's groups."""
-        assert self.optimizer is not None
         name = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [name[id(each)] for group in self.optimizer.param_groups for each in group["params"]]
+        return [name[id(each)] for group in optimizer.param_groups for each in group["params"]]
 
     def _sum_bits(self) -> torch.Tensor:
         """(P,) int64, for each parameter the sum of its values' bits."""
         return torch.stack(
             [parameter.detach().view(torch.int32).sum() for parameter in self.parameters.values()]
         )
+
+
+def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:
+    """An optimizer's state with ``new[each]`` in place of each parameter's number or name."""
+    groups = [
+        {**group, "params": [new[each] for each in group["params"]]} for group in packed["param_groups"]
+    ]
+    state = {new[each]: values for each, values in packed["state"].items()}
+    return {**packed, "state": state, "param_groups": groups}
 
 
 def _strided_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

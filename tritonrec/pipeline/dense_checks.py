@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -13,36 +14,40 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+T = TypeVar("T")
 LONG = 32_768
 """Values from which on torch cuts a tensor between threads."""
 PROBE_ELEMENTS = 3 * LONG
 """Values of a probe at most."""
 
 
-def validate_optimizer(model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, Parameter]:
-    """The optimizer's parameters by their names in the model, in the model's order.
+def listed(one_or_many: T | Sequence[T] | None) -> tuple[T, ...]:
+    """A tuple of one, of many or of none."""
+    if one_or_many is None:
+        return ()
+    return tuple(one_or_many) if isinstance(one_or_many, Sequence) else (one_or_many,)
+
+
+def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Parameter]:
+    """The optimizers' parameters by their names in the model, in the model's order.
 
     Raises:
         TypeError: something else than an optimizer, one whose step needs a closure, or a parameter that is
             not float32.
-        ValueError: a trained parameter that the optimizer lacks, one of its that the model lacks, or one with
-            gaps in memory under a fused optimizer.
+        ValueError: a trained parameter that no optimizer has or two have, one of theirs that the model lacks,
+            or one with gaps in memory under a fused optimizer.
     """
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"the optimizer must be a torch.optim.Optimizer of model.parameters(), got "
-            f"{type(optimizer).__name__}"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure") if optimizer else None
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and the trainer "
-            "has the gradient of a window once: take an optimizer whose step needs none"
-        )
-    groups = [] if optimizer is None else optimizer.param_groups
-    held = {id(parameter): (parameter, group) for group in groups for parameter in group["params"]}
+    held: dict[int, tuple[Parameter, Mapping[str, Any]]] = {}
+    twice = set()
+    for optimizer in optimizers:
+        _validate_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            twice |= held.keys() & {id(parameter) for parameter in group["params"]}
+            held |= {id(parameter): (parameter, group) for parameter in group["params"]}
     found = {}
     for name, parameter in model.named_parameters():
+        if id(parameter) in twice:
+            raise ValueError(f"parameter {name} is given to two optimizers: share the parameters out")
         if id(parameter) in held:
             found[name] = parameter
             _validate_parameter(name, parameter, held.pop(id(parameter))[1])
@@ -60,6 +65,20 @@ def validate_optimizer(model: torch.nn.Module, optimizer: Optimizer | None) -> d
     return found
 
 
+def _validate_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"the optimizer must be a torch.optim.Optimizer of model.parameters(), got "
+            f"{type(optimizer).__name__}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and the trainer "
+            "has the gradient of a window once: take an optimizer whose step needs none"
+        )
+
+
 def _validate_parameter(name: str, parameter: Parameter, group: Mapping[str, object]) -> None:
     if parameter.dtype != torch.float32:
         raise TypeError(
@@ -74,19 +93,20 @@ def _validate_parameter(name: str, parameter: Parameter, group: Mapping[str, obj
         )
 
 
-def validate_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None) -> None:
+def validate_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
     """Raise TypeError for another object or one that needs a metric, ValueError for another optimizer's."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "ReduceLROnPlateau needs a metric, which the trainer does not have: call its step(metric) "
-            "yourself after list(trainer.run([])), and give the trainer no scheduler"
-        )
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}"
-        )
-    if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise ValueError("the scheduler has another optimizer than the trainer")
+    for scheduler in schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric, which the trainer does not have: call its step(metric) "
+                "yourself after list(trainer.run([])), and give the trainer no scheduler"
+            )
+        if not isinstance(scheduler, LRScheduler):
+            raise TypeError(
+                f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}"
+            )
+        if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
+            raise ValueError("the scheduler has another optimizer than the trainer")
 
 
 def validate_average(average: AveragedModel | None, model: torch.nn.Module) -> None:
@@ -113,14 +133,14 @@ def validate_shapes(found: Mapping[str, torch.Tensor], expected: Mapping[str, to
             )
 
 
-def validate_invariant(optimizer: Optimizer | None) -> None:
+def validate_invariant(optimizer: Optimizer) -> None:
     """Raise ValueError where the optimizer's bits depend on the place in memory or the number of threads.
 
     Two updates of random parameters of the same shapes, as long as `PROBE_ELEMENTS` at most, are made in
     fresh memory and again at odd addresses, where they are long with another number of threads. Ranks of
     another world size, or the reference run, differ in both.
     """
-    if optimizer is None or any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+    if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         return
     threads = torch.get_num_threads()
     try:

@@ -62,11 +62,11 @@ class Flight:
     @property
     def last_update(self) -> int:
         """The last update that tables or optimizer have seen, counted from 0; -1 if there is none."""
-        return max(guard.update for guard in [*self._tables, self.dense.in_flight])
+        return max(guard.update for guard in [*self._tables, *self.dense.in_flight])
 
     def updated(self, update: int) -> None:
         """Tables and optimizer have seen this update."""
-        for guard in [*self._tables, self.dense.in_flight]:
+        for guard in [*self._tables, *self.dense.in_flight]:
             guard.update = update
 
     def begin(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -69,7 +70,7 @@ class Trainer:
     Args:
         model: the dense model, equal on every rank (see `tritonrec.pipeline.Model`).
         tables: this rank's shard of the tables.
-        optimizer: of the model's parameters, any `torch.optim.Optimizer` (`DenseModel`).
+        optimizer: of the model's parameters: any `torch.optim.Optimizer`, or several (`DenseModel`).
         communicators: this rank's groups; `Communicators.local()` for one process.
         mode: see `MODES`. ``"reference"`` needs one rank and one micro-batch.
         config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
@@ -97,7 +98,7 @@ class Trainer:
         self,
         model: torch.nn.Module,
         tables: HashTableCollection,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         communicators: Communicators,
         mode: Mode = "nestpipe",
         config: WindowConfig | None = None,
@@ -108,7 +109,7 @@ class Trainer:
         device: str | torch.device = "cpu",
         streams: Streams | None = None,
         impl: ops.Impl = "auto",
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
     ):
         if mode not in MODES:
@@ -123,7 +124,8 @@ class Trainer:
         self.dense = DenseModel(model, optimizer, scheduler, average)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
-            validate_invariant(optimizer)
+            for each in self.dense.optimizers:
+                validate_invariant(each)
         self._device = usable_device(device)
         validate_places(tables, self._device)
         self.impl = default_impl() if impl == "auto" else impl
