@@ -61,7 +61,7 @@ class Job:
         sizes: sizes and dropout of the dense model. context_dim: of rows of GRM's contextual features.
         bottom, top: hidden widths of the MLPs of DLRM, which takes ``sizes.dim`` and no other size.
         lr, eps, weight_decay, lazy_weight_decay: of rows and dense parameters; see `RowOptimizer`.
-        lr_schedule, warmup, schedule_steps: see `embedding.learning_rate`.
+        lr_schedule, lr_warmup, lr_steps: see `embedding.learning_rate`.
         seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
@@ -89,18 +89,13 @@ class Job:
     top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
     lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
-    weight_decay: float = setting(
-        0.0,
-        "Decay of rows with a gradient and of dense parameters; decoupled for adamw, rowwise_adam.",
-        0,
-        1e6,
-    )
+    weight_decay: float = setting(0.0, "Weight decay; decoupled for adamw and rowwise_adam, else L2.", 0, 1e6)
     lazy_weight_decay: bool = setting(
         False, "A row makes up for the decay it has missed when it is updated; decoupled for every rule."
     )
     lr_schedule: LrSchedule = setting("constant", "The learning rate over the updates.")
-    warmup: int = setting(0, "linear, cosine: updates in which the learning rate rises.", 0, MOST)
-    schedule_steps: int = setting(
+    lr_warmup: int = setting(0, "linear, cosine: updates in which the learning rate rises.", 0, MOST)
+    lr_steps: int = setting(
         10_000, "linear, cosine: updates to a rate of 0. step: updates to each tenth of it.", 1, MOST
     )
     seed: int = seed_setting()
@@ -194,10 +189,10 @@ class Job:
         """The update rule of rows and dense parameters."""
         lr: float | Schedule = self.lr
         if self.lr_schedule == "step":
-            lr = StepDecay(self.lr, self.schedule_steps)
+            lr = StepDecay(self.lr, self.lr_steps)
         elif self.lr_schedule != "constant":
             kind = WarmupLinear if self.lr_schedule == "linear" else WarmupCosine
-            lr = kind(self.lr, self.warmup, self.schedule_steps)
+            lr = kind(self.lr, self.lr_warmup, self.lr_steps)
         return RowOptimizer(
             optimizer, lr, self.eps,
             weight_decay=self.weight_decay, lazy_weight_decay=self.lazy_weight_decay,

@@ -180,7 +180,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "weight-decay": Variant(
         "weight decay, and a learning rate that rises and falls",
-        {"weight_decay": 0.1, "lr_schedule": "cosine", "warmup": 2, "schedule_steps": 8},
+        {"weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 2, "lr_steps": 8},
         shows=("lookups",),
     ),
     "lazy-decay": Variant(
@@ -192,7 +192,7 @@ VARIANTS: dict[str, Variant] = {
             "weight_decay": 0.5,
             "lazy_weight_decay": True,
             "lr_schedule": "linear",
-            "schedule_steps": 9,
+            "lr_steps": 9,
             "policy": TablePolicy(Eviction("lru", capacity=120), admission=2),
         },
         shows=("evicted", "rejected"),
