@@ -4,10 +4,19 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
-from tritonrec.embedding import Constant, RowOptimizer, StepDecay, WarmupCosine, WarmupLinear
+from tritonrec.embedding import (
+    Constant,
+    FeatureConfig,
+    HashTableCollection,
+    RowOptimizer,
+    StepDecay,
+    WarmupCosine,
+    WarmupLinear,
+)
 from tritonrec.embedding.learning_rate import FunctionSchedule, comparable, rate_at
 
 SCHEDULES = [
@@ -82,6 +91,14 @@ def test_a_frozen_dataclass_of_a_user_is_left_as_it_is_and_another_object_gets_a
         def __call__(self, update):
             return 0.5
 
+    @dataclass
+    class Listed:
+        rates: list
+
+        def __call__(self, update):
+            return self.rates[0]
+
+    HashTableCollection([FeatureConfig("a", 2)], RowOptimizer("sgd", Listed([0.5])))  # has no hash
     assert comparable(Root(0.1)) == Root(0.1)
     assert "Plain" in repr(comparable(Plain())) and " at 0x" not in repr(comparable(Plain()))
 
@@ -113,3 +130,13 @@ def test_a_rate_that_turns_bad_later_is_an_error_of_its_update():
     with pytest.raises(ValueError, match=r"learning rate of update 7 must be finite and >= 0, got -1\.0"):
         rule.update(rows, torch.arange(1), torch.ones(1, 3), 7)
     assert rows[0].tolist() == pytest.approx([0.9] * 3)
+
+
+@pytest.mark.parametrize("rate", [1, np.float32(0.5), np.float64(0.5)])
+def test_any_real_number_is_a_rate(rate):
+    for rule in (RowOptimizer("sgd", rate), RowOptimizer("sgd", lambda update: rate)):
+        rows = torch.ones(1, 2)
+        rule.update(rows, torch.arange(1), torch.ones(1, 2), 1)
+        assert rows.tolist() == [[1 - float(rate)] * 2]
+    with pytest.raises(TypeError, match="lr must be a number or a function"):
+        RowOptimizer("sgd", "0.1")

@@ -159,6 +159,15 @@ def test_a_rule_of_ones_own_sees_update_rate_and_lazy_decay():
     assert rows.tolist() == [[-5.0, -10.0, 1.0, 3.0]]
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(0, 5), (3, 0), (1, 300_000), (3, 1)])
+def test_a_rule_of_ones_own_takes_any_shape(rows, dim):
+    table, grad = random(4, 2 * dim).abs(), random(rows, dim, seed=1)
+    expected = table.clone()
+    CUSTOM.update(table, torch.arange(rows), grad, 1)
+    w, s = adagrad(expected[:rows, :dim], expected[:rows, dim:], grad, 1, 0.1)
+    assert same_bits(table[:rows], torch.cat([w, s], 1)) and same_bits(table[rows:], expected[rows:])
+
+
 def across(weight, state, gradient, step, lr):
     return weight - lr * gradient.mean(0, keepdim=True), state
 

@@ -26,8 +26,8 @@ class CustomUpdate:
     name: str
     function_name: str
     widths: tuple[int, ...]
-    function: UpdateFunction = field(repr=False)
-    state_width: int | Callable[[int], int] = field(repr=False)
+    function: UpdateFunction = field(repr=False, hash=False)
+    state_width: int | Callable[[int], int] = field(repr=False, hash=False)
 
     @classmethod
     def of(cls, function: UpdateFunction, state_width: int | Callable[[int], int], name: str) -> CustomUpdate:
@@ -54,6 +54,8 @@ class CustomUpdate:
         Raises ValueError where the function returns other shapes, or bits that depend on the other rows.
         """
         dim = gradient.shape[1]
+        if len(indices) == 0:
+            return
         check_independent(self, dim, rows.device)
         own = launch.gather_rows(rows, indices, count)
         if count is not None:  # what lies there may be anything
@@ -87,26 +89,27 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
     share them.
     """
     generator = torch.Generator().manual_seed(0)
+    num_rows = max(2, min(PROBED_ROWS, PROBED_VALUES // max(dim, 1)))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
     # of all magnitudes, since a small change would be lost in a large weight
-    weight = (draw(PROBED_ROWS, dim) * 10.0 ** draw(PROBED_ROWS, 1).mul(2).clamp(-5, 2)).to(device)
-    state = torch.zeros(PROBED_ROWS, update.width(dim), dtype=torch.float32, device=device)
-    copies = 1 + PROBED_VALUES // (PROBED_ROWS * max(dim, 1))
+    weight = (draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)).to(device)
+    state = torch.zeros(num_rows, update.width(dim), dtype=torch.float32, device=device)
+    copies = 1 + PROBED_VALUES // (num_rows * max(dim, 1))
     for step in range(1, PROBED_STEPS + 1):
-        gradient = draw(PROBED_ROWS, dim).to(device)
+        gradient = draw(num_rows, dim).to(device)
 
         def updated(places: torch.Tensor, w: Any = weight, s: Any = state, g: Any = gradient) -> Any:
             return update(w[places], s[places], g[places], step, 1.0)  # noqa: B023 (called in its round)
 
-        everywhere = torch.arange(PROBED_ROWS, device=device)
+        everywhere = torch.arange(num_rows, device=device)
         weight, state = updated(everywhere)
         beside = torch.cat([weight, state], 1)
         alone = [torch.cat(updated(place), 1) for place in everywhere.split(1)]
         _check_same(update, torch.cat(alone), beside)
-        for part in torch.cat(updated(everywhere.repeat(copies)), 1).split(PROBED_ROWS):
+        for part in torch.cat(updated(everywhere.repeat(copies)), 1).split(num_rows):
             _check_same(update, part, beside)
 
 
@@ -115,7 +118,7 @@ def _check_same(update: CustomUpdate, rows: torch.Tensor, beside: torch.Tensor) 
     if len(differs):
         row, column = differs[0].tolist()
         raise ValueError(
-            f"update {update.name!r} ({update.function_name}) gives row {row} of {PROBED_ROWS} "
+            f"update {update.name!r} ({update.function_name}) gives row {row} of {len(rows)} "
             f"{float(beside[row, column])!r} in column {column}, and {float(rows[row, column])!r} where "
             "fewer or more rows are beside it: a row must not depend on other rows, nor on its place. Sums "
             "over rows do; on a CPU so do torch.sigmoid, silu, softplus and pow, whose vectors round "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
+from numbers import Real
 from typing import Any
 
 Schedule = Callable[[int], float]
@@ -100,7 +101,7 @@ class FunctionSchedule:
 
     name: str
     rates: tuple[float, ...]
-    function: Schedule = field(repr=False)
+    function: Schedule = field(repr=False, hash=False)
 
     def __call__(self, update: int) -> float:
         return self.function(update)
@@ -111,14 +112,14 @@ def comparable(lr: float | Schedule) -> float | Schedule:
 
     Raises ValueError for a rate that is negative or not finite, TypeError for what is no rate at all.
     """
-    if isinstance(lr, int | float) and not isinstance(lr, bool):
-        _check_rates(lr=lr)
-        return lr
+    if isinstance(lr, Real):
+        _check_rates(lr=float(lr))
+        return float(lr)
     if not callable(lr):
         raise TypeError(f"lr must be a number or a function of the update's number, got {lr!r}")
     rates = tuple(rate_at(lr, update) for update in PROBED)
     kind: Any = type(lr)
-    if is_dataclass(lr) and kind.__dataclass_params__.frozen:
+    if is_dataclass(lr) and kind.__dataclass_params__.frozen and _is_hashable(lr):
         return lr
     named = lr if hasattr(lr, "__qualname__") else kind
     return FunctionSchedule(f"{named.__module__}.{named.__qualname__}", rates, lr)
@@ -129,11 +130,19 @@ def rate_at(lr: float | Schedule, update: int) -> float:
     if not callable(lr):
         return lr
     rate = lr(update)
-    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+    if not isinstance(rate, Real) or not 0 <= float(rate) < math.inf:
         raise ValueError(
             f"the learning rate of update {update} must be finite and >= 0, got {rate!r} from {lr}"
         )
     return float(rate)
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _progress(update: int, warmup: int, steps: int) -> float:

@@ -63,9 +63,9 @@ class RowOptimizer:
         names = get_args(OptimizerName)
         if self.custom_update is None and self.name not in names:
             raise ValueError(f"optimizer must be {', '.join(names[:-1])} or {names[-1]}, got {self.name!r}")
-        if isinstance(self.lr, int | float) and not self.lr > 0:
-            raise ValueError(f"learning rate must be positive, got {self.lr}")
         object.__setattr__(self, "lr", comparable(self.lr))
+        if isinstance(self.lr, float) and not self.lr > 0:
+            raise ValueError(f"learning rate must be positive, got {self.lr}")
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

@@ -91,12 +91,7 @@ class Job:
     top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
     lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
-    weight_decay: float = setting(
-        0.0,
-        "Decay of rows with a gradient and of dense parameters; decoupled for adamw, rowwise_adam.",
-        0,
-        1e6,
-    )
+    weight_decay: float = setting(0.0, "Weight decay; decoupled for adamw and rowwise_adam, else L2.", 0, 1e6)
     lazy_weight_decay: bool = setting(
         False, "A row makes up for the decay it has missed when it is updated; decoupled for every rule."
     )
