@@ -301,6 +301,9 @@ REFUSED = {
     "bidirectional": lambda: nn.GRU(4, 4, bidirectional=True),
     "normalized_shape": lambda: nn.LayerNorm((2, 3)),
     "p must lie": lambda: nn.Dropout(1.5),
+    "mask gets no gradient": lambda: nn.MultiheadAttention(D, 2, batch_first=True)(
+        X, X, X, attn_mask=torch.zeros(T, T, requires_grad=True)
+    ),
     "enable_gqa": lambda: nn.scaled_dot_product_attention(X, X, X, enable_gqa=True),
     r"query, key and value must be \(B, H": lambda: nn.scaled_dot_product_attention(X, X, X),
     r"must be \(B, 4, T\)": lambda: nn.Conv1d(4, 4, 1)(X),
@@ -329,6 +332,15 @@ def test_rows_that_lie_otherwise_are_refused_by_the_name_of_the_layer():
             model(X[:4])
             with pytest.raises(ValueError, match=r"0 \(Linear\) got rows \(10,\) of 4 samples"):
                 model(X.flatten(0, 1)[:10])
+
+
+def test_one_row_without_leading_dimensions():
+    for name in ("Linear", "LayerNorm", "RMSNorm"):
+        theirs, ours = (getattr(made, name)(*[D] * (1 + (name == "Linear"))) for made in (torch.nn, nn))
+        ours.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(ours(X[0, 0]), theirs(X[0, 0]))
+    table = nn.Embedding(9, 4)
+    assert torch.equal(table(IDS[0, 0].int()), table.weight[IDS[0, 0]])
 
 
 def test_a_causal_convolution_sees_no_later_place():

@@ -58,7 +58,7 @@ class Linear(torch.nn.Module):
         if x.dim() == 2:
             return ops.linear(x, self.weight, self.bias, seq_offsets)
         y = ops.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, seq_offsets)
-        return y.unflatten(0, x.shape[:-1]) if x.dim() else y
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
