@@ -3,18 +3,21 @@
 import subprocess
 import sys
 
-pytest_plugins = ["pytester"]
-
-TESTS = """
 import pytest
 import torch
+
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
 
+pytest_plugins = ["tritonrec.harness.pytest_plugin"]
 pytestmark = pytest.mark.tritonrec_verify(modes=("nestpipe",), micro_batches=(1,))
-loader = NextItemLoader(load("zipf:users=30,items=30,seed=2"), 5, 6, 1, seed=0)
-given = [loader.batch(0)], [FeatureConfig("item", 4)]
+
+
+@pytest.fixture(scope="module")
+def given():
+    loader = NextItemLoader(load("zipf:users=30,items=30,seed=2"), 5, 6, 1, seed=0)
+    return [loader.batch(0)], [FeatureConfig("item", 4)]
 
 
 class Model(torch.nn.Module):
@@ -28,22 +31,17 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.tritonrec_verify(micro_batches=(2,))
-def test_sound(tritonrec_verify):
+def test_the_closest_marker_and_the_call_come_first(tritonrec_verify, given):
     report = tritonrec_verify(lambda: Model(nn), *given, world_sizes=(2,))
-    assert [(case.mode, case.world_size, case.micro_batches) for case, _ in report.cases] == [("nestpipe", 2, 2)]
+    cases = [(case.mode, case.world_size, case.micro_batches) for case, _ in report.cases]
+    assert cases == [("nestpipe", 2, 2)]
 
 
-def test_unsound(tritonrec_verify):
-    tritonrec_verify(lambda: Model(torch.nn), *given)
-"""
-
-
-def test_the_fixture_and_its_marker(pytester):
-    pytester.makepyfile(TESTS)
-    options = "--strict-markers", "-p", "tritonrec.harness.pytest_plugin", "-p", "no:cacheprovider"
-    done = pytester.runpytest_inprocess(*options)
-    done.assert_outcomes(passed=1, failed=1)
-    done.stdout.fnmatch_lines(["first module that is not batch-invariant: mix", "reason: *BLAS*"])
+def test_it_fails_with_the_report(tritonrec_verify, given):
+    with pytest.raises(
+        pytest.fail.Exception, match="not batch-invariant: mix\nreason: .*tritonrec.nn.Linear"
+    ):
+        tritonrec_verify(lambda: Model(torch.nn), *given)
 
 
 def test_loading_it_loads_no_torch():
