@@ -10,7 +10,6 @@ from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
 
-pytest_plugins = ["tritonrec.harness.pytest_plugin"]
 pytestmark = pytest.mark.tritonrec_verify(modes=("nestpipe",), micro_batches=(1,))
 
 
@@ -38,9 +37,8 @@ def test_the_closest_marker_and_the_call_come_first(tritonrec_verify, given):
 
 
 def test_it_fails_with_the_report(tritonrec_verify, given):
-    with pytest.raises(
-        pytest.fail.Exception, match="not batch-invariant: mix\nreason: .*tritonrec.nn.Linear"
-    ):
+    found = r"not batch-invariant: mix\nreason: .*tritonrec\.nn\.Linear"
+    with pytest.raises(pytest.fail.Exception, match=found):
         tritonrec_verify(lambda: Model(torch.nn), *given)
 
 
