@@ -72,6 +72,13 @@ MODULES = {
     "embedding": (lambda made: made.Embedding(9, 4), IDS),
     "embedding_padding": (lambda made: made.Embedding(9, 4, padding_idx=-8), IDS),
     "silu": (lambda made: made.SiLU(), X),
+    "gelu": (lambda made: made.GELU(), X * 3),
+    "gelu_tanh": (lambda made: made.GELU("tanh"), X * 3),
+    "gelu_of_one": (lambda made: made.GELU(), X[:, 0, :1] * 3),
+    "encoder_of_one": (
+        lambda made: made.TransformerEncoderLayer(4, 2, 1, 0.0, "gelu", batch_first=True),
+        X[:, :1, :4],
+    ),
     "sigmoid": (lambda made: made.Sigmoid(), X * 20),
     "conv": (lambda made: Turned(made.Conv1d(D, 5, 3, padding=1)), X),
     "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=2, bias=False)), X),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .. import ops
 from . import context
-from .exact import product
+from .exact import gelu, product
 from .layers import Dropout, LayerNorm, Linear, new_parameter, refuse
 
 
@@ -274,7 +274,7 @@ class TransformerEncoderLayer(torch.nn.Module):
         if isinstance(activation, str):
             if activation not in ("relu", "gelu"):
                 raise ValueError(f"activation must be 'relu', 'gelu' or a function, got {activation!r}")
-            activation = F.relu if activation == "relu" else F.gelu
+            activation = F.relu if activation == "relu" else gelu
         self.activation = activation
 
     def forward(
