@@ -19,7 +19,7 @@ class Model(tnn.Module):
         self.drop = tnn.Dropout(0.3)
         layer = tnn.TransformerEncoderLayer(8, 2, 12, 0.1, "gelu", batch_first=True, norm_first=True)
         self.encoder = tnn.TransformerEncoder(layer, 2, tnn.LayerNorm(8), enable_nested_tensor=False)
-        self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(8, 8), tnn.SiLU(), tnn.ReLU())])
+        self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(8, 8), tnn.SiLU(), tnn.GELU())])
         self.attn = tnn.MultiheadAttention(8, 2, bias=False, batch_first=True)
         self.conv, self.gru = tnn.Conv1d(8, 8, 3, padding="same"), tnn.GRU(8, 8, 2, batch_first=True)
         self.norm, self.gate = tnn.RMSNorm(8), tnn.Sigmoid()

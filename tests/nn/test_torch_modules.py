@@ -72,6 +72,13 @@ MODULES = {
     "embedding": (lambda made: made.Embedding(9, 4), IDS),
     "embedding_padding": (lambda made: made.Embedding(9, 4, padding_idx=-8), IDS),
     "silu": (lambda made: made.SiLU(), X),
+    "gelu": (lambda made: made.GELU(), X * 3),
+    "gelu_tanh": (lambda made: made.GELU("tanh"), X * 3),
+    "gelu_of_one": (lambda made: made.GELU(), X[:, 0, :1] * 3),
+    "encoder_of_one": (
+        lambda made: made.TransformerEncoderLayer(4, 2, 1, 0.0, "gelu", batch_first=True),
+        X[:, :1, :4],
+    ),
     "sigmoid": (lambda made: made.Sigmoid(), X * 20),
     "conv": (lambda made: Turned(made.Conv1d(D, 5, 3, padding=1)), X),
     "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=2, bias=False)), X),
@@ -301,6 +308,9 @@ REFUSED = {
     "bidirectional": lambda: nn.GRU(4, 4, bidirectional=True),
     "normalized_shape": lambda: nn.LayerNorm((2, 3)),
     "p must lie": lambda: nn.Dropout(1.5),
+    "mask gets no gradient": lambda: nn.MultiheadAttention(D, 2, batch_first=True)(
+        X, X, X, attn_mask=torch.zeros(T, T, requires_grad=True)
+    ),
     "enable_gqa": lambda: nn.scaled_dot_product_attention(X, X, X, enable_gqa=True),
     r"query, key and value must be \(B, H": lambda: nn.scaled_dot_product_attention(X, X, X),
     r"must be \(B, 4, T\)": lambda: nn.Conv1d(4, 4, 1)(X),
@@ -329,6 +339,15 @@ def test_rows_that_lie_otherwise_are_refused_by_the_name_of_the_layer():
             model(X[:4])
             with pytest.raises(ValueError, match=r"0 \(Linear\) got rows \(10,\) of 4 samples"):
                 model(X.flatten(0, 1)[:10])
+
+
+def test_one_row_without_leading_dimensions():
+    for name in ("Linear", "LayerNorm", "RMSNorm"):
+        theirs, ours = (getattr(made, name)(*[D] * (1 + (name == "Linear"))) for made in (torch.nn, nn))
+        ours.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(ours(X[0, 0]), theirs(X[0, 0]))
+    table = nn.Embedding(9, 4)
+    assert torch.equal(table(IDS[0, 0].int()), table.weight[IDS[0, 0]])
 
 
 def test_a_causal_convolution_sees_no_later_place():

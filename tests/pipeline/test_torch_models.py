@@ -8,6 +8,7 @@ from trainer_parts import DIM, batches, parts, same, state, trained, trainer
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
+from tritonrec.harness.verify.thread_ranks import run_ranks
 
 tnn = torch.nn
 LONGEST = 9
@@ -137,11 +138,19 @@ def dense_after(communicators, name):
     return [parameter.detach() for parameter in made[0].parameters()], losses
 
 
-@pytest.mark.multi_rank
 @pytest.mark.parametrize("name", slow_except(["sasrec"], MODELS))
-def test_two_ranks_train_as_one(pool, name):
+def test_two_ranks_train_as_one(name):
+    compare_ranks(name, run_ranks(2, lambda communicators: dense_after(communicators, name)))
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_two_processes_train_as_one(pool):
+    compare_ranks("sasrec", pool.run(dense_after, 2, "sasrec"))
+
+
+def compare_ranks(name, ranks):
     whole, losses = dense_after(Communicators.local(), name)
-    ranks = pool.run(dense_after, 2, name)
     assert {**ranks[0][1], **ranks[1][1]} == losses and len(losses) == 24
     for parameters, _ in ranks:
         assert same(parameters, whole)

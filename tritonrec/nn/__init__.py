@@ -10,7 +10,7 @@ from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
-from .layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
+from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
 from .modules import (
@@ -28,6 +28,7 @@ from .tokens import Tokens, sum_by_sample
 
 __all__ = [
     "DLRM",
+    "GELU",
     "GRM",
     "GRU",
     "HSTU",

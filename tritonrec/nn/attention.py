@@ -13,14 +13,19 @@ import torch.nn.functional as F
 
 from .. import ops
 from . import context
-from .exact import product
+from .exact import gelu, product
 from .layers import Dropout, LayerNorm, Linear, new_parameter, refuse
 
 
 def _hiding(mask: torch.Tensor, hidden: bool) -> torch.Tensor:
-    """A float bias of a mask: a bool mask hides where it is `hidden`, a float one is added."""
+    """A float bias of a mask: a bool mask hides where it is `hidden`, a float one is added.
+
+    Raises ValueError for a mask that requires a gradient, which it would not get.
+    """
+    if mask.requires_grad:
+        raise ValueError("a mask gets no gradient: detach it; ops.hstu_attention has learned biases")
     if mask.dtype != torch.bool:
-        return mask.detach().float()
+        return mask.float()
     bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return bias.masked_fill(mask if hidden else ~mask, -torch.inf)
 
@@ -269,7 +274,7 @@ class TransformerEncoderLayer(torch.nn.Module):
         if isinstance(activation, str):
             if activation not in ("relu", "gelu"):
                 raise ValueError(f"activation must be 'relu', 'gelu' or a function, got {activation!r}")
-            activation = F.relu if activation == "relu" else F.gelu
+            activation = F.relu if activation == "relu" else gelu
         self.activation = activation
 
     def forward(

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from .. import ops
 from . import attention, layers, sequence
+from .exact import gelu
 
 tnn = torch.nn
 
@@ -119,7 +121,7 @@ def _reason_to_leave(module: torch.nn.Module) -> str:
 
 
 BATCH = "it mixes the samples of a batch; take LayerNorm or RMSNorm"
-ELEMENTWISE = "on a CPU the last elements of an array go another path; take ReLU, GELU or nn.SiLU"
+ELEMENTWISE = "on a CPU the last elements of an array go another path; take ReLU, nn.GELU or nn.SiLU"
 LEFT: dict[type | tuple[type, ...], str] = {
     (tnn.modules.batchnorm._NormBase,): BATCH,
     (tnn.GroupNorm, tnn.LocalResponseNorm): "tritonrec.nn has none; take LayerNorm",
@@ -196,8 +198,10 @@ def _encoder_layer(m) -> torch.nn.Module:
         m.activation if callable(m.activation) else "relu", m.norm1.eps, m.self_attn.batch_first,
         m.norm_first, m.linear1.bias is not None, device="meta",
     )  # fmt: skip
-    if new.activation is F.silu or isinstance(new.activation, tnn.SiLU):
-        new.activation = layers.SiLU()
+    if type(m.activation) in CONVERTED:
+        new.activation = CONVERTED[type(m.activation)](m.activation)
+    elif m.activation in (F.silu, F.gelu):
+        new.activation = ops.silu if m.activation is F.silu else gelu
     for name in ("self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2"):
         old = getattr(m, name)
         setattr(new, name, CONVERTED[type(old)](old).train(old.training))
@@ -212,6 +216,7 @@ CONVERTED: dict[type, Callable[..., torch.nn.Module]] = {
     tnn.Embedding: _embedding,
     tnn.Dropout: lambda m: layers.Dropout(m.p),
     tnn.SiLU: lambda m: layers.SiLU(),
+    tnn.GELU: lambda m: layers.GELU(m.approximate),
     tnn.Sigmoid: lambda m: layers.Sigmoid(),
     tnn.Conv1d: _conv,
     tnn.GRU: _gru,

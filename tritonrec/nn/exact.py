@@ -6,6 +6,7 @@ steps take the parameter and cut it inside.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -119,6 +120,45 @@ class _Sigmoid(torch.autograd.Function):
 def differentiable_sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)), whose value at an element depends on that element alone; any shape."""
     return _Sigmoid.apply(x)
+
+
+SQRT_HALF, SQRT_2_OVER_PI, INV_SQRT_2_PI = 0.5**0.5, (2 / math.pi) ** 0.5, (2 * math.pi) ** -0.5
+CUBIC = 0.044715
+
+
+class _GELU(torch.autograd.Function):
+    """x * c(x), where c is the normal distribution, or (1 + tanh(inner(x))) / 2 for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x, approximate: bool):
+        ctx.approximate = approximate
+        ctx.save_for_backward(x)
+        return x * _share(x, approximate)
+
+    @staticmethod
+    def backward(ctx: Any, dy):
+        (x,) = ctx.saved_tensors
+        share = _share(x, ctx.approximate)
+        if ctx.approximate:
+            inner_slope = SQRT_2_OVER_PI * (1 + 3 * CUBIC * x * x)
+            slope = 2 * share * (1 - share) * inner_slope  # of (1 + tanh) / 2, by 1 - tanh**2
+        else:
+            slope = torch.exp(-0.5 * x * x) * INV_SQRT_2_PI
+        return dy * (share + x * slope), None
+
+
+def _share(x: torch.Tensor, approximate: bool) -> torch.Tensor:
+    if approximate:
+        return 0.5 * (1 + torch.tanh(SQRT_2_OVER_PI * (x + CUBIC * x * x * x)))
+    return 0.5 * (1 + torch.erf(x * SQRT_HALF))
+
+
+def gelu(x: torch.Tensor, approximate: bool = False) -> torch.Tensor:
+    """`torch.nn.functional.gelu`, whose value at an element depends on that element alone; any shape.
+
+    torch's own takes another path for a tensor of one element, and in its tanh form for an array's end.
+    """
+    return _GELU.apply(x, approximate)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .. import ops
 from . import context
-from .exact import differentiable_sigmoid, expand, rms_normed
+from .exact import differentiable_sigmoid, expand, gelu, rms_normed
 
 
 def new_parameter(*shape: int, device=None, dtype=None) -> torch.nn.Parameter:
@@ -58,7 +58,7 @@ class Linear(torch.nn.Module):
         if x.dim() == 2:
             return ops.linear(x, self.weight, self.bias, seq_offsets)
         y = ops.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, seq_offsets)
-        return y.unflatten(0, x.shape[:-1]) if x.dim() else y
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -246,6 +246,20 @@ class SiLU(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Any shape, float32."""
         return ops.silu(x)
+
+
+class GELU(torch.nn.Module):
+    """``torch.nn.GELU`` whose value at an element depends on that element alone."""
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return gelu(x, self.approximate == "tanh")
 
 
 class Sigmoid(torch.nn.Module):

@@ -197,7 +197,7 @@ def keys_kernel(
     scale, CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv for BLOCK_M key rows at a time; matrices of pairs are (queries, keys), and turned to add."""
+    """dk and dv for BLOCK_M key rows at a time; keys are the rows of every matrix of pairs here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         # the first keys have the most queries to walk, so tiles ascend
         block, head, sequence, begin, keys = locate(tile, num_sequences, num_heads, k_offsets_ptr)
@@ -221,15 +221,15 @@ def keys_kernel(
                 at = (q_begin + row) * num_heads + head
                 most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
                 total = tl.load(total_ptr + at, mask=row < queries, other=1.0)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
                 s = mask_scores(
-                    s, bias_ptr, bias_strides, sequence, head, row[:, None], column[None, :], queries, keys,
+                    s, bias_ptr, bias_strides, sequence, head, row[None, :], column[:, None], queries, keys,
                     CAUSAL,
                 )  # fmt: skip
                 p = tl.div_rn(
-                    exponential(s, most[:, None]), tl.zeros((BLOCK_N, BLOCK_M), tl.float32) + total[:, None]
+                    exponential(s, most[None, :]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[None, :]
                 )
-                slope = tl.dot(do, tl.trans(v), input_precision="ieee")
+                slope = tl.dot(v, tl.trans(do), input_precision="ieee")
                 weight = p
                 if DROPS:
                     four = first // 4 + tl.arange(0, BLOCK_M // 4)
@@ -237,11 +237,13 @@ def keys_kernel(
                         samples_ptr, sequence, head, row[:, None], four[None, :], seed, tag, threshold,
                         factor, BLOCK_N, BLOCK_M,
                     )  # fmt: skip
+                    # four keys share a Philox block, so they lie side by side until here
+                    kept = tl.trans(kept)
                     slope = slope * kept
                     weight = p * kept
-                ds = p * (slope - along[:, None]) * scale
-                dk += tl.dot(tl.trans(ds), q, input_precision="ieee")
-                dv += tl.dot(tl.trans(weight), do, input_precision="ieee")
+                ds = p * (slope - along[None, :]) * scale
+                dk += tl.dot(ds, q, input_precision="ieee")
+                dv += tl.dot(weight, do, input_precision="ieee")
             store_rows(dk, dk_ptr, dk_strides, begin, head, column, keys, dim, BLOCK_D)
             store_rows(dv, dv_ptr, dv_strides, begin, head, column, keys, dim_v, BLOCK_E)
 
