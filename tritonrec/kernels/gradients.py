@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,14 @@ class Terms:
         raise NotImplementedError
 
 
+class Targets(NamedTuple):
+    """Where an accumulator adds the terms of some parameters, for kernels that sum what they compute."""
+
+    sums: tuple[torch.Tensor, ...]  # int64, of the parameters' shapes
+    fraction_bits: int
+    names: list[str]  # of the parameters, for errors
+
+
 class Accumulator:
     """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`."""
 
@@ -42,6 +50,10 @@ class Accumulator:
 
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
         """Add the terms of the gradient of a parameter that it `holds`."""
+        raise NotImplementedError
+
+    def targets(self, *parameters: torch.Tensor) -> Targets:
+        """Where to add the terms of parameters that it `holds`, in their order."""
         raise NotImplementedError
 
     @contextmanager
@@ -73,6 +85,15 @@ def sum_terms(
         return terms.total()
     accumulator.add(parameter, terms)
     return None
+
+
+def targets_of(accumulator: Accumulator | None, *parameters: torch.Tensor | None) -> Targets | None:
+    """Where kernels add the gradients of these float32 parameters; None where autograd takes one of them."""
+    if accumulator is None:
+        return None
+    held = [each for each in parameters if each is not None and accumulator.holds(each)]
+    fit = len(held) == len(parameters) and all(each.dtype == torch.float32 for each in held)
+    return accumulator.targets(*held) if fit else None
 
 
 def find_parameters(accumulator: Accumulator | None, inputs: tuple[Any, ...]) -> dict[int, Any]:
