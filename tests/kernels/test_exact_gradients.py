@@ -1,4 +1,4 @@
-"""Kernels that add exact gradients themselves: the sums of the terms they would have written, in every bit."""
+"""Kernels that add exact gradients themselves: the sums of the terms they would have written, bit for bit."""
 
 import pytest
 import torch

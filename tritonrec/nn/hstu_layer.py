@@ -225,7 +225,9 @@ class _HSTULayer(torch.autograd.Function):
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
         # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
         ctx.maybe_clear_saved_tensors()
-        p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
+        if torch.is_grad_enabled():  # a derivative of these gradients is refused by the ops
+            rest = [None if tensor is None else tensor.detach() for tensor in rest]
+        p = Parameters(*rest)
         grads: dict[str, torch.Tensor | None] = {}
         kernel = _plain(accumulator)
 

@@ -116,8 +116,8 @@ NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     check=(_check, _check_backward, _check_du), fake=_fake_backward_into,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_EXACT = Op(
-    "norm_mul_dropout_backward_exact(Tensor(a!) weight_sums, Tensor(b!) bias_sums, Tensor(c!)? du, Tensor dy, "
-    "Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, int seed, Tensor? sample_ids, "
+    "norm_mul_dropout_backward_exact(Tensor(a!) weight_sums, Tensor(b!) bias_sums, Tensor(c!)? du, "
+    "Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, int seed, Tensor? sample_ids, "
     "Tensor? positions, Tensor means, Tensor rstds, int fraction_bits, str[] names) -> Tensor",
     reference=reference.norm_mul_dropout_backward_exact,
     cpu="numba_norm:norm_mul_dropout_backward_exact", triton="triton_norm:norm_mul_dropout_backward_exact",

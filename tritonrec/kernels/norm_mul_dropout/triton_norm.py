@@ -4,8 +4,8 @@
 The block depends on D alone, so sums along a row have one order in any batch. The mask comes from the words
 that the CPU draws, four neighbouring columns from one Philox block.
 
-Exact gradients of weight and bias are added where their terms are computed: a program adds up those of its rows,
-in int64, and then adds its sums atomically. Integers have one sum in any order.
+Exact gradients of weight and bias are added where their terms are computed: a program adds up those of its
+rows, in int64, and then adds its sums atomically. Integers have one sum in any order.
 """
 
 from __future__ import annotations
