@@ -173,7 +173,7 @@ def test_no_sum_wraps(impl, sign):
             NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*totals, None, *given, *rest, impl=impl)
             assert totals[1][1] == edge
             continue
-        with pytest.raises(ExactSumError, match="gradient of shift"):
+        with pytest.raises(ExactSumError, match=r"gradient of shift\[\d+, 1\]"):
             NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*totals, None, *given, *rest, impl=impl)
     large = on(impl, torch.full((32, 3), sign * 2.0**25))
     offsets, x = on(impl, torch.tensor([0, 32])), on(impl, torch.zeros(32, 2))

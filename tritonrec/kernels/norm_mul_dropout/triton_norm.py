@@ -22,6 +22,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixe
 from tritonrec.kernels.norm_mul_dropout.reference import by_terms
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -101,6 +102,8 @@ def add_atomically(to, term, bad, position, mask):
     return tl.minimum(bad, tl.where(wraps, position, NONE))
 
 
+# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
+@declared(varies=("bad_ptr",))
 @jit_for_any_alignment
 def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
@@ -148,18 +151,18 @@ def backward_kernel(
         along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
         tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
     if bad_ptr is not None:
-        # a sum that leaves int64 here is named by the program's first row
-        to = start * dim + column
-        bad = add_atomically(dweight_ptr + column, weight_sum, bad, to, inside)
-        bad = add_atomically(dbias_ptr + column, bias_sum, bad, behind + to, inside)
+        # a sum that leaves int64 here is named by the first row: any program may be the one to see it
+        bad = add_atomically(dweight_ptr + column, weight_sum, bad, column, inside)
+        bad = add_atomically(dbias_ptr + column, bias_sum, bad, behind + column, inside)
         tl.store(bad_ptr + start, tl.min(bad, axis=0))
 
 
 def _constants(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
-    """Constants of a launch; a Philox block needs four columns."""
+    """Constants of a launch; a Philox block needs four columns, and a thread two or more."""
     block = max(4, triton.next_power_of_2(x.shape[1]))
     return {
-        "GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block, "num_warps": 4, "enable_fp_fusion": False
+        "GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block,
+        "num_warps": min(max(block // 256, 1), 4), "enable_fp_fusion": False,
     }  # fmt: skip
 
 
