@@ -52,7 +52,9 @@ LINEAR = [
 NORM = [
     lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
     lambda: test_norm_mul_dropout.test_the_mask_depends_on_seed_sample_and_position_alone(IMPL),
-    lambda: test_exact_gradients.test_the_norm_adds_the_terms_of_its_weight_and_bias(IMPL, (21, 4), True, 0.4),
+    lambda: test_exact_gradients.test_the_norm_adds_the_terms_of_its_weight_and_bias(
+        IMPL, (21, 4), True, 0.4
+    ),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, -1),
 ]
 SOFTMAX = [
