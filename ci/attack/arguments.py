@@ -215,12 +215,28 @@ def layer(d: Draw) -> Arguments:
         "z": d.floats(tokens if kept else 0, columns), "normed": d.floats(tokens * kept, inner),
         "keep_normed": kept, "keep_linear": d.rng.random() < 0.5, "fraction_bits": 36, "name": "tensor",
         "accumulator": torch.zeros(columns, inner, dtype=torch.int64), "seq_offsets": d.offsets(tokens),
+        "bias_accumulator": d.maybe(torch.zeros(columns, dtype=torch.int64)), "bias_name": "bias",
+        "norm_weight_sums": torch.zeros(inner, dtype=torch.int64),
+        "norm_bias_sums": torch.zeros(inner, dtype=torch.int64),
     }  # fmt: skip
 
 
 def norm(d: Draw) -> Arguments:
     given = layer(d)
     return {**given, "weight": given["norm_weight"], "bias": given["norm_bias"]}
+
+
+def summed_norm(d: Draw) -> Arguments:
+    given = norm(d)
+    sums = {"weight_sums": given["norm_weight_sums"], "bias_sums": given["norm_bias_sums"]}
+    return {**given, **sums, "du": None if given["u"] is None else given["du"], "names": ["weight", "bias"]}
+
+
+def summed_front(d: Draw) -> Arguments:
+    given = front(d)
+    columns, names = len(given["weight"]), ["norm_weight", "norm_bias", "weight", "bias"]
+    bias, sums = d.floats(columns), torch.zeros(columns, dtype=torch.int64)
+    return {**given, "bias": bias, "weight_sums": given["accumulator"], "bias_sums": sums, "names": names}
 
 
 def gated(d: Draw) -> Arguments:

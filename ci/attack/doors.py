@@ -36,6 +36,8 @@ from arguments import (
     sorted_by_bucket,
     squared,
     summed,
+    summed_front,
+    summed_norm,
     two_lists,
     updated,
 )
@@ -62,6 +64,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "silu": layer, "silu_backward": layer, "linear": layer, "linear_weight_grad": front,
     "norm_mul_dropout": norm, "norm_mul_dropout_backward": norm, "norm_mul_dropout_backward_into": gated,
     "norm_linear_silu": front, "norm_linear_silu_backward": front, "norm_linear_silu_backward_into": front,
+    "norm_mul_dropout_backward_exact": summed_norm, "norm_linear_silu_backward_exact": summed_front,
     "relative_aggregate": aggregated, "relative_aggregate_backward": aggregated,
     "hstu_attention": sequences, "hstu_attention_backward": sequences,
     "hstu_attention_backward_into": sequences,
@@ -78,7 +81,8 @@ DISTINCT = {
 ROUNDED = {
     "silu", "silu_backward", "linear", "linear_weight_grad", "norm_mul_dropout", "norm_mul_dropout_backward",
     "norm_mul_dropout_backward_into", "norm_linear_silu", "norm_linear_silu_backward",
-    "norm_linear_silu_backward_into", "relative_aggregate",
+    "norm_linear_silu_backward_into", "norm_mul_dropout_backward_exact",
+    "norm_linear_silu_backward_exact", "relative_aggregate",
     "relative_aggregate_backward", "hstu_attention", "hstu_attention_backward",
     "hstu_attention_backward_into", "sampled_softmax", "sampled_softmax_backward",
     "softmax_attention", "softmax_attention_backward",

@@ -26,6 +26,9 @@ import triton.runtime.jit
 import tritonrec.kernels
 from tritonrec import ops
 from tritonrec.kernels import chunked_rows, dispatch
+from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU_BACKWARD_EXACT
+from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT_BACKWARD_EXACT
 
 JIT = triton.runtime.jit.JITFunction
 # constants by which a kernel knows the interpreter, which is not what is compiled here
@@ -427,6 +430,20 @@ def _norm_linear_silu(dtype):
     weight, bias = ones(128, 64, dtype=dtype, grad=True), ones(128, dtype=dtype, grad=True)
     for recompute in ((), ("norm", "linear")):
         run(ops.norm_linear_silu, x, scale, shift, weight, bias, recompute=recompute).sum().backward()
+
+
+@case("exact_gradients", dim=(50, 256))
+def _exact_gradients(dim):
+    x, u, du, vector, rows = *(ones(size, dim) for _ in range(3)), ones(dim), ones(size)
+    weight, bias, dy, z = ones(128, dim), ones(128), ones(size, 128), ones(size, 128)
+    sums = [torch.zeros(shape, dtype=torch.int64) for shape in ((dim,), (dim,), (128, dim), (128,))]
+    names = ["norm weight", "norm bias", "weight", "bias"]
+    rest = keys(), keys(), rows, rows, 36, names[:2]
+    front = x, vector, vector, weight, bias, 1e-6, z, x[:0], rows, rows, offsets(), 36, names
+    with Deferred().active():  # no error ends a call before its last launch
+        run(NORM_MUL_DROPOUT_BACKWARD_EXACT.launch, *sums[:2], du, x, x, u, vector, vector, 0.2, 7, *rest)
+        run(NORM_LINEAR_SILU_BACKWARD_EXACT.launch, *sums, dy, *front)
+        run(ops.linear_weight_grad, sums[2], dy, x, offsets(), bias_accumulator=sums[3])
 
 
 @case("sampled_softmax", dim=(50, 256))

@@ -32,6 +32,8 @@ from tritonrec import ops  # noqa: E402
 from tritonrec.harness.emulator import Emulation, Session, emulated  # noqa: E402
 from tritonrec.kernels import chunked_rows, launch  # noqa: E402
 from tritonrec.kernels.deferred import Deferred  # noqa: E402
+from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU_BACKWARD_EXACT  # noqa: E402
+from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT_BACKWARD_EXACT  # noqa: E402
 from tritonrec.nn import GradientAccumulator  # noqa: E402
 
 BASELINE = ROOT / "ci" / "baselines" / "per_op.json"
@@ -287,6 +289,29 @@ def _norm_linear_silu():
     given = x, scale, shift, weight, bias
     least = size(*given) + 16 * TOKENS * DIM
     yield from _forward_and_backward(lambda: ops.norm_linear_silu(*given), least, *given)
+
+
+@case("norm_mul_dropout, exact backward")
+def _exact_norm():
+    dy, x, u, du = (floats(TOKENS, DIM) for _ in range(4))
+    weight, bias, rows, sums = floats(DIM), floats(DIM), floats(TOKENS), _sums((DIM,), (DIM,))
+    given = dy, x, u, weight, bias, 0.0, 0, None, None, rows, rows
+    least = size(dy, x, u, weight, bias, rows, rows, du, x) + 2 * size(*sums)
+    yield lambda: NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*sums, du, *given, BITS, ["weight", "bias"]), least
+
+
+@case("norm_linear_silu, exact backward")
+def _exact_front():
+    dy, z, x, rows = floats(TOKENS, 4 * DIM), floats(TOKENS, 4 * DIM), floats(TOKENS, DIM), floats(TOKENS)
+    parameters = [floats(*shape) for shape in ((DIM,), (DIM,), (4 * DIM, DIM), (4 * DIM,))]
+    sums, names = _sums(*(each.shape for each in parameters)), ["scale", "shift", "weight", "bias"]
+    given = x, *parameters, 1e-6, z, x[:0], rows, rows, _offsets()
+    least = size(dy, z, x, rows, rows, *parameters, dy, x) + 2 * size(*sums)
+    yield lambda: NORM_LINEAR_SILU_BACKWARD_EXACT.launch(*sums, dy, *given, BITS, names), least
+
+
+def _sums(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=torch.int64, device=GPU) for shape in shapes]
 
 
 @case("hstu_attention", "hstu_attention, backward")

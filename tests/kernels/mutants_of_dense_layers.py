@@ -5,6 +5,7 @@
 from functools import lru_cache
 
 import attention_cases
+import test_exact_gradients
 import test_linear
 import test_norm_mul_dropout
 import test_relative_aggregate
@@ -46,10 +47,16 @@ LINEAR = [
     *each(test_linear.test_error_is_that_of_plain_float32, "odd_dim"),
     lambda: test_linear.test_weight_gradient_error_is_that_of_plain_float32(IMPL),
     lambda: test_linear.test_a_sum_never_wraps(IMPL, 1),
+    lambda: test_exact_gradients.test_a_linear_layer_adds_the_gradient_of_its_bias(IMPL, (70, 33, 34)),
+    lambda: test_exact_gradients.test_no_sum_wraps(IMPL, 1),
 ]
 NORM = [
     lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
     lambda: test_norm_mul_dropout.test_the_mask_depends_on_seed_sample_and_position_alone(IMPL),
+    lambda: test_exact_gradients.test_the_norm_adds_the_terms_of_its_weight_and_bias(
+        IMPL, (21, 4), True, 0.4
+    ),
+    lambda: test_exact_gradients.test_no_sum_wraps(IMPL, -1),
 ]
 SOFTMAX = [
     *each(test_sampled_softmax.test_error_is_that_of_plain_float32, "odd_dim"),
@@ -97,6 +104,9 @@ MUTANTS = {
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
         "no_bias": [("if bias_ptr is not None:", "if False:")],
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
+        "carry_of_the_bias_lost": [("axis=1) + (low >> 32)", "axis=1)")],
+        "block_of_the_bias_wraps": [("(high >= -(2**31)) & (high < 2**31) & ", "")],
+        "bias_by_every_column": [("tl.where(last, tokens, 0)", "tokens")],
     },
     "norm_mul_dropout.triton_norm": {
         "missing_rstd": [("y = centred * rstd * weight + bias", "y = centred * weight + bias")],
@@ -105,6 +115,9 @@ MUTANTS = {
         "kept_without_factor": [(">= threshold, factor, 0.0)", ">= threshold, 1.0, 0.0)")],
         "mean_of_slopes_lost": [("(slope - level)", "slope")],
         "variance_of_padding": [("centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean")],
+        "sums_of_other_programs_lost": [('before = tl.atomic_add(to, term, mask=mask, sem="relaxed")', "before = tl.load(to, mask=mask, other=0) * 0\n    tl.store(to, term, mask=mask)")],
+        "last_row_of_a_program_alone": [("after = total + term", "after = term")],
+        "atomic_sum_wraps": [("wraps = mask & (((before ^ after) & (term ^ after)) < 0)", "wraps = mask & (before < before)")],
     },
     "sampled_softmax.triton_softmax": {
         "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],

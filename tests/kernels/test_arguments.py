@@ -110,7 +110,8 @@ CALLS = {
     ops.silu: ({"x": some(4)}, {}),
     ops.linear: ({"x": some(4, 3), "weight": some(2, 3), "bias": some(2)}, {}),
     ops.linear_weight_grad: (
-        {"accumulator": GRID.clone(), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
+        {"accumulator": GRID.clone(), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS}
+        | {"bias_accumulator": GRID[:, 0].clone()},
         {},
     ),
     ops.norm_mul_dropout: (

@@ -60,7 +60,8 @@ WILD = {
     "silu_backward": lambda door: door.silu_backward(torch.ones(2), torch.ones(10**7), "auto"),
     "linear": lambda door: door.linear(torch.ones(2, 10**6), torch.ones(3, 4), None, None, "auto"),
     "linear_weight_grad": lambda door: door.linear_weight_grad(
-        torch.zeros(2, 3, dtype=torch.int64), torch.ones(4, 2), torch.ones(1, 3), whole(0, 1), 36, "x", "auto"
+        torch.zeros(2, 3, dtype=torch.int64), torch.ones(4, 2), torch.ones(1, 3), whole(0, 1), 36, "x", None,
+        "", "auto",
     ),
     "norm_mul_dropout_backward": lambda door: door.norm_mul_dropout_backward(
         torch.ones(4, 3), torch.ones(4, 3), None, torch.ones(3), torch.ones(3), 0.0, 1, None, None,

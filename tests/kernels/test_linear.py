@@ -336,5 +336,5 @@ def test_registration():
     sums = torch.zeros(35, 37, dtype=torch.int64)
     torch.library.opcheck(
         torch.ops.tritonrec.linear_weight_grad.default,
-        (sums, dy, x, torch.tensor([0, 9, 40]), 36, "weight", "cpu"),
+        (sums, dy, x, torch.tensor([0, 9, 40]), 36, "weight", None, "", "cpu"),
     )

@@ -38,6 +38,16 @@ def norm_backward(du, dy, x, u, weight, bias, sample_ids, positions, means, rstd
     return registered.norm_mul_dropout_backward_into(du, dy, x, u, weight, bias, 0.5, 3, *rest)
 
 
+def norm_exact(weight_sums, bias_sums, du, dy, x, u, weight, bias, sample_ids, positions, means, rstds):
+    rest = weight, bias, 0.5, 3, sample_ids, positions, means, rstds, 36, ["a", "b"], "cpu"
+    return registered.norm_mul_dropout_backward_exact(weight_sums, bias_sums, du, dy, x, u, *rest)
+
+
+def front_exact(seq_offsets, means, rstds, z, normed, **given):
+    rest = 1e-6, z, normed, means, rstds, seq_offsets, 36, ["a", "b", "c", "d"], "cpu"
+    return registered.norm_linear_silu_backward_exact(*given.values(), *rest)
+
+
 def front_backward(dy, x, norm_weight, norm_bias, weight, bias, z, normed, means, rstds):
     rest = 1e-6, z, normed, means, rstds, "cpu"
     return registered.norm_linear_silu_backward_into(dy, x, norm_weight, norm_bias, weight, bias, *rest)
@@ -96,8 +106,9 @@ CALLS = {
         ops.hash_erase,
     ),
     "linear_weight_grad": (
-        {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS},
-        ["accumulator"],
+        {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS}
+        | {"bias_accumulator": zeros(2)},
+        ["accumulator", "bias_accumulator"],
         ops.linear_weight_grad,
     ),
     "hstu_attention_backward_into": (
@@ -119,6 +130,22 @@ CALLS = {
         | {"means": some(4), "rstds": some(4)},
         ["dy"],
         lambda **given: front_backward(**given),
+    ),
+    "norm_mul_dropout_backward_exact": (
+        {"weight_sums": zeros(3), "bias_sums": zeros(3), "du": some(4, 3), "dy": some(4, 3)}
+        | {"x": some(4, 3), "u": some(4, 3), "weight": some(3), "bias": some(3)}
+        | {"sample_ids": whole(0, 0, 0, 1), "positions": whole(0, 1, 2, 0), "means": some(4)}
+        | {"rstds": some(4)},
+        ["weight_sums", "bias_sums", "du"],
+        norm_exact,
+    ),
+    "norm_linear_silu_backward_exact": (
+        {"norm_weight_sums": zeros(3), "norm_bias_sums": zeros(3), "weight_sums": zeros(2, 3)}
+        | {"bias_sums": zeros(2), "dy": some(4, 2), "x": some(4, 3), "norm_weight": some(3)}
+        | {"norm_bias": some(3), "weight": some(2, 3), "bias": some(2), "z": some(4, 2)}
+        | {"normed": some(4, 3), "means": some(4), "rstds": some(4), "seq_offsets": OFFSETS},
+        ["norm_weight_sums", "norm_bias_sums", "weight_sums", "bias_sums", "dy"],
+        front_exact,
     ),
 }  # fmt: skip
 PAIRS = [

@@ -175,6 +175,10 @@ def table(*shape):
     return some(*shape).abs()
 
 
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
 OFFSETS = whole(0, 2, 3)
 NORM = (some(3, 4), some(4), some(4), some(2, 4), some(2), 1e-6)
 ATTENTION = (*Call(OFFSETS, 2, 0.5, 2), "cpu")
@@ -200,6 +204,14 @@ WRITING = {
         table(3), "cpu",
     ),
     "hstu_attention_backward_into": (*(some(3, 1, 2) for _ in range(7)), *ATTENTION),
+    "norm_linear_silu_backward_exact": (
+        zeros(4), zeros(4), zeros(2, 4), zeros(2), some(3, 2), *NORM, some(3, 2), some(3, 4), some(3),
+        table(3), OFFSETS, 36, ["a", "b", "c", "d"], "cpu",
+    ),
+    "norm_mul_dropout_backward_exact": (
+        zeros(4), zeros(4), some(3, 4), some(3, 4), some(3, 4), some(3, 4), some(4), some(4), 0.0, 0, None,
+        None, some(3), table(3), 36, ["a", "b"], "cpu",
+    ),
 }  # fmt: skip
 OF_INTEGERS = {  # which have no derivative
     "segment_sum_into": (
@@ -208,7 +220,7 @@ OF_INTEGERS = {  # which have no derivative
     ),
     "to_fixed_point_status": (some(4), 36, "t", torch.tensor(0), "cpu"),
     "linear_weight_grad": (
-        torch.zeros(2, 4, dtype=torch.int64), some(3, 2), some(3, 4), OFFSETS, 36, "t", "cpu"
+        torch.zeros(2, 4, dtype=torch.int64), some(3, 2), some(3, 4), OFFSETS, 36, "t", None, "", "cpu"
     ),
     "add_packed_rows": (
         torch.zeros(4, 3, dtype=torch.int64), whole(1), *ops.pack_rows(whole(5, 6, 7)[None], whole(0)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritonrec.kernels.fixed_point import FRACTION_BITS
-from tritonrec.kernels.gradients import Accumulator, Terms
+from tritonrec.kernels.gradients import Accumulator, Targets, Terms
 
 
 class GradientAccumulator(Accumulator):
@@ -66,14 +66,19 @@ class GradientAccumulator(Accumulator):
 
         Raises RuntimeError in a backward pass that is to be differentiated again.
         """
-        name = self._names[id(parameter)]
+        (sums,), fraction_bits, (name,) = self.targets(parameter)
+        terms.add_to(sums, fraction_bits, name)
+
+    def targets(self, *parameters: torch.Tensor) -> Targets:
+        """Where kernels add the terms of parameters that it `holds`; RuntimeError as `add`."""
+        names = [self._names[id(parameter)] for parameter in parameters]
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"the gradient of {name} is summed exactly and has no derivative: leave create_graph out, or "
-                "use consistency='window'"
+                f"the gradient of {names[0]} is summed exactly and has no derivative: leave create_graph "
+                "out, or use consistency='window'"
             )
         assert self.fraction_bits is not None
-        terms.add_to(self.sums[name], self.fraction_bits, name)
+        return Targets(tuple(self.sums[name] for name in names), self.fraction_bits, names)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sums by name, of the parameters that require a gradient, and start again from zero.

@@ -85,6 +85,11 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     return _known(impl)
 
 
+def has_int64_atomics(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's device adds int64 atomically; Ascend's does not. The CPU stands in for a GPU."""
+    return tensor.is_cpu or tensor.is_cuda
+
+
 def usable_device(device: str | torch.device) -> torch.device:
     """`device` with its number, as tensors that are on it have it.
 

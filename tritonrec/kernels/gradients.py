@@ -9,13 +9,14 @@ their float32 total, unless an `Accumulator` is active on the thread and holds t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 _of_thread = threading.local()
+Value = TypeVar("Value")
 
 
 class Terms:
@@ -33,6 +34,14 @@ class Terms:
         raise NotImplementedError
 
 
+class Targets(NamedTuple):
+    """Where an accumulator adds the terms of some parameters, for kernels that sum what they compute."""
+
+    sums: tuple[torch.Tensor, ...]  # int64, of the parameters' shapes
+    fraction_bits: int
+    names: list[str]  # of the parameters, for errors
+
+
 class Accumulator:
     """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`."""
 
@@ -44,25 +53,48 @@ class Accumulator:
         """Add the terms of the gradient of a parameter that it `holds`."""
         raise NotImplementedError
 
+    def targets(self, *parameters: torch.Tensor) -> Targets:
+        """Where to add the terms of parameters that it `holds`, in their order."""
+        raise NotImplementedError
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, on this thread, gradients of the parameters that it holds go here.
 
         Backward stays on this thread, where autograd would take one of its own for an accelerator: a
         checkpointed part of a model computes its forward again in backward, and must find the accumulator.
+
+        What ops find out about offsets is `remembered` until the end. An accelerator's work inside has to go
+        to one stream.
         """
-        before = current()
-        _of_thread.accumulator = self
+        before = current(), getattr(_of_thread, "memory", None)
+        _of_thread.accumulator, _of_thread.memory = self, {}
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
-            _of_thread.accumulator = before
+            _of_thread.accumulator, _of_thread.memory = before
 
 
 def current() -> Accumulator | None:
     """The accumulator that is active on this thread."""
     return getattr(_of_thread, "accumulator", None)
+
+
+def remembered(tensor: torch.Tensor, key: Hashable, find: Callable[[], Value]) -> Value:
+    """What `find` gives, which is a function of the tensor's values and `key`.
+
+    While an accumulator is active on this thread it is called once, unless the tensor changes: the layers of
+    a model, and their backward, need the same of one batch's offsets.
+    """
+    memory = getattr(_of_thread, "memory", None)
+    if memory is None or tensor.is_inference():  # which counts no versions
+        return find()
+    known = memory.get((id(tensor), key))
+    if known is None or known[1] != tensor._version:
+        # the tensor is kept, so that no other one gets its id
+        memory[id(tensor), key] = known = tensor, tensor._version, find()
+    return known[2]
 
 
 def sum_terms(
@@ -73,6 +105,15 @@ def sum_terms(
         return terms.total()
     accumulator.add(parameter, terms)
     return None
+
+
+def targets_of(accumulator: Accumulator | None, *parameters: torch.Tensor | None) -> Targets | None:
+    """Where kernels add the gradients of these float32 parameters; None where autograd takes one of them."""
+    if accumulator is None:
+        return None
+    held = [each for each in parameters if each is not None and accumulator.holds(each)]
+    fit = len(held) == len(parameters) and all(each.dtype == torch.float32 for each in held)
+    return accumulator.targets(*held) if fit else None
 
 
 def find_parameters(accumulator: Accumulator | None, inputs: tuple[Any, ...]) -> dict[int, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import not_a_tensor
+from tritonrec.kernels.gradients import remembered
 
 # Tokens of a sequence: places in it, and sums of a few of them, are int32 in kernels.
 LONGEST = 1 << 27
@@ -17,6 +18,10 @@ def check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     the check is queued on the device (`torch._assert_async`), and nothing waits for it.
     """
     check_offsets_shape(name, offsets)
+    remembered(offsets, ("offsets", tokens), lambda: _check_offsets(name, offsets, tokens))
+
+
+def _check_offsets(name: str, offsets: torch.Tensor, tokens: int) -> None:
     if offsets.device.type != "cpu":
         whole = (offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all()
         torch._assert_async(whole, f"{name} does not cut [0, {tokens}) into sequences")
@@ -50,6 +55,10 @@ def check_max_seq_len(max_seq_len: int) -> None:
 
 def check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     """Refuse a sequence of more than `max_seq_len` tokens, naming the first; otherwise as `check_offsets`."""
+    remembered(seq_offsets, ("lengths", max_seq_len), lambda: _check_lengths(seq_offsets, max_seq_len))
+
+
+def _check_lengths(seq_offsets: torch.Tensor, max_seq_len: int) -> None:
     if seq_offsets.device.type != "cpu":
         fits = (seq_offsets[1:] - seq_offsets[:-1] <= max_seq_len).all()
         torch._assert_async(fits, f"a sequence is longer than {max_seq_len=}")

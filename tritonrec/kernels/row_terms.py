@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
 
@@ -24,7 +27,23 @@ class RowTerms(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`; terms are added in fixed point, so their order does not show."""
-        values = self._values.detach().flatten(1)
-        rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-        options = "batch", fraction_bits, f"gradient of {name}"
-        SEGMENT_SUM_INTO.launch(sums.view(1, -1), values, rows, 1, *options)
+        add_rows(sums, self._values.detach(), fraction_bits, name)
+
+
+def add_terms(
+    sums: Iterable[torch.Tensor], terms: Iterable[torch.Tensor], fraction_bits: int, names: Iterable[str],
+    impl: Impl = "auto",
+) -> None:  # fmt: skip
+    """`add_rows` of the terms of several parameters."""
+    for total, values, name in zip(sums, terms, names, strict=True):
+        add_rows(total, values, fraction_bits, name, impl)
+
+
+def add_rows(
+    sums: torch.Tensor, values: torch.Tensor, fraction_bits: int, name: str, impl: Impl = "auto"
+) -> None:
+    """Round terms (n, *shape) of the gradient of parameter `name` and add them to int64 `sums` (*shape)."""
+    values = values.flatten(1)
+    rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    options = "batch", fraction_bits, f"gradient of {name}"
+    SEGMENT_SUM_INTO.launch(sums.view(1, -1), values, rows, 1, *options, impl=impl)

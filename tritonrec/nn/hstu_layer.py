@@ -7,7 +7,8 @@
 Backward needs n, z, uvqk, a and g. `RECOMPUTED` names them in this order; those in a configuration's
 ``recompute`` are not kept but computed again, by the same kernels from the same inputs, so to the same bits
 (dropout is a function of seed, sample and position). The gradients of u, v, q and k are written into one
-buffer, (L, sizes of all), by the kernels that make them; in place it becomes the gradient of z.
+buffer, (L, sizes of all), by the kernels that make them; in place it becomes the gradient of z. With an exact
+accumulator the kernels of the backward add the gradients of parameters to its sums themselves.
 
 Dimensions: L tokens, H heads, d model dimension.
 """
@@ -21,13 +22,21 @@ import torch
 
 from .. import ops
 from ..kernels.dispatch import default_impl
-from ..kernels.gradients import Accumulator, Terms, current, sum_terms
+from ..kernels.gradients import Accumulator, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
 from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
-from ..kernels.linear.register import ProductTerms
-from ..kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_INTO
-from ..kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_INTO
+from ..kernels.linear.register import ProductTerms, add_gradients
+from ..kernels.norm_linear_silu.register import (
+    NORM_LINEAR_SILU,
+    NORM_LINEAR_SILU_BACKWARD_EXACT,
+    NORM_LINEAR_SILU_BACKWARD_INTO,
+)
+from ..kernels.norm_mul_dropout.register import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD_EXACT,
+    NORM_MUL_DROPOUT_BACKWARD_INTO,
+)
 from ..kernels.op import Op
 from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
 from ..kernels.row_terms import RowTerms
@@ -142,8 +151,8 @@ def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_l
     )
 
 
-def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
-    _, v, q, k = call.parts(uvqk)
+def _attend(parts: tuple[torch.Tensor, ...], p: Parameters, call: Call) -> torch.Tensor:
+    _, v, q, k = parts
     attended = HSTU_ATTENTION(q, k, v, *call.attention(p)).flatten(1)
     offsets = call.tokens.seq_offsets
     channels = [
@@ -153,8 +162,7 @@ def _attend(uvqk: torch.Tensor, p: Parameters, call: Call) -> torch.Tensor:
     return torch.cat([*channels, attended], 1) if channels else attended
 
 
-def _gate(attended: torch.Tensor, uvqk: torch.Tensor, p: Parameters, call: Call):
-    u = call.parts(uvqk)[0]
+def _gate(attended: torch.Tensor, u: torch.Tensor, p: Parameters, call: Call):
     return NORM_MUL_DROPOUT(attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws())
 
 
@@ -167,13 +175,13 @@ def _plain(accumulator: Accumulator | None) -> Callable[[Op], Callable[..., Any]
 def _attend_backward(
     kernel: Callable[[Op], Callable[..., Any]],
     dattended: torch.Tensor,
-    uvqk: torch.Tensor,
-    duvqk: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    dparts: tuple[torch.Tensor, ...],
     p: Parameters,
     call: Call,
 ) -> dict[str, Terms]:
-    """Overwrites the parts of duvqk that belong to v, q and k; each sample's gradients of the tables."""
-    (_, v, q, k), (_, dv, dq, dk) = call.parts(uvqk), call.parts(duvqk)
+    """Overwrites the gradients of v, q and k; each sample's gradients of the tables."""
+    (_, v, q, k), (_, dv, dq, dk) = parts, dparts
     *dchannels, dout = (part.unflatten(1, (call.heads, -1)) for part in dattended.chunk(call.channels, 1))
     dpos, dts = kernel(HSTU_ATTENTION_BACKWARD_INTO)(dq, dk, dv, dout, q, k, v, *call.attention(p))
     terms: dict[str, Terms] = {"pos_weights": RowTerms(dpos), "ts_weights": RowTerms(dts)}
@@ -194,8 +202,9 @@ class _HSTULayer(torch.autograd.Function):
     def forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
         p, again = Parameters(*parameters), call.recompute
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
-        attended = _attend(uvqk, p, call)
-        gated, *gate_rows = _gate(attended, uvqk, p, call)
+        parts = call.parts(uvqk)
+        attended = _attend(parts, p, call)
+        gated, *gate_rows = _gate(attended, parts[0], p, call)
         out = ops.linear(gated, p.output_weight, p.output_bias)
         stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
         kept = (None if name in again else value for name, value in stages.items())
@@ -216,7 +225,9 @@ class _HSTULayer(torch.autograd.Function):
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
         # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
         ctx.maybe_clear_saved_tensors()
-        p = Parameters(*(None if tensor is None else tensor.detach() for tensor in rest))  # type: ignore[arg-type]
+        if torch.is_grad_enabled():  # a derivative of these gradients is refused by the ops
+            rest = [None if tensor is None else tensor.detach() for tensor in rest]
+        p = Parameters(*rest)
         grads: dict[str, torch.Tensor | None] = {}
         kernel = _plain(accumulator)
 
@@ -226,34 +237,52 @@ class _HSTULayer(torch.autograd.Function):
                     grads[name] = sum_terms(accumulator, parameter, gradient)
 
         def take_linear(name: str, dout: torch.Tensor, inner: torch.Tensor) -> None:
-            product = ProductTerms(dout, inner, call.tokens.seq_offsets)
-            take(**{f"{name}_weight": product, f"{name}_bias": RowTerms(dout)})
+            weight, bias, offsets = f"{name}_weight", f"{name}_bias", call.tokens.seq_offsets
+            targets = targets_of(accumulator, getattr(own, weight), getattr(own, bias))
+            if targets is None:
+                take(**{weight: ProductTerms(dout, inner, offsets), bias: RowTerms(dout)})
+            else:
+                add_gradients(targets, dout, inner, offsets)
 
         if uvqk is None and z is not None:
             uvqk = ops.silu(z)
         elif uvqk is None:
             uvqk, z, again, *_ = _front(x, p, call, normed is None, True)
             normed = again if normed is None else normed
-        attended = _attend(uvqk, p, call) if attended is None else attended
-        gated = _gate(attended, uvqk, p, call)[0] if gated is None else gated
+        parts = call.parts(uvqk)
+        attended = _attend(parts, p, call) if attended is None else attended
+        gated = _gate(attended, parts[0], p, call)[0] if gated is None else gated
         take_linear("output", dy, gated)
         del gated
 
         duvqk = torch.empty_like(uvqk)
-        dattended, dweight, dbias = kernel(NORM_MUL_DROPOUT_BACKWARD_INTO)(
-            call.parts(duvqk)[0], ops.linear(dy, p.output_weight.t()), attended, call.parts(uvqk)[0],
-            p.gate_weight, p.gate_bias, *call.draws(), gate_means, gate_rstds,
+        dparts = call.parts(duvqk)
+        of_gate = (
+            dparts[0], ops.linear(dy, p.output_weight.t()), attended, parts[0], p.gate_weight, p.gate_bias,
+            *call.draws(), gate_means, gate_rstds,
         )  # fmt: skip
-        take(gate_weight=RowTerms(dweight), gate_bias=RowTerms(dbias))
-        del attended, dweight, dbias
-        take(**_attend_backward(kernel, dattended, uvqk, duvqk, p, call))
-        del uvqk, dattended
+        targets = targets_of(accumulator, own.gate_weight, own.gate_bias)
+        if targets is None:
+            dattended, dweight, dbias = kernel(NORM_MUL_DROPOUT_BACKWARD_INTO)(*of_gate)
+            take(gate_weight=RowTerms(dweight), gate_bias=RowTerms(dbias))
+            del dweight, dbias
+        else:
+            dattended = NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*targets.sums, *of_gate, *targets[1:])
+        del attended, of_gate
+        take(**_attend_backward(kernel, dattended, parts, dparts, p, call))
+        del uvqk, parts, dattended
 
-        z, kept = x.new_empty(0, duvqk.shape[1]) if z is None else z, normed is not None
-        dx, dweight, dbias, again = kernel(NORM_LINEAR_SILU_BACKWARD_INTO)(
+        z = x.new_empty(0, duvqk.shape[1]) if z is None else z
+        of_front = (
             duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
-            normed if kept else x.new_empty(0, x.shape[1]), means, rstds,
+            x.new_empty(0, x.shape[1]) if normed is None else normed, means, rstds,
         )  # fmt: skip
-        take(norm_weight=RowTerms(dweight), norm_bias=RowTerms(dbias))
-        take_linear("uvqk", duvqk, normed if kept else again)
+        targets = targets_of(accumulator, own.norm_weight, own.norm_bias, own.uvqk_weight, own.uvqk_bias)
+        if targets is None:
+            dx, dweight, dbias, again = kernel(NORM_LINEAR_SILU_BACKWARD_INTO)(*of_front)
+            take(norm_weight=RowTerms(dweight), norm_bias=RowTerms(dbias))
+            take_linear("uvqk", duvqk, again if normed is None else normed)
+        else:
+            rest = call.tokens.seq_offsets, *targets[1:]
+            dx = NORM_LINEAR_SILU_BACKWARD_EXACT.launch(*targets.sums, *of_front, *rest)
         return None, None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)

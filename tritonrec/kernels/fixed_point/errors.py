@@ -100,6 +100,23 @@ def report_sum(
     report(code, status, error, late_error(name, values.shape[1], fraction_bits))
 
 
+def report_exact_gradients(
+    bad: torch.Tensor, names: list[str], shape: tuple[int, int], fraction_bits: int
+) -> None:
+    """Report first bad positions of kernels that sum gradients as they compute them (`padding.report`).
+
+    A position is that of a term among those (L, D) = `shape` of the first of `names`, then of the second, ...
+    The terms are in no memory, so the error has no value.
+    """
+
+    def error(code: int) -> ExactSumError:
+        which, place = divmod(code - 1, math.prod(shape))
+        index = divmod(place, shape[1])
+        return ExactSumError(f"gradient of {names[which]}", index, None, fraction_bits)
+
+    report(bad, None, error, error)
+
+
 def late_error(name: str, dim: int, fraction_bits: int) -> Callable[[int], ExactSumError]:
     """``error(1 + row * D + column)`` without the value, which is gone."""
     return lambda code: ExactSumError(name, divmod(code - 1, dim), None, fraction_bits)

@@ -22,7 +22,7 @@ from tritonrec.kernels.hstu_attention.triton_bias import Bias
 from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
 from tritonrec.kernels.hstu_attention.triton_mask import Rules
 from tritonrec.kernels.hstu_attention.triton_tables import parts_kernel, positions_kernel, times_kernel
-from tritonrec.kernels.hstu_attention.triton_tiles import Layout, Tiles
+from tritonrec.kernels.hstu_attention.triton_tiles import Layout, tiles_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -123,7 +123,7 @@ def forward(q, k, v, call, out) -> None:
     check(q, v)
     q, k, v = map(contiguous_heads, (q, k, v))
     config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias)
-    tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
+    tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     launch(forward_kernel, tensors, Description(call, len(q)), tiles, q.shape[1], config)
 
@@ -139,13 +139,13 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     inputs = {"do": do, "q": q, "k": k, "v": v}
     if call.deterministic:
         config = configuration(*dims, call.has_bias)
-        tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
+        tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
     # Atomics add in float32 for any dtype, and dq is rounded once at the end.
     # Without atomics the kernel follows no pointer to dq.
     summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     config = configuration(*dims, True)
-    tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
+    tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
     launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=not call.deterministic)
     if not call.deterministic:
@@ -153,11 +153,11 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     if call.pos_weights is not None:
         # 1: this kernel holds no entries of a table beside the diagonals that it owns
         config = table_configuration(*dims, 1)
-        tiles = Tiles(call, len(k), config["BLOCK_M"], by_query=False)
+        tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
         launch(positions_kernel, {**inputs, "dpos": dpos}, described, tiles, 1, config)
     if call.ts_weights is not None:
         config = table_configuration(*dims, dts.shape[1])
-        tiles = Tiles(call, len(q), config["BLOCK_M"], by_query=True)
+        tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
         # each sequence may end in a partial block, hence one part more for each
         parts = len(k) // config["BLOCK_M"] + call.num_sequences + 1
         parts = torch.empty(parts, config["ENTRIES"], dtype=torch.float32, device=q.device)

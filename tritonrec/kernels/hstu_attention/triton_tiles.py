@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels.gradients import remembered
+
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 
 
@@ -120,6 +122,14 @@ def find_tile(tile, tiles_ptr):
     """(level, sequence)."""
     entry = tl.load(tiles_ptr + tile)
     return (entry >> 32).to(tl.int32), entry & 0xFFFFFFFF
+
+
+def tiles_of(call, rows: int, own: int, by_query: bool) -> Tiles:
+    """`Tiles`, which layers with blocks of one size share, and forward and backward."""
+    if by_query and call.delta_offsets is not None:
+        return Tiles(call, rows, own, True)
+    key = "tiles", rows, own, call.max_seq_len
+    return remembered(call.seq_offsets, key, lambda: Tiles(call, rows, own, False))
 
 
 class Tiles:

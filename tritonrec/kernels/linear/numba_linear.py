@@ -8,6 +8,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
+from tritonrec.kernels.row_terms import add_rows
 from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
@@ -102,10 +103,20 @@ def linear_weight_grad(
     seq_offsets: torch.Tensor,
     bits: int,
     name: str,
+    bias_accumulator: torch.Tensor | None = None,
+    bias_name: str = "",
 ) -> None:
     """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
-    if accumulator.numel() == 0 or x.shape[0] == 0:
-        return
+    if accumulator.numel() and x.shape[0]:
+        _add_products(accumulator, dy, x, seq_offsets, bits, name)
+    if bias_accumulator is not None:
+        add_rows(bias_accumulator, dy, bits, bias_name, "cpu")
+
+
+def _add_products(
+    accumulator: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int,
+    name: str,
+) -> None:  # fmt: skip
     arguments = (
         *flat_rows(accumulator), *flat_rows(contiguous_rows(dy)), *flat_rows(contiguous_rows(x)),
         flat(seq_offsets),

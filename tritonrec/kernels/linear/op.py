@@ -53,22 +53,27 @@ def linear_weight_grad(
     fraction_bits: int = FRACTION_BITS,
     name: str = "weight",
     *,
+    bias_accumulator: torch.Tensor | None = None,
+    bias_name: str = "bias",
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Add each sample's weight gradient, rounded once: the same sum for every split of the batch.
+
+    With `bias_accumulator` the bias's gradient as well, whose terms are the tokens' dy.
 
     Args:
         accumulator: (out, in) int64 multiples of ``2**-fraction_bits``, changed in place; contiguous rows.
         dy: (L, out) float32. x: (L, in) float32. Any strides.
         seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1].
-        name: of the weight, in errors.
+        bias_accumulator: (out,) int64, contiguous, changed in place. name, bias_name: in errors.
     Returns:
         `accumulator`.
     Raises:
         ExactSumError: a sample's gradient is not finite or too large, or the sum leaves int64. The
-            accumulator then holds a part of the sum and has to be discarded.
+            accumulators then hold parts of the sums and have to be discarded.
         ValueError: shapes, dtypes or offsets that do not fit; arguments that share memory with the
             accumulator.
     """
-    LINEAR_WEIGHT_GRAD(accumulator, dy, x, seq_offsets, fraction_bits, name, impl=impl)
+    bias = bias_accumulator, bias_name
+    LINEAR_WEIGHT_GRAD(accumulator, dy, x, seq_offsets, fraction_bits, name, *bias, impl=impl)
     return accumulator

@@ -6,6 +6,7 @@ import torch
 
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
+from tritonrec.kernels.row_terms import add_rows
 
 Bad = tuple[int, int, int, float | None]
 
@@ -26,6 +27,8 @@ def linear_weight_grad(
     seq_offsets: torch.Tensor,
     bits: int,
     name: str,
+    bias_accumulator: torch.Tensor | None = None,
+    bias_name: str = "",
 ) -> None:
     """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
     for sample, (start, stop) in enumerate(
@@ -40,6 +43,8 @@ def linear_weight_grad(
                 if term is None or not -(2**63) <= int(accumulator[row, column]) + term < 2**63:
                     raise no_sum((sample, row, column, value), bits, name)
                 accumulator[row, column] += term
+    if bias_accumulator is not None:
+        add_rows(bias_accumulator, dy, bits, bias_name, "reference")
 
 
 def no_sum(bad: Bad, bits: int, name: str) -> ExactSumError:

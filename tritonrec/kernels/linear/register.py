@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
-from tritonrec.kernels.gradients import Terms
+from tritonrec.kernels.gradients import Targets, Terms, targets_of
 from tritonrec.kernels.linear import reference
 from tritonrec.kernels.offsets import check_offsets
 from tritonrec.kernels.op import Op
@@ -25,12 +26,21 @@ class ProductTerms(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`, sample by sample."""
-        if self._seq_offsets is None:
-            raise ValueError(
-                f"a linear layer with an exact gradient needs seq_offsets to tell samples apart: {name}"
-            )
-        dy, x = self._dy.detach(), self._x.detach()
-        LINEAR_WEIGHT_GRAD.launch(sums, dy, x, self._seq_offsets, fraction_bits, name)
+        targets = Targets((sums,), fraction_bits, [name])
+        add_gradients(targets, self._dy.detach(), self._x.detach(), self._seq_offsets)
+
+
+def add_gradients(
+    targets: Targets, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None
+) -> None:
+    """Add the exact gradients of a weight, and of the bias where `targets` has one, for dy and x."""
+    (weight, *bias), fraction_bits, (name, *names) = targets
+    if seq_offsets is None:
+        raise ValueError(
+            f"a linear layer with an exact gradient needs seq_offsets to tell samples apart: {name}"
+        )
+    rest = (*bias, *names) if bias else (None, "")
+    LINEAR_WEIGHT_GRAD.launch(weight, dy, x, seq_offsets, fraction_bits, name, *rest)
 
 
 def _check(x, weight, bias) -> None:
@@ -56,10 +66,15 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy):
     x, weight, seq_offsets = ctx.saved_tensors
     dx = LINEAR(dy, weight.t(), impl=ctx.impl) if ctx.needs_input_grad[0] else None
+    places = (1, 2) if ctx.bias else (1,)
+    targets = targets_of(ctx.accumulator, *(ctx.parameters.get(at) for at in places))
+    if targets is not None and all(ctx.needs_input_grad[at] for at in places):
+        add_gradients(targets, dy, x, seq_offsets)
+        return dx, None, None, None
     return dx, ProductTerms(dy, x, seq_offsets), RowTerms(dy, dy.dtype) if ctx.bias else None, None
 
 
-def _check_weight_grad(accumulator, dy, x, fraction_bits) -> None:
+def _check_weight_grad(accumulator, dy, x, fraction_bits, bias_accumulator) -> None:
     check_matrix("accumulator", accumulator, torch.int64, in_place=True)
     check_matrix("dy", dy, torch.float32)
     check_matrix("x", x, torch.float32)
@@ -69,6 +84,13 @@ def _check_weight_grad(accumulator, dy, x, fraction_bits) -> None:
             f"{tuple(accumulator.shape)}, dy {tuple(dy.shape)}, x {tuple(x.shape)}"
         )
     check_fraction_bits(fraction_bits)
+    if bias_accumulator is not None:
+        check_shape("bias_accumulator", bias_accumulator, (dy.shape[1],), torch.int64)
+        if not bias_accumulator.is_contiguous():
+            raise ValueError(
+                f"bias_accumulator is written in place and must be contiguous, got strides "
+                f"{bias_accumulator.stride()}"
+            )
 
 
 def _check_samples(x, seq_offsets) -> None:
@@ -83,7 +105,7 @@ LINEAR = Op(
 )  # fmt: skip
 LINEAR_WEIGHT_GRAD = Op(
     "linear_weight_grad(Tensor(a!) accumulator, Tensor dy, Tensor x, Tensor seq_offsets, int fraction_bits, "
-    "str name) -> ()",
+    "str name, Tensor(b!)? bias_accumulator, str bias_name) -> ()",
     reference=reference.linear_weight_grad, cpu="numba_linear:linear_weight_grad",
     triton="triton_linear:linear_weight_grad",
     check=_check_weight_grad, check_memory=_check_samples,

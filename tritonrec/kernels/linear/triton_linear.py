@@ -8,7 +8,8 @@ one float32 accumulator. More rows mean more programs, never another tile, so a 
 how many there are. (A BLAS chooses a tile, or splits the inner sum, by the number of rows.)
 
 The weight gradient has one program per tile of the weight. It walks the samples: a float32 product of each,
-rounded once, and an int64 sum that stays in registers.
+rounded once, and an int64 sum that stays in registers. A column of programs more adds up the bias's gradient.
+Behind a norm whose output was not kept, rows are normalised as they are loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import dispatch
+from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.padding import report
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
+STAGES = 1  # of weight gradients: a sample is a few blocks long, and a pipeline's buffers spill registers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -80,15 +83,64 @@ def rows_times_kernel(
 
 
 @triton.jit
+def add_bias_gradient(
+    bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, tokens, scale, limit, BLOCK: tl.constexpr
+):  # fmt: skip
+    """bias[row] += sum over `tokens` of round(dy * scale), in int64; NONE, or the first bad token * O + row.
+
+    Where the sum of a block of tokens leaves int64, it is the position of the first one.
+    """
+    # without tokens the sums are neither read nor written, since other programs own them
+    owned = (row < outputs) & (row * 0 < tokens)
+    total = tl.load(bias_ptr + row, mask=owned, other=0)
+    bad = tl.full((BLOCK,), NONE, tl.int64)
+    for first in range(tl.full((), 0, tl.int64), tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        dy = tl.load(
+            dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
+            mask=(token < tokens)[None, :] & (row < outputs)[:, None],
+            other=0.0,
+        )
+        term, fits = round_to_fixed_point(dy, scale, limit)
+        place = token[None, :] * outputs + row[:, None]
+        bad = tl.minimum(bad, tl.min(tl.where(fits, NONE, place), axis=1))
+        # halves of 32 bits, whose sums do not wrap
+        low = tl.sum(term & 0xFFFFFFFF, axis=1)
+        high = tl.sum(term >> 32, axis=1) + (low >> 32)
+        together = (high << 32) + (low & 0xFFFFFFFF)
+        after = total + together
+        fits = (high >= -(2**31)) & (high < 2**31) & (((total ^ after) & (together ^ after)) >= 0)
+        bad = tl.minimum(bad, tl.where(fits, NONE, first * outputs + row))
+        total = after
+    # several threads may load one element where rows are few: none may load it changed
+    tl.debug_barrier()
+    tl.store(bias_ptr + row, total, mask=owned)
+    return tl.min(bad, axis=0)
+
+
+@triton.jit
 def add_weight_gradients_kernel(
-    accumulator_ptr, dy_ptr, x_ptr, offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column,
-    dy_row, dy_column, x_row, x_column, samples, outputs, inputs, scale, limit,
+    accumulator_ptr, bias_ptr, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
+    offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row, dy_column, x_row, x_column,
+    samples, tokens, outputs, inputs, scale, limit,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """accumulator (O, I) += sum over samples of round(dy^T x * scale), in int64."""
+    """accumulator (O, I) += sum over samples of round(dy^T x * scale), bias (O,) += of round(dy * scale).
+
+    With means, x stands for norm(x). A position of bias is that of dy behind all positions of products.
+    """
     lane = tl.arange(0, BLOCK).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + lane
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
+    if bias_ptr is not None:
+        # first, so that its registers are free again; the last programs alone have tokens to add
+        last = tl.program_id(1) == tl.num_programs(1) - 1
+        bad_token = add_bias_gradient(
+            bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, tl.where(last, tokens, 0), scale, limit, BLOCK
+        )
+        bad_token = tl.where(
+            bad_token == NONE, NONE, tl.cast(samples, tl.int64) * outputs * inputs + bad_token
+        )
     inside = (row < outputs)[:, None] & (column < inputs)[None, :]
     place = row[:, None] * inputs + column[None, :]
     to = accumulator_ptr + row[:, None] * accumulator_row + column[None, :] * accumulator_column
@@ -112,6 +164,13 @@ def add_weight_gradients_kernel(
                 mask=(token < stop)[:, None] & (column < inputs)[None, :],
                 other=0.0,
             )
+            if means_ptr is not None:
+                mean = tl.load(means_ptr + token, mask=token < stop, other=0.0)[:, None]
+                rstd = tl.load(rstds_ptr + token, mask=token < stop, other=0.0)[:, None]
+                # loaded again for each block, which costs less than to keep them in registers
+                norm_weight = tl.load(norm_weight_ptr + column, mask=column < inputs, other=0.0)[None, :]
+                norm_bias = tl.load(norm_bias_ptr + column, mask=column < inputs, other=0.0)[None, :]
+                x = tl.where((token < stop)[:, None], (x - mean) * rstd * norm_weight + norm_bias, 0.0)
             product = multiply_add(dy, x, product, INTERPRETED)
         term, fits = round_to_fixed_point(product, scale, limit)
         after = total + term
@@ -126,6 +185,8 @@ def add_weight_gradients_kernel(
     tl.debug_barrier()
     tl.store(to, total, mask=inside)
     worst = tl.min(tl.min(bad, axis=1), axis=0)
+    if bias_ptr is not None:
+        worst = tl.minimum(worst, bad_token)
     # positions differ, so the sum has one culprit; without a failure all culprits are 0
     value = tl.sum(tl.sum(tl.where(bad == worst, culprit, 0.0), axis=1), axis=0)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -168,22 +229,35 @@ def linear_weight_grad(
     seq_offsets: torch.Tensor,
     bits: int,
     name: str,
+    bias_accumulator: torch.Tensor | None = None,
+    bias_name: str = "",
+    norm: tuple[torch.Tensor | None, ...] = (None,) * 4,
 ) -> None:
-    """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
-    if accumulator.numel() == 0 or x.shape[0] == 0:
-        return
+    """See `tritonrec.kernels.linear.op.linear_weight_grad`.
+
+    norm: means and rstds of the rows of x (L,), weight and bias (in,) of a norm between, contiguous.
+    """
     outputs, inputs = accumulator.shape
+    if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
+        return
     config = configuration(x)
-    programs = triton.cdiv(outputs, config["BLOCK"]), triton.cdiv(inputs, config["BLOCK"])
+    columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
+    programs = triton.cdiv(outputs, config["BLOCK"]), columns
     bad = torch.empty(programs, dtype=torch.int64, device=accumulator.device)
     values = torch.empty(programs, dtype=torch.float32, device=accumulator.device)
     add_weight_gradients_kernel[programs](
-        accumulator, dy, x, seq_offsets.contiguous(), bad, values,
-        *accumulator.stride(), *dy.stride(), *x.stride(), len(seq_offsets) - 1, outputs, inputs,
-        2.0**bits, 2.0 ** (62 - bits), **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        accumulator, bias_accumulator, dy, x, *norm, seq_offsets.contiguous(), bad, values,
+        *accumulator.stride(), *dy.stride(), *x.stride(), len(seq_offsets) - 1, len(x), outputs, inputs,
+        2.0**bits, 2.0 ** (62 - bits), **config, num_stages=STAGES, INTERPRETED=INTERPRETED,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
+    products = (len(seq_offsets) - 1) * outputs * inputs
+
     def error(code: int, late: bool = False) -> Exception:
+        if code > products:
+            token, row = divmod(code - 1 - products, outputs)
+            return ExactSumError(f"gradient of {bias_name}", (token, row), None, bits)
         sample, place = divmod(code - 1, outputs * inputs)
         value = None if late else float(values.view(-1)[int(bad.argmin())])
         return no_sum((sample, *divmod(place, inputs), value), bits, name)

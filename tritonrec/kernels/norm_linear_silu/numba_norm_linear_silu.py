@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonrec.kernels.linear.numba_linear import rows_times
-from tritonrec.kernels.norm_linear_silu.reference import outputs
+from tritonrec.kernels.linear.numba_linear import linear_weight_grad, rows_times
+from tritonrec.kernels.norm_linear_silu.reference import by_terms, outputs
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.silu import numba_silu as silu
@@ -134,6 +134,9 @@ def norm_linear_silu_backward_into(
     products = 1 if has_z else 2
     over_ranges(run, rows, rows * (2.0 * products * dim * columns + 60.0 * dim + 20.0 * columns))
     return dx, dnorm_weight, dnorm_bias, again
+
+
+norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, linear_weight_grad, "cpu")
 
 
 def _check_dtype(x: torch.Tensor) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tritonrec.kernels.linear.reference import linear
+from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.linear.reference import linear, linear_weight_grad
 from tritonrec.kernels.norm_mul_dropout.reference import norm_mul_dropout, norm_mul_dropout_backward
+from tritonrec.kernels.row_terms import add_terms
 from tritonrec.kernels.silu.reference import silu, silu_backward
 
 NO_DROPOUT = 0.0, 0, None, None
@@ -56,3 +59,32 @@ def norm_linear_silu_backward_into(
         linear(dy, weight.t(), None), x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
     )
     return dx, dnorm_weight.float(), dnorm_bias.float(), again[: 0 if len(normed) else len(x)]
+
+
+def by_terms(
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], weight_grad: Callable[..., None], impl: Impl
+) -> Callable[..., torch.Tensor]:
+    """`norm_linear_silu_backward_exact` by the op into dy, whose terms are rounded and added afterwards."""
+
+    def norm_linear_silu_backward_exact(
+        norm_weight_sums: torch.Tensor, norm_bias_sums: torch.Tensor, weight_sums: torch.Tensor,
+        bias_sums: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, z: torch.Tensor,
+        normed: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor, seq_offsets: torch.Tensor,
+        fraction_bits: int, names: list[str],
+    ) -> torch.Tensor:  # fmt: skip
+        """dx; dy becomes dz; exact gradients of norm_weight, norm_bias, weight and bias are added to sums.
+
+        As `norm_linear_silu_backward_into`, and `linear_weight_grad` for dz and norm(x). names: of the four.
+        """
+        given = dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds
+        dx, *terms, again = backward_into(*given)
+        add_terms((norm_weight_sums, norm_bias_sums), terms, fraction_bits, names[:2], impl)
+        inner = again if len(again) else normed
+        weight_grad(weight_sums, dy, inner, seq_offsets, fraction_bits, names[2], bias_sums, names[3])
+        return dx
+
+    return norm_linear_silu_backward_exact
+
+
+norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, linear_weight_grad, "reference")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.linear.register import ProductTerms
 from tritonrec.kernels.norm_linear_silu import reference
+from tritonrec.kernels.offsets import check_offsets
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms
@@ -47,6 +49,27 @@ def _check_dy(dy, x, weight) -> None:
             f"dy is written in place and must be ({len(x)}, {len(weight)}) and contiguous, got "
             f"{tuple(dy.shape)} with strides {dy.stride()}"
         )
+
+
+def _check_sums(
+    norm_weight_sums, norm_bias_sums, weight_sums, bias_sums, x, norm_weight, norm_bias, weight, bias,
+    fraction_bits, names,
+) -> None:  # fmt: skip
+    check_shape("x", x, x.shape, torch.float32)
+    for name, sums, like in (
+        ("norm_weight_sums", norm_weight_sums, norm_weight), ("norm_bias_sums", norm_bias_sums, norm_bias),
+        ("weight_sums", weight_sums, weight), ("bias_sums", bias_sums, bias),
+    ):  # fmt: skip
+        check_shape(name, sums, like.shape, torch.int64)
+        if not sums.is_contiguous():
+            raise ValueError(f"{name} is written in place and must be contiguous, got {sums.stride()}")
+    check_fraction_bits(fraction_bits)
+    if len(names) != 4:
+        raise ValueError(f"names must be those of the four parameters, got {names}")
+
+
+def _check_samples(x, seq_offsets) -> None:
+    check_offsets("seq_offsets", seq_offsets, x.shape[0])
 
 
 def _fake(x, weight, keep_normed, keep_linear):
@@ -103,4 +126,15 @@ NORM_LINEAR_SILU_BACKWARD_INTO = Op(
     cpu="numba_norm_linear_silu:norm_linear_silu_backward_into",
     triton="triton_norm_linear_silu:norm_linear_silu_backward_into",
     check=(_check, _check_backward, _check_dy), fake=_fake_backward_into,
+)  # fmt: skip
+NORM_LINEAR_SILU_BACKWARD_EXACT = Op(
+    "norm_linear_silu_backward_exact(Tensor(a!) norm_weight_sums, Tensor(b!) norm_bias_sums, "
+    "Tensor(c!) weight_sums, Tensor(d!) bias_sums, Tensor(e!) dy, Tensor x, Tensor norm_weight, "
+    "Tensor norm_bias, Tensor weight, Tensor bias, float eps, Tensor z, Tensor normed, Tensor means, "
+    "Tensor rstds, Tensor seq_offsets, int fraction_bits, str[] names) -> Tensor",
+    reference=reference.norm_linear_silu_backward_exact,
+    cpu="numba_norm_linear_silu:norm_linear_silu_backward_exact",
+    triton="triton_norm_linear_silu:norm_linear_silu_backward_exact",
+    check=(_check, _check_backward, _check_dy, _check_sums), check_memory=_check_samples,
+    fake=lambda x: x.new_empty(x.shape),
 )  # fmt: skip

@@ -21,10 +21,15 @@ from tritonrec.kernels.linear.triton_linear import (
     MOST_PROGRAMS,
     configuration,
     linear,
+    linear_weight_grad,
     multiply_add,
 )
 from tritonrec.kernels.norm_linear_silu.reference import NO_DROPOUT, outputs
-from tritonrec.kernels.norm_mul_dropout.triton_norm import norm_mul_dropout_backward, normalise
+from tritonrec.kernels.norm_mul_dropout.triton_norm import (
+    norm_mul_dropout_backward,
+    norm_mul_dropout_backward_exact,
+    normalise,
+)
 from tritonrec.kernels.silu.triton_silu import backward_in_place as silu_backward_in_place
 from tritonrec.kernels.triton_float import exp
 
@@ -90,6 +95,30 @@ def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
     return dz, *norm_linear_silu_backward_into(dz, *rest)
 
 
+def norm_linear_silu_backward_exact(
+    norm_weight_sums: torch.Tensor, norm_bias_sums: torch.Tensor, weight_sums: torch.Tensor,
+    bias_sums: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, z: torch.Tensor,
+    normed: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor, seq_offsets: torch.Tensor,
+    fraction_bits: int, names: list[str],
+) -> torch.Tensor:  # fmt: skip
+    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_exact`."""
+    means, rstds = means.contiguous(), rstds.contiguous()
+    norm = norm_weight.contiguous(), norm_bias.contiguous()
+    dnormed = _differentiate_silu(dy, x, *norm, weight, bias, z, means, rstds)
+    dx = norm_mul_dropout_backward_exact(
+        norm_weight_sums, norm_bias_sums, None, dnormed, x, None, *norm, *NO_DROPOUT, means, rstds,
+        fraction_bits, names[:2],
+    )  # fmt: skip
+    # a norm that was not kept is computed while its rows are loaded: no pass over memory for it
+    kept = len(normed) == len(x)
+    linear_weight_grad(
+        weight_sums, dy, normed if kept else x, seq_offsets, fraction_bits, names[2], bias_sums, names[3],
+        (None,) * 4 if kept else (means, rstds, *norm),
+    )  # fmt: skip
+    return dx
+
+
 def norm_linear_silu_backward_into(
     dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
     weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
@@ -100,17 +129,25 @@ def norm_linear_silu_backward_into(
     again = x.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])
     if len(again):
         _norm(x, norm_weight, norm_bias, eps, again, torch.empty_like(means), torch.empty_like(rstds))
+    dnormed = _differentiate_silu(dy, x, norm_weight, norm_bias, weight, bias, z, means, rstds)
+    # The norm's backward computes in float32; .float() is there for bf16 and fp16.
+    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
+        dnormed.float(), x.float(), None, norm_weight.float(), norm_bias.float(), *NO_DROPOUT, means, rstds
+    )
+    return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
+
+
+def _differentiate_silu(
+    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
+    weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, means: torch.Tensor,
+    rstds: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of the norm's output; dy becomes dz, which saves a second (L, O)."""
     if len(z) != len(x):
         z = x.new_empty(dy.shape)
         _product(x, norm_weight, norm_bias, weight, bias, means, rstds, None, z)
-    # dy becomes dz, which saves a second (L, O)
     silu_backward_in_place(dy, z.contiguous())
-    # The norm's backward computes in float32; .float() is there for bf16 and fp16.
-    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
-        linear(dy, weight.t(), None).float(), x.float(), None, norm_weight.float(), norm_bias.float(),
-        *NO_DROPOUT, means, rstds,
-    )  # fmt: skip
-    return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
+    return linear(dy, weight.t(), None)
 
 
 def _norm(

@@ -4,6 +4,7 @@
 import numpy as np
 import torch
 
+from tritonrec.kernels.norm_mul_dropout.reference import by_terms
 from tritonrec.kernels.numba_float import dot
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.numba_philox import philox4x32
@@ -150,6 +151,9 @@ def norm_mul_dropout_backward_into(
         (80.0 if p else 40.0) * dx.numel(),
     )  # fmt: skip
     return dx, dweight, dbias
+
+
+norm_mul_dropout_backward_exact = by_terms(norm_mul_dropout_backward_into, "cpu")
 
 
 def _rows(matrix: torch.Tensor | None) -> tuple[np.ndarray, np.uintp]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves, philox4x32
+from tritonrec.kernels.row_terms import add_terms
 
 
 def kept_columns(seed: int, tag: int, sample: int, position: int, dim: int, threshold: int) -> list[bool]:
@@ -87,3 +92,25 @@ def norm_mul_dropout_backward_into(
         level, along = slope.sum() / len(row), (slope * normed).sum() / len(row)
         dx[t] = rstds[t] * (slope - level - normed * along)
     return dx, dweight, dbias
+
+
+def by_terms(
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], impl: Impl
+) -> Callable[..., torch.Tensor]:
+    """`norm_mul_dropout_backward_exact` by the op into du, whose terms are rounded and added afterwards."""
+
+    def norm_mul_dropout_backward_exact(
+        weight_sums: torch.Tensor, bias_sums: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor,
+        x: torch.Tensor, *rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """dx; overwrites du, which is None without u; dweight and dbias are added to int64 sums (D,)."""
+        *given, fraction_bits, names = rest
+        into = x.new_empty(0, x.shape[1]) if du is None else du
+        dx, *terms = backward_into(into, dy, x, *given)
+        add_terms((weight_sums, bias_sums), terms, fraction_bits, names, impl)
+        return dx
+
+    return norm_mul_dropout_backward_exact
+
+
+norm_mul_dropout_backward_exact = by_terms(norm_mul_dropout_backward_into, "reference")

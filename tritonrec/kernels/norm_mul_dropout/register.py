@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.fixed_point.errors import check_fraction_bits
+from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.norm_mul_dropout import reference
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.row_layout import check_matrix
@@ -42,6 +44,23 @@ def _check_du(du, x) -> None:
     check_shape("du", du, x.shape, x.dtype)
 
 
+def _check_sums(weight_sums, bias_sums, x, fraction_bits, names) -> None:
+    for name, sums in (("weight_sums", weight_sums), ("bias_sums", bias_sums)):
+        check_shape(name, sums, x.shape[1:], torch.int64)
+        if not sums.is_contiguous():
+            raise ValueError(f"{name} is written in place and must be contiguous, got {sums.stride()}")
+    check_fraction_bits(fraction_bits)
+    if len(names) != 2:
+        raise ValueError(f"names must be those of weight and bias, got {names}")
+
+
+def _check_gate(du, u, x) -> None:
+    if (du is None) != (u is None):
+        raise ValueError("du goes with u: give both or none")
+    if du is not None:
+        _check_du(du, x)
+
+
 def _fake(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
 
@@ -62,6 +81,13 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy, _dmeans, _drstds):
     x, u, weight, bias, sample_ids, positions, means, rstds = ctx.saved_tensors
+    targets = targets_of(ctx.accumulator, ctx.parameters.get(2), ctx.parameters.get(3))
+    if targets is not None and all(ctx.needs_input_grad[2:4]):
+        sums, *rest = targets
+        du = None if u is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        given = dy, x, u, weight, bias, ctx.p, ctx.seed, sample_ids, positions, means, rstds
+        dx = NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*sums, du, *given, *rest, impl=ctx.impl)
+        return dx, du, *(None,) * 7
     dx, du, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD(
         dy, x, u, weight, bias, ctx.p, ctx.seed, sample_ids, positions, means, rstds, impl=ctx.impl
     )
@@ -88,4 +114,12 @@ NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     reference=reference.norm_mul_dropout_backward_into, cpu="numba_norm:norm_mul_dropout_backward_into",
     triton="triton_norm:norm_mul_dropout_backward_into",
     check=(_check, _check_backward, _check_du), fake=_fake_backward_into,
+)  # fmt: skip
+NORM_MUL_DROPOUT_BACKWARD_EXACT = Op(
+    "norm_mul_dropout_backward_exact(Tensor(a!) weight_sums, Tensor(b!) bias_sums, Tensor(c!)? du, "
+    "Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, int seed, Tensor? sample_ids, "
+    "Tensor? positions, Tensor means, Tensor rstds, int fraction_bits, str[] names) -> Tensor",
+    reference=reference.norm_mul_dropout_backward_exact,
+    cpu="numba_norm:norm_mul_dropout_backward_exact", triton="triton_norm:norm_mul_dropout_backward_exact",
+    check=(_check, _check_backward, _check_gate, _check_sums), fake=lambda x: x.new_empty(x.shape),
 )  # fmt: skip

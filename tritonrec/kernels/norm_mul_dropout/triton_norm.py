@@ -3,6 +3,9 @@
 
 The block depends on D alone, so sums along a row have one order in any batch. The mask comes from the words
 that the CPU draws, four neighbouring columns from one Philox block.
+
+Exact gradients of weight and bias are added where their terms are computed: a program adds up those of its
+rows, in int64, and then adds its sums atomically. Integers have one sum in any order.
 """
 
 from __future__ import annotations
@@ -13,11 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import dispatch
+from tritonrec.kernels.fixed_point.errors import report_exact_gradients
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.norm_mul_dropout.reference import by_terms
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
+ROWS_OF_PROGRAM = 8  # whose exact gradients are added up before an atomic addition
 
 
 @triton.jit
@@ -73,20 +82,49 @@ def forward_kernel(
             tl.store(y_ptr + row * dim + column, y, mask=inside)
 
 
+@triton.jit
+def add_term(total, bad, values, position, scale, limit):
+    """(total, bad) with float32 values rounded and added; bad: the least position where that fails."""
+    term, fits = round_to_fixed_point(values, scale, limit)
+    after = total + term
+    # a wrapped sum has the sign that neither of its operands has
+    fits = fits & (((total ^ after) & (term ^ after)) >= 0)
+    return after, tl.minimum(bad, tl.where(fits, NONE, position))
+
+
+@triton.jit
+def add_atomically(to, term, bad, position, mask):
+    """bad, after int64 terms were added at the pointers `to`."""
+    # relaxed: only later kernels read the sums
+    before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
+    after = before + term
+    wraps = mask & (((before ^ after) & (term ^ after)) < 0)
+    return tl.minimum(bad, tl.where(wraps, position, NONE))
+
+
+# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
+@declared(varies=("bad_ptr",))
 @jit_for_any_alignment
 def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
-    dx_ptr, du_ptr, dweight_ptr, dbias_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
-    du_row, du_column, seed, tag, threshold, factor, rows, dim,
+    dx_ptr, du_ptr, dweight_ptr, dbias_ptr, bad_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
+    du_row, du_column, seed, tag, threshold, factor, rows, dim, scale, limit,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dx, du, and per row the terms of dweight and dbias; `slope` is the gradient of the normed row."""
+    """dx, du, and per row the terms of dweight and dbias; `slope` is the gradient of the normed row.
+
+    With `bad_ptr` dweight and dbias are exact sums (D,), to which the terms are added, times `scale`.
+    """
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     start = tl.program_id(0).to(tl.int64)
     count = tl.full((), 0.0, tl.float32) + dim
+    weight_sum = tl.zeros((BLOCK_D,), tl.int64)
+    bias_sum = tl.zeros((BLOCK_D,), tl.int64)
+    bad = tl.full((BLOCK_D,), NONE, tl.int64)
+    behind = tl.cast(rows, tl.int64) * dim  # positions of the bias are behind those of the weight
     for row in range(start, rows, tl.num_programs(0)):
         to = row * dim + column
         g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0)
@@ -100,21 +138,31 @@ def backward_kernel(
             du = g * (normed * weight + bias)
             tl.store(du_ptr + row * du_row + column * du_column, du, mask=inside)
             g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
-        # terms, not sums: a sum over a program's rows would depend on the grid
-        tl.store(dbias_ptr + to, g, mask=inside)
-        tl.store(dweight_ptr + to, g * normed, mask=inside)
+        if bad_ptr is not None:
+            weight_sum, bad = add_term(weight_sum, bad, g * normed, to, scale, limit)
+            bias_sum, bad = add_term(bias_sum, bad, g, behind + to, scale, limit)
+        else:
+            # terms, not sums: a float sum over a program's rows would depend on the grid
+            tl.store(dbias_ptr + to, g, mask=inside)
+            tl.store(dweight_ptr + to, g * normed, mask=inside)
         slope = g * weight
         # the norm takes out of x its mean and its scale, so dx has no part along either
         level = tl.div_rn(tl.sum(slope, axis=0), count)
         along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
         tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
+    if bad_ptr is not None:
+        # a sum that leaves int64 here is named by the first row: any program may be the one to see it
+        bad = add_atomically(dweight_ptr + column, weight_sum, bad, column, inside)
+        bad = add_atomically(dbias_ptr + column, bias_sum, bad, behind + column, inside)
+        tl.store(bad_ptr + start, tl.min(bad, axis=0))
 
 
 def _constants(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
-    """Constants of a launch; a Philox block needs four columns."""
+    """Constants of a launch; a Philox block needs four columns, and a thread two or more."""
     block = max(4, triton.next_power_of_2(x.shape[1]))
     return {
-        "GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block, "num_warps": 4, "enable_fp_fusion": False
+        "GATED": u is not None, "DROPS": p > 0, "BLOCK_D": block,
+        "num_warps": min(max(block // 256, 1), 4), "enable_fp_fusion": False,
     }  # fmt: skip
 
 
@@ -167,14 +215,49 @@ def norm_mul_dropout_backward_into(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dx and the terms of dweight and dbias (contiguous); overwrites du; dy, x, u and du with any strides."""
     dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
-    if dx.numel() == 0:
-        return dx, dweight, dbias
-    rows, dim = x.shape
-    gate = x if u is None else u
-    backward_kernel[(min(rows, MOST_PROGRAMS),)](
-        dy, x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions),
-        means.contiguous(), rstds.contiguous(), dx, du, dweight, dbias,
-        *dy.stride(), *x.stride(), *gate.stride(), *du.stride(),
-        seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim, **_constants(x, u, p),
-    )  # fmt: skip
+    if dx.numel():
+        draws = p, seed, sample_ids, positions
+        _differentiate(du, dy, x, u, weight, bias, *draws, means, rstds, dx, dweight, dbias)
     return dx, dweight, dbias
+
+
+def norm_mul_dropout_backward_exact(
+    weight_sums: torch.Tensor, bias_sums: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor,
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, p: float, seed: int,
+    sample_ids: torch.Tensor | None, positions: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
+    fraction_bits: int, names: list[str],
+) -> torch.Tensor:  # fmt: skip
+    """See `tritonrec.kernels.norm_mul_dropout.reference.norm_mul_dropout_backward_exact`."""
+    given = du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
+    if not dispatch.has_int64_atomics(x):
+        by_sum = by_terms(norm_mul_dropout_backward_into, "triton")
+        return by_sum(weight_sums, bias_sums, *given, fraction_bits, names)
+    dx = x.new_empty(x.shape)
+    if dx.numel():
+        bad = torch.empty(_exact_programs(len(x)), dtype=torch.int64, device=x.device)
+        _differentiate(*given, dx, weight_sums, bias_sums, bad, fraction_bits)
+        report_exact_gradients(bad, names, x.shape, fraction_bits)
+    return dx
+
+
+def _exact_programs(rows: int) -> int:
+    """Few, since each adds its sums atomically; enough for the 132 processors of a H100 eight times."""
+    return min(triton.cdiv(rows, ROWS_OF_PROGRAM), 1024)
+
+
+def _differentiate(
+    du: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
+    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    means: torch.Tensor, rstds: torch.Tensor, dx: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
+    bad: torch.Tensor | None = None, fraction_bits: int = 0,
+) -> None:  # fmt: skip
+    """Fill dx, du and the terms, or add the terms to dweight and dbias where there is `bad`."""
+    rows, dim = x.shape
+    gate, of_gate = x if u is None else u, x if du is None else du
+    backward_kernel[(min(rows, MOST_PROGRAMS) if bad is None else len(bad),)](
+        dy, x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions),
+        means.contiguous(), rstds.contiguous(), dx, of_gate, dweight, dbias, bad,
+        *dy.stride(), *x.stride(), *gate.stride(), *of_gate.stride(),
+        seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim, 2.0**fraction_bits,
+        2.0 ** (62 - fraction_bits), **_constants(x, u, p),
+    )  # fmt: skip

@@ -188,7 +188,7 @@ def add_packed_rows(
         num_segments,
         dim,
         BLOCK_DIM=block,
-        num_warps=4,
+        num_warps=1,
     )
     report_packed_sum(bad, name, segments, widths, packed, dim, fraction_bits)
 

@@ -21,7 +21,7 @@ from tritonrec.kernels.rows.reference import into_zeros
 from tritonrec.kernels.triton_padding import num_valid
 
 MOST_PROGRAMS = 65535
-BLOCK_D, NUM_WARPS = 128, 4
+BLOCK_D, NUM_WARPS = 128, 1
 PART = 128
 """Rows of one segment that a program adds up where it is the only segment: a bias's gradient has all tokens
 in one. Their int64 sums are added up in the same way, so that 100,000 rows are three steps of 128."""
