@@ -10,7 +10,13 @@ import torch
 from tritonrec import ops
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.embedding import (
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    WarmupLinear,
+)
 from tritonrec.harness.emulator.driver import current
 from tritonrec.harness.job import dense_optimizer
 from tritonrec.harness.verify.run_case import compare_run
@@ -29,6 +35,8 @@ ON_DEVICE = {
     "chunked_rows.read_kernel", "chunked_rows.write_kernel",
 }  # fmt: skip
 
+LAZY = RowOptimizer("rowwise_adam", WarmupLinear(0.05, 2, 9), weight_decay=0.5, lazy_weight_decay=True)
+
 
 class Scores(torch.nn.Module):
     """A loss per sample of the rows alone, in float64 sums of a fixed order."""
@@ -44,7 +52,7 @@ class Scores(torch.nn.Module):
 
 
 def trainer(optimizer, mode, impl, storage="host", model=Scores):
-    model, rule = model(), RowOptimizer(optimizer, lr=0.05)
+    model, rule = model(), LAZY if optimizer == "rowwise_adam" else RowOptimizer(optimizer, lr=0.05)
     tables = HashTableCollection(
         [FeatureConfig("item", 6)],
         rule,
@@ -73,6 +81,7 @@ def trainer(optimizer, mode, impl, storage="host", model=Scores):
         ("sgd", "cached"),
         ("adam", "device"),
         ("adam", "cached"),
+        ("rowwise_adam", "device"),
     ],
 )
 def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer, storage):

@@ -125,9 +125,9 @@ def test_any_cut_trains_as_the_reference_does(name, mode, count):
     assert all(bool((one != other).any()) for one, other in pairs), "a parameter rests"
 
 
-def dense_after(communicators, name):
+def dense_after(communicators, name, model=None):
     """Parameters and losses by sample after training on this rank's shares of three global batches."""
-    made = parts(lambda: converted(name))
+    made = parts(lambda: model or converted(name))
     rank, world = communicators.rank, communicators.world_size
     loader, losses = NextItemLoader(load("zipf:users=60,items=80,seed=1"), 8, 9, 1, 3, rank, world), {}
     shares = (loader.batch(step) if world > 1 else loader.global_batch(step) for step in range(3))
@@ -140,7 +140,8 @@ def dense_after(communicators, name):
 
 @pytest.mark.parametrize("name", slow_except(["sasrec"], MODELS))
 def test_two_ranks_train_as_one(name):
-    compare_ranks(name, run_ranks(2, lambda communicators: dense_after(communicators, name)))
+    models = [converted(name), converted(name)]  # threads share the generator that draws parameters
+    compare_ranks(name, run_ranks(2, lambda ranks: dense_after(ranks, name, models[ranks.rank])))
 
 
 @pytest.mark.slow
