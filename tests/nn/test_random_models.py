@@ -26,7 +26,9 @@ def block(draw, dim):
             batch_first=draw.random() < 0.5, norm_first=draw.random() < 0.5, bias=draw.random() < 0.7,
         ),
         "gru": lambda: tnn.GRU(dim, dim, draw.randrange(1, 3), batch_first=True, dropout=0.1),
-        "conv": lambda: tnn.Conv1d(dim, dim, draw.randrange(1, 4), padding="same", dilation=draw.randrange(1, 3)),
+        "conv": lambda: tnn.Conv1d(
+            dim, dim, draw.randrange(1, 4), padding="same", dilation=draw.randrange(1, 3)
+        ),
         "attention": lambda: tnn.MultiheadAttention(dim, heads, 0.1, batch_first=True),
     }  # fmt: skip
     kind = draw.choice(list(made))
