@@ -321,6 +321,64 @@ def relative_aggregate(device):
     )
 
 
+@case
+def softmax_attention(device):
+    lengths = np.clip(np.random.default_rng(SEED).lognormal(3.0, 1.0, 64), 1, 128).astype(np.int64)
+    longest, offsets = int(lengths.max()), torch.tensor([0, *np.cumsum(lengths)], device=device)
+    tokens = int(lengths.sum())
+    q, k, v = (randn(tokens, 2, 32).to(device).requires_grad_() for _ in range(3))
+    dy = randn(tokens, 2, 32).to(device)
+    places = torch.cat([torch.arange(n) + longest * b for b, n in enumerate(lengths.tolist())]).to(device)
+
+    def step(call):
+        out = call()
+        gradients = torch.autograd.grad(out, (q, k, v), dy)
+        return torch.cat([out.detach().flatten(), *(gradient.flatten() for gradient in gradients)])
+
+    def ours():
+        return ops.softmax_attention(q, k, v, offsets, longest, causal=True)
+
+    def each():
+        parts = zip(*(x.split(lengths.tolist()) for x in (q, k, v)), strict=True)
+        rows = (
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in part), is_causal=True
+            ).transpose(0, 1)
+            for part in parts
+        )
+        return torch.cat(list(rows))
+
+    def padded():
+        wide = (
+            x.new_zeros(64 * longest, 2, 32).index_copy(0, places, x).view(64, longest, 2, 32).transpose(1, 2)
+            for x in (q, k, v)
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+        return out.transpose(1, 2).reshape(-1, 2, 32)[places]
+
+    calls = {"tritonrec": ours, "torch_each_sequence": each, "torch_padded": padded}
+    return Case(
+        f"forward and backward, 64 sequences, {tokens:,} tokens",
+        {name: lambda call=call: step(call) for name, call in calls.items()}, close(step(each), atol=1e-3),
+    )  # fmt: skip
+
+
+@case
+def dropout(device):
+    x, rows = randn(6_400, 64).to(device), torch.arange(6_400, device=device)
+
+    def check(got):
+        kept = got != 0
+        torch.testing.assert_close(got[kept], (x / 0.8)[kept])
+        assert abs(float(kept.float().mean()) - 0.8) < 0.01
+
+    calls = {
+        "tritonrec": lambda: ops.dropout(x, 0.2, 7, rows, rows),
+        "torch": lambda: torch.nn.functional.dropout(x, 0.2),
+    }
+    return Case("6,400 tokens of 64; the peer's mask is no function of the token", calls, check)
+
+
 def optimizer(device, ours, theirs, states):
     """A sparse update of 8,192 of 100,000 rows; both update copies that start alike."""
     rows = torch.randperm(100_000, generator=torch.Generator().manual_seed(SEED))[:8_192].to(device)
@@ -508,6 +566,7 @@ PEERS = {
     "random_indices": ("torch_randint",),
     "sampled_softmax": ("torch", "torch_compile"),
     "relative_aggregate": ("torch_each_sequence",),
+    "softmax_attention": ("torch_each_sequence", "torch_padded"),
     "unique": ("torch_unique",),
     "intersect": ("torch_searchsorted",),
     "hash_find": ("torch_searchsorted",),

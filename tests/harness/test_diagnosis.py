@@ -205,6 +205,30 @@ def test_an_error_of_the_model_ends_in_the_report(batches, what):
         raise AssertionError(str(report))
 
 
+class ToTheLongest(Model):
+    """Left-padded to the longest sample of the batch, so that positions depend on it."""
+
+    def make(self):
+        self.table = nn.Embedding(LONGEST, DIM)
+
+    def body(self, batch, x):
+        longest = int(batch.offsets.diff().max())
+        wide, _ = nn.pad(x, batch.offsets, longest)
+        with nn.padded():
+            wide = wide + self.table(torch.arange(longest)[None])
+        return nn.unpad(wide, batch.offsets, len(x))
+
+
+def test_padding_to_the_longest_sample_is_named_from_whatever_batch_shows_it():
+    loader = NextItemLoader(load("zipf:users=40,items=50,seed=2"), 3, LONGEST, 2, seed=0)
+    given = [loader.batch(step) for step in range(2)]
+    alike, others = (batch.offsets.diff().unique().numel() == 1 for batch in given)
+    assert alike and not others
+    assert diagnose(ToTheLongest(), given[0], FEATURES).module is None
+    report = verify(ToTheLongest, given, FEATURES, modes=("nestpipe",), micro_batches=(3,))
+    assert report.not_invariant == "ToTheLongest" and "padding to the longest sample" in str(report)
+
+
 class Encoder(tnn.Module):
     """Of torch's modules, with dropout."""
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
+from speeds import slow_except
 
 from tritonrec import nn, ops
 
@@ -177,6 +178,28 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name):
     plain = dict(zip(sums, run(ours, x, dy)[1 + x.is_floating_point() :], strict=True))
     for key, value in sums.items():
         torch.testing.assert_close(ops.from_fixed_point(value), plain[key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.interpreter
+@pytest.mark.parametrize("name", slow_except(["attention_values"], [*MODULES]))
+def test_triton_s_kernels_compute_the_same_and_keep_the_bits_of_a_sample(name):
+    _, ours, x = pair(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours, x, expected = ours.to(device), x.to(device), run(ours, x)
+    cut = [torch.tensor([2]), torch.tensor([4, 0, 1, 3])]
+    with ops.use_impl("triton"):
+        got = run(ours, x)
+        sums = []
+        for order in ([torch.arange(B)], cut):
+            accumulator = nn.GradientAccumulator(ours)
+            with accumulator.active():
+                outs = [run(ours, x[at], cotangent(got[0])[at])[:1] for at in order]
+            sums.append(accumulator.take())
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-4, atol=1e-4)
+    for at, (out,) in zip(cut, outs, strict=True):
+        assert torch.equal(out, got[0][at])
+    assert all(torch.equal(value, sums[1][key]) for key, value in sums[0].items())
 
 
 def test_attention_with_padding_is_that_of_torch_where_there_is_a_key():
