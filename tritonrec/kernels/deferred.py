@@ -25,10 +25,35 @@ def first_bad(positions: torch.Tensor) -> torch.Tensor:
 
 
 class Deferred:
-    """Positions of bad values that ops found, in the order of their calls; threads may share it."""
+    """Positions of bad values that ops found, in the order of their calls; threads may share it.
 
-    def __init__(self) -> None:
+    Args:
+        drops: an ArithmeticError is not raised, also where its values are on the host; `dropped` tells of it,
+            for a caller that makes no use of the results then.
+    """
+
+    def __init__(self, drops: bool = False) -> None:
+        self.drops = drops
         self._found: list[tuple[torch.Tensor, Callable[[int], Exception]]] = []
+        self._dropped = False
+
+    def refuse(self, error: Exception) -> None:
+        """Raise `error`, or drop it."""
+        if not self.drops or not isinstance(error, ArithmeticError):
+            raise error
+        self._dropped = True
+
+    def dropped(self, device: torch.device) -> torch.Tensor:
+        """() bool, whether an error was dropped up to now, or is to be of those that are put off."""
+        found = torch.full((), self._dropped, dtype=torch.bool, device=device)
+        kept = []
+        for positions, error in self._found:
+            if self.drops and isinstance(error(1), ArithmeticError):
+                found = found | (positions != NONE).any()
+            else:
+                kept.append((positions, error))
+        self._found, self._dropped = kept, False
+        return found
 
     def add(self, positions: torch.Tensor, error: Callable[[int], Exception]) -> None:
         """Collect `positions` (n,) int64, `NONE` where nothing is bad; the error is that of `first_bad`."""
@@ -41,7 +66,7 @@ class Deferred:
             return
         for positions, error in found:
             if code := int(first_bad(positions)):
-                raise error(code)
+                self.refuse(error(code))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -56,3 +81,11 @@ class Deferred:
 def current() -> Deferred | None:
     """What collects codes on this thread."""
     return getattr(_of_thread, "deferred", None)
+
+
+def refuse(error: Exception) -> None:
+    """Raise `error`, unless what collects errors on this thread drops it."""
+    collecting = current()
+    if collecting is None:
+        raise error
+    collecting.refuse(error)

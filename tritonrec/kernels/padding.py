@@ -84,7 +84,7 @@ def report(
         code = deferred.first_bad(code)
     if status is None:
         if int(code):
-            raise error(int(code))
+            deferred.refuse(error(int(code)))
     elif isinstance(code, torch.Tensor):
         torch.where(status == 0, code, status, out=status)
     elif code and not int(status):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from ..kernels import launch
-from ..kernels.deferred import NONE, first_bad
+from ..kernels.deferred import NONE, current, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .window import WindowConfig
@@ -38,9 +38,10 @@ def squares(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Te
 
 
 def norm_of(total: torch.Tensor) -> torch.Tensor:
-    """() float64, the norm from the limbs (3,) of the squares of all gradients.
+    """() float64, the norm from the limbs (3,) of all gradients' squares; infinite where one is not finite.
 
-    Raises FloatingPointError where a gradient is not finite, or the norm is 2**25 or more.
+    Raises FloatingPointError, unless errors are dropped (`kernels.deferred`), where a gradient is not finite,
+    or the norm is 2**25 or more.
     """
     high, middle, low = total.double().unbind()
     overflow = torch.where(total[0] >= OVERFLOW, 0, NONE).view(1)
@@ -49,7 +50,17 @@ def norm_of(total: torch.Tensor) -> torch.Tensor:
         return FloatingPointError("the norm of the gradients is not finite, or above 2**25")
 
     report(first_bad(overflow) if on_host(overflow) else overflow, None, error, error)
-    return (high + (middle + low * 2.0**-32) * 2.0**-32).sqrt()
+    norm = (high + (middle + low * 2.0**-32) * 2.0**-32).sqrt()
+    return torch.where(total[0] >= OVERFLOW, math.inf, norm)
+
+
+def dropped(device: torch.device) -> torch.Tensor:
+    """(3,) int64 limbs that say that errors were dropped on this thread's behalf, zeros where none were."""
+    collecting = current()
+    limbs = torch.zeros(3, dtype=torch.int64, device=device)
+    if collecting is not None and collecting.drops:
+        limbs[0] = collecting.dropped(device) * OVERFLOW
+    return limbs
 
 
 def scale_of(norm: torch.Tensor, config: WindowConfig) -> torch.Tensor:

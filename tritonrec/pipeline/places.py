@@ -9,6 +9,7 @@ Everything that is listed by table has an entry for each group of `HashTableColl
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -241,6 +242,11 @@ class GradientNorm:
     norm: torch.Tensor
     scale: torch.Tensor
 
+    @property
+    def infinite(self) -> bool:
+        """Whether a gradient is not finite; waits for a device."""
+        return math.isinf(self.norm)
+
 
 # Per micro-batch: a window's tasks fill one value.
 
@@ -265,16 +271,17 @@ class WindowPlaces:
     Args:
         window: what it is.
         previous: the places of the window before, while the pipeline has not run empty since.
+        drops: errors of arithmetic are dropped (`Deferred`).
 
     Attributes:
         errors: that its stages found on a device; read once, at the end.
     """
 
-    def __init__(self, window: Window, previous: WindowPlaces | None = None):
+    def __init__(self, window: Window, previous: WindowPlaces | None = None, drops: bool = False):
         self.window, self.previous = window, previous
         self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
         self._counts: dict[tuple[str, int | None], LookupCounts] = {}
-        self.errors = Deferred()
+        self.errors = Deferred(drops)
 
     def __getitem__(self, kind: Callable[..., T]) -> T:
         """The value of a place. Raises KeyError where no stage has written it."""

@@ -12,13 +12,14 @@ from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
-from .clipping import clamp, norm_of, scale_of, squares
+from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .program import Program
 from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
+from .sums import LOSS_BITS
 from .window import WindowConfig
 
 
@@ -106,20 +107,27 @@ class ReferenceTrainer:
             for _group, _keys, found, *_ in shards
         ]
         if self.config.clips:
+            if self.config.skip_nonfinite:  # a loss without an exact sum, too, leaves the update out
+                every = torch.cat(losses).unsqueeze(1)
+                one = torch.zeros(len(every), dtype=torch.int64, device=self.device)
+                ops.segment_sum(every, one, 1, consistency="batch", fraction_bits=LOSS_BITS)
             admitted = [mean[chosen] for mean, chosen in zip(means, rows, strict=True)]
-            norm = norm_of(squares([*admitted, dense], self.device))
-            scale = scale_of(norm, self.config)
-            means, dense, self.grad_norm = [mean * scale for mean in means], dense * scale, float(norm)
+            norm = norm_of(squares([*admitted, dense], self.device) + dropped(self.device))
+            scale, self.grad_norm = scale_of(norm, self.config), float(norm)
+            means, dense = [mean * scale for mean in means], dense * scale
+        skipped = self.config.skip_nonfinite and math.isinf(self.grad_norm)
 
         for (group, _keys, found, values, _sums, _places), mean, chosen in zip(
             shards, means, rows, strict=True
         ):
-            group.optimizer.update(values, chosen, mean[chosen], update + 1)
-            if found.low_precision is not None:
+            if not skipped:
+                group.optimizer.update(values, chosen, mean[chosen], update + 1)
+            if found.low_precision is not None and not skipped:
                 group.table.round_low_precision(values, found.low_precision)
             group.table.update(found.handles, _to_table(values, group.table))
 
-        self.dense.step(accumulator.views(dense))
+        if not skipped:
+            self.dense.step(accumulator.views(dense))
         return losses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,9 @@ class StepResult:
         loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
             same bits in every mode and at every world size.
         grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
-            None unless ``max_grad_norm`` or ``max_grad_value`` is set.
+            None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set.
+        skipped: whether the update was left out (``skip_nonfinite``); then `grad_norm` is infinite and `loss`
+            is not a number.
     """
 
     step: int
@@ -62,6 +65,7 @@ class StepResult:
     loss_terms: int
     loss: float
     grad_norm: float | None = None
+    skipped: bool = False
 
 
 class Trainer:
@@ -277,7 +281,8 @@ class Trainer:
 
     def _begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""
-        places = WindowPlaces(window, self._pending[-1] if self._pending else None)
+        previous = self._pending[-1] if self._pending else None
+        places = WindowPlaces(window, previous, self.config.skip_nonfinite)
         self._flight.begin()
         self._pending.append(places)
         self._read = window.update
@@ -430,9 +435,10 @@ class Trainer:
 
     def _run_reference(self, reference: ReferenceTrainer, places: WindowPlaces) -> None:
         window, stop = places.window, self._communicators.stop.is_set()
-        with self.recorder.span("compute", "compute", batch=window.step):
-            losses = reference.step(window.batches, window.settings)
-        total = self._sums.total(torch.cat(losses))
+        with places.errors.active():
+            with self.recorder.span("compute", "compute", batch=window.step):
+                losses = reference.step(window.batches, window.settings)
+            total = self._sums.total(torch.cat(losses))
         places[DeviceSamples] = DeviceSamples(window.batches)
         places[Losses] = Losses(dict(enumerate(losses)))
         places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, stop)
@@ -468,8 +474,13 @@ class Trainer:
         # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
         loss = self._sums.mean_loss(places[DenseMeans].loss)
         norm = float(places[GradientNorm].norm) if self.config.clips else None
+        skipped = self.config.skip_nonfinite and norm == math.inf
+        if skipped:
+            loss = math.nan
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
-            self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm))
+            self._results.append(
+                StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped)
+            )
         places.retire()
 
     @contextmanager

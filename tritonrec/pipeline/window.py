@@ -113,6 +113,8 @@ class WindowConfig:
         max_grad_norm: gradients are scaled down to this norm, of dense parameters and rows together, which
             has the same bits for any cut and any number of ranks; infinity measures it alone; 0: neither.
         max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
+        skip_nonfinite: where a gradient or a loss is not finite, or has no exact sum, all ranks leave the
+            update out, instead of an error (`StepResult.skipped`). On a GPU each update waits for it.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -133,6 +135,7 @@ class WindowConfig:
         0.0, "Scale gradients down to this norm; inf: report it only; 0: neither.", 0, math.inf
     )
     max_grad_value: float = setting(0.0, "Clamp every gradient to this size; 0: none.", 0, math.inf)
+    skip_nonfinite: bool = setting(False, "Leave out an update whose gradients are not finite.")
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -178,8 +181,8 @@ class WindowConfig:
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are limited or their norm is measured."""
-        return bool(self.max_grad_norm or self.max_grad_value)
+        """Whether updates wait for the norm of all gradients: to limit, measure or leave them out."""
+        return bool(self.max_grad_norm or self.max_grad_value or self.skip_nonfinite)
 
     @property
     def window_micro_batches(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
 from tritonrec.kernels.row_terms import add_rows
@@ -41,7 +42,8 @@ def linear_weight_grad(
             for column, value in enumerate(values):
                 term = round_to_fixed_point(value, bits)
                 if term is None or not -(2**63) <= int(accumulator[row, column]) + term < 2**63:
-                    raise no_sum((sample, row, column, value), bits, name)
+                    refuse(no_sum((sample, row, column, value), bits, name))
+                    continue
                 accumulator[row, column] += term
     if bias_accumulator is not None:
         add_rows(bias_accumulator, dy, bits, bias_name, "reference")

@@ -9,7 +9,7 @@ import torch
 from ...embedding.selection import select
 from ...embedding.table import DynamicTable
 from ...kernels import launch
-from ..clipping import clamp, norm_of, scale_of, squares
+from ..clipping import clamp, dropped, norm_of, scale_of, squares
 from ..places import (
     Buffer,
     Context,
@@ -132,6 +132,8 @@ def clipped_sparse_update(
     buffer: Update[Buffer],
 ) -> None:
     """`sparse_update` from gradients within their limits."""
+    if context.config.skip_nonfinite and norm.infinite:
+        return
     means = (clamp(context.sums.finite(mean, NAME), context.config) * norm.scale for mean in mean_gradient)
     update_rows(context, window.update + 1, owned, means, buffer)
 
@@ -141,6 +143,8 @@ def clipped_dense_update(
     context: Context, means: Read[DenseMeans], norm: Read[GradientNorm], dense: Update[Dense]
 ) -> None:
     """`dense_update` from gradients within their limits."""
+    if context.config.skip_nonfinite and norm.infinite:
+        return
     dense.update(clamp(means.gradients, context.config) * norm.scale)
 
 
@@ -185,7 +189,8 @@ def _norm(
             admitted = to_device(table.handles >= 0, context.device)
             mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
         own.append(clamp(mean, config))
-    rows = reduce.all_reduce(squares(own, context.device), "squares of the gradients", bounded=True)
+    here = squares(own, context.device) + dropped(context.device)
+    rows = reduce.all_reduce(here, "squares of the gradients", bounded=True)
     norm = norm_of(rows + squares([clamp(dense.gradients, config)], context.device))
     return GradientNorm(norm, scale_of(norm, config))
 

@@ -1,0 +1,126 @@
+"""Promise: an update whose gradients are not finite is left out by all ranks alike, where asked for."""
+
+import math
+
+import pytest
+import torch
+from speeds import slow_except
+from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
+
+from tritonrec.distributed import Communicators
+from tritonrec.harness.job import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
+)
+BAD = {
+    "infinite rows' gradient": lambda losses, hidden: losses * math.inf,
+    "infinite dense gradient": lambda losses, hidden: losses + (hidden * 1e30 * 1e30).sum() * 1e-30,
+    "a loss that is not a number": lambda losses, hidden: losses + math.nan,
+    "a gradient beyond fixed point": lambda losses, hidden: losses * 1e12,
+}
+
+
+SPOILS = slow_except(["infinite rows' gradient", "a loss that is not a number"], BAD)
+
+
+class Spoiled(Ranker):
+    """One sample of step 1 spoils it."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.spoil = spoil
+
+    def forward(self, batch, rows, seed):
+        hidden = []
+        own = self.mix.forward
+        self.mix.forward = lambda *arguments: hidden.append(own(*arguments)) or hidden[-1]
+        try:
+            losses = super().forward(batch, rows, seed)
+        finally:
+            del self.mix.forward
+        first = batch.sample_ids == batches()[1].sample_ids[2]
+        if batch.step != 1 or not bool(first.any()):
+            return losses
+        return torch.where(first, self.spoil(losses, hidden[0]), losses)
+
+
+def run(mode, consistency="batch", spoil="infinite rows' gradient", count=4, **window):
+    made = parts(lambda: Spoiled(BAD[spoil]))
+    got, results = trained(made, mode, consistency, batches(count), skip_nonfinite=True, **window)
+    return got, [(result.skipped, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+@pytest.mark.parametrize(
+    "spoil", slow_except(["infinite rows' gradient", "a loss that is not a number"], BAD)
+)
+def test_the_update_is_left_out_in_every_mode(mode, consistency, spoil):
+    if consistency == "window" and spoil == "a gradient beyond fixed point":
+        pytest.skip("no fixed point in window consistency")
+    if consistency == "window" and spoil == "a loss that is not a number":
+        pytest.skip("a loss that is not a number has an ordinary gradient, which window consistency takes")
+    expected, ends = run("reference" if consistency == "batch" else "sequential", consistency, spoil)
+    got, found = run(mode, consistency, spoil)
+    assert same(got, expected) and found == ends
+    assert [skipped for skipped, _ in found] == [False, True, False, False]
+    assert [math.isinf(norm) for _, norm in found] == [False, True, False, False]
+
+
+def test_it_is_the_run_without_that_update():
+    """Rows count the update that was left out (bias correction), the dense optimizer does not."""
+    got, _ = run("nestpipe", count=2)
+    before, _ = run("nestpipe", count=1)
+    once = parts(lambda: Spoiled(BAD["infinite rows' gradient"]))
+    with trainer(once, skip_nonfinite=True) as training:
+        results = list(training.run(batches(2)))
+    assert results[1].skipped and math.isnan(results[1].loss) and results[1].losses.isinf().any()
+    assert len(got[0]) > len(before[0])  # keys of the update have their rows
+    known = torch.isin(got[0], before[0])
+    assert torch.equal(got[1][known], before[1]) and same(got[2:], before[2:])
+    fresh = once[1].initial_rows("item", got[0][~known])
+    assert torch.equal(got[1][~known], fresh)
+
+
+@pytest.mark.parametrize(
+    "mode", slow_except(["reference", "nestpipe"], ["reference", "sequential", "nestpipe"])
+)
+def test_without_it_the_step_fails(mode):
+    made = parts(lambda: Spoiled(BAD["infinite rows' gradient"]))
+    errors = (ArithmeticError, StageFailedError)
+    with pytest.raises(errors, match="is not finite"):
+        trained(made, mode, "batch", batches(3))
+
+
+def of_ranks(communicators, window):
+    made = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    forward = made[0].forward
+
+    def spoiled(batch, rows, seed):
+        losses = forward(batch, rows, seed)
+        return (
+            losses * math.inf
+            if batch.step == 1 and communicators.rank == communicators.world_size - 1
+            else losses
+        )
+
+    made[0].forward = spoiled
+    with Trainer(*made, communicators, "nestpipe", window) as training:
+        results = list(training.run(loader.batch(step) for step in range(3)))
+        weights = [each.clone() for each in training.dense.tensors().values()]
+    return [(result.skipped, result.grad_norm) for result in results], weights, made[1].export()["item"]
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_ranks_leave_it_out(pool, replicas):
+    window = WindowConfig(3, skip_nonfinite=True, seed=4)
+    expected, weights, (ids, rows) = of_ranks(Communicators.local(), window)
+    for found, own, (own_ids, own_rows) in pool.run(of_ranks, 2, window, replicas=replicas):
+        assert found == expected and same(own, weights)
+        places = torch.searchsorted(ids, own_ids)
+        assert torch.equal(ids[places], own_ids) and torch.equal(rows[places], own_rows)
