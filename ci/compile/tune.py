@@ -1,14 +1,21 @@
 """Times block sizes and warps on the GPU that is here: ``python ci/compile/tune.py [MODULE ...]``.
 
+    python ci/compile/tune.py --emulate [MODULE ...]      without a GPU: which candidates may be timed
+
 Each candidate stands in for the constants of a Triton file, or for the result of its `configuration`. The
 cases of ci/compile/launches.py for the file's folder run for real, and each of their launches is timed
 alone. A module's table is printed when the module is done, the fastest candidate first, and written into the
 file of ``--json``, so that a run that is cut short keeps what it has measured. A person takes a winner over.
+
+A candidate may be timed once its compiled kernels have run in the emulator (docs/emulator.md) without a race,
+an access outside or a result that depends on the schedule: ci/baselines/tune.json names those that did, and
+the Triton file that they ran with. A file that has changed since has to be emulated again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import itertools
 import json
@@ -20,6 +27,8 @@ from typing import Any
 
 import launches
 import torch
+
+import tritonrec.kernels
 
 # module -> what may be tried: each name's values, all combinations. Nothing here may depend on a batch.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -41,6 +50,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "relative_aggregate.triton_relative": {"BLOCK_M": (32, 64), "BLOCK_N": (16, 32), "num_warps": (4, 8)},
 }  # fmt: skip
+PASSED = Path(__file__).resolve().parents[1] / "baselines" / "tune.json"
 # What a program of one dimension calls the number of its elements.
 ELEMENTS = ("BLOCK", "ELEMENTS", "COUNTERS")
 WARP = 32
@@ -93,22 +103,59 @@ def noting_calls(calls: list[Callable[[], Any]]) -> Iterator[None]:
         launches.JIT.run = before
 
 
+def cases_of(name: str) -> list[Callable[[], Any]]:
+    """The cases of a module's folder."""
+    folder = name.partition(".")[0]
+    names = ("gather_rows", "segment_sum") if folder == "rows" else (folder,)
+    return [case for label, case in launches.CASES.items() if label.startswith(names)]
+
+
+def digest(name: str) -> str:
+    """Of the Triton file."""
+    file = Path(tritonrec.kernels.__file__).parent / (name.replace(".", "/") + ".py")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def emulate(name: str) -> list[dict[str, int]]:
+    """The candidates whose cases run without a fault in the emulator of sm_90, in three schedules."""
+    from tritonrec.harness.emulator import Emulation, emulated
+
+    module, good = importlib.import_module(f"tritonrec.kernels.{name}"), []
+    for candidate in candidates(name):
+        try:
+            with emulated(Emulation("sm_90", schedules=3)), configured(module, candidate):
+                for case in cases_of(name):
+                    case()
+        except Exception as error:  # of the compiler, or of the emulator
+            print(f"{name} {candidate}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        else:
+            good.append(candidate)
+    return good
+
+
+def passed(name: str) -> list[dict[str, int]]:
+    """The candidates of a module that may be timed: they passed the emulator, with its file as it is now."""
+    known = json.loads(PASSED.read_text()).get(name)
+    if known is None or known["source"] != digest(name):
+        print(f"{name} has to be emulated first: python ci/compile/tune.py --emulate {name}", file=sys.stderr)
+        return []
+    return [candidate for candidate in candidates(name) if candidate in known["passed"]]
+
+
 def microseconds(name: str, candidate: dict[str, int]) -> float:
     """The sum of the medians of all launches in the cases of a module's folder."""
     from triton.testing import do_bench
 
     calls: list[Callable[[], Any]] = []
-    module, folder = importlib.import_module(f"tritonrec.kernels.{name}"), name.partition(".")[0]
-    names = ("gather_rows", "segment_sum") if folder == "rows" else (folder,)
+    module = importlib.import_module(f"tritonrec.kernels.{name}")
     with (
         launches.sized(65_539, 512),
         torch.device("cuda"),
         noting_calls(calls),
         configured(module, candidate),
     ):
-        for label, case in launches.CASES.items():
-            if label.startswith(names):
-                case()
+        for case in cases_of(name):
+            case()
     return 1e3 * sum(do_bench(call, return_mode="median") for call in calls)
 
 
@@ -117,7 +164,7 @@ def tune(names: list[str], path: Path | None) -> None:
     tables: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         timed = []
-        for candidate in candidates(name):
+        for candidate in passed(name):
             try:
                 timed.append({**candidate, "microseconds": microseconds(name, candidate)})
             except Exception as error:  # a candidate may need more than a block can have
@@ -134,8 +181,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("module", nargs="*", help=", ".join(SPACES))
+    parser.add_argument("--emulate", action="store_true", help="brings ci/baselines/tune.json up to date")
     parser.add_argument("--json", type=Path, help="file for the tables, written after each module")
     arguments = parser.parse_args()
+    if arguments.emulate:
+        for name in arguments.module or SPACES:
+            table = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+            table[name] = {"source": digest(name), "passed": emulate(name)}
+            lines = [f"{json.dumps(each)}: {json.dumps(row)}" for each, row in sorted(table.items())]
+            PASSED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            print(f"{name}: {len(table[name]['passed'])} of {len([*candidates(name)])} pass", flush=True)
+        return 0
     if not torch.cuda.is_available():
         parser.error("there is no GPU here to time candidates on")
     tune(arguments.module or list(SPACES), arguments.json)

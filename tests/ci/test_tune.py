@@ -1,11 +1,11 @@
-"""What may be timed gives every thread an element, and a run that is cut short keeps what it has measured."""
+"""What may be timed has an element a thread and passed the emulator; a run cut short keeps its tables."""
 
 import importlib
 import json
 
 import pytest
 import torch
-from compiling import compiled
+from compiling import ROOT, compiled
 
 PROGRAM = """
 import json, tune
@@ -57,7 +57,7 @@ def microseconds(name, candidate):
         raise RuntimeError("out of resources")
     return next(times)
 
-tune.microseconds = microseconds
+tune.microseconds, tune.passed = microseconds, tune.candidates
 from pathlib import Path
 try:
     tune.tune([*tune.SPACES], Path(sys.argv[1]))
@@ -84,6 +84,35 @@ def test_each_module_is_written_before_the_next_begins(tmp_path):
             "fixed_point.triton_fixed_point": [],  # no candidate ran
         },
     }
+
+
+EMULATED = """
+import json, sys, tune
+from pathlib import Path
+from tritonrec.kernels.silu import triton_silu
+
+tune.PASSED, name, good, bad = Path(sys.argv[1]), "silu.triton_silu", {"BLOCK": 1024}, {"BLOCK": 100}
+tune.candidates = lambda name: [good, bad]
+assert tune.emulate(name) == [good]  # 100 is no power of two
+tune.launches.CASES = {"silu": lambda: triton_silu.forward_kernel[(1,)](
+    *tune.torch.ones(2, 99), 120, BLOCK=1024, num_warps=4
+)}
+assert tune.emulate(name) == []  # reads and writes behind its tensors
+for source, passed in ((tune.digest(name), [good]), ("another", [])):
+    tune.PASSED.write_text(json.dumps({name: {"source": source, "passed": [good]}}))
+    assert tune.passed(name) == passed and tune.passed("linear.triton_linear") == []
+"""
+
+
+def test_only_what_passed_the_emulator_is_timed(tmp_path):
+    program = tmp_path / "emulated.py"
+    program.write_text(EMULATED)
+    compiled(program, tmp_path / "passed.json")
+
+
+def test_the_candidates_that_passed_are_candidates(offered):
+    for name, row in json.loads((ROOT / "ci" / "baselines" / "tune.json").read_text()).items():
+        assert row["passed"] and all(each in offered[name] for each in row["passed"]), name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

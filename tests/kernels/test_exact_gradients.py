@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tritonrec.kernels import dispatch
+from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.deferred import Deferred
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.linear import linear_weight_grad
@@ -12,6 +13,7 @@ from tritonrec.kernels.norm_linear_silu.register import (
     NORM_LINEAR_SILU_BACKWARD_EXACT,
     NORM_LINEAR_SILU_BACKWARD_INTO,
 )
+from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
 from tritonrec.kernels.norm_mul_dropout.register import (
     NORM_MUL_DROPOUT,
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
@@ -234,3 +236,19 @@ def test_bad_arguments_are_named(change, message):
         op(**{**given, **change}, impl="cpu")
     with torch.no_grad():
         torch.library.opcheck(op.default, (*given.values(), "cpu"))
+
+
+def test_a_parameter_that_is_used_twice_is_summed_by_its_terms():
+    """As scale and shift of one norm: a kernel takes two sums apart."""
+    x, both = floats(9, 5), torch.nn.Parameter(floats(5, seed=1))
+    module = torch.nn.Module()
+    module.both = both
+    accumulator = GradientAccumulator(module)
+    with accumulator.active():
+        norm_mul_dropout(x, None, both, both).backward(torch.ones(9, 5))
+    total = accumulator.take()["both"]
+    apart = torch.nn.ParameterDict({"scale": both.detach().clone(), "shift": both.detach().clone()})
+    separate = GradientAccumulator(apart)
+    with separate.active():
+        norm_mul_dropout(x, None, apart["scale"], apart["shift"]).backward(torch.ones(9, 5))
+    assert torch.equal(total, sum(separate.take().values())) and total.any()

@@ -108,11 +108,16 @@ def sum_terms(
 
 
 def targets_of(accumulator: Accumulator | None, *parameters: torch.Tensor | None) -> Targets | None:
-    """Where kernels add the gradients of these float32 parameters; None where autograd takes one of them."""
+    """Where kernels add the gradients of these float32 parameters.
+
+    None where autograd takes one of them, or where two are one: a kernel adds to each sum once.
+    """
     if accumulator is None:
         return None
     held = [each for each in parameters if each is not None and accumulator.holds(each)]
-    fit = len(held) == len(parameters) and all(each.dtype == torch.float32 for each in held)
+    fit = len({id(each) for each in held}) == len(parameters) and all(
+        each.dtype == torch.float32 for each in held
+    )
     return accumulator.targets(*held) if fit else None
 
 
