@@ -3,6 +3,7 @@
 import pytest
 import torch
 from speeds import slow_except
+from torch.utils.checkpoint import checkpoint
 from trainer_parts import DIM, batches, parts, same, state, trained, trainer
 
 from tritonrec import nn
@@ -123,6 +124,21 @@ def test_any_cut_trains_as_the_reference_does(name, mode, count):
         assert torch.equal(one.losses, other.losses) and one.losses.isfinite().all()
     pairs = zip(made[0].parameters(), converted(name).parameters(), strict=True)
     assert all(bool((one != other).any()) for one, other in pairs), "a parameter rests"
+
+
+def test_dropout_is_repeated_where_backward_computes_again():
+    def build(again):
+        model = converted("jagged")
+        if again:
+            forward = model.layer.forward
+            model.layer.forward = lambda x, **options: checkpoint(forward, x, use_reentrant=False, **options)
+        return model
+
+    kept, again = (
+        trained(parts(lambda again=again: build(again)), "nestpipe", "batch", batches(2))[0]
+        for again in (False, True)
+    )
+    assert same(kept, again)
 
 
 def dense_after(communicators, name, model=None):

@@ -32,7 +32,7 @@ def tritonrec_verify(request: pytest.FixtureRequest) -> Callable[..., Any]:
         options |= marker.kwargs
 
     def checked(*arguments: Any, **own: Any) -> Any:
-        from tritonrec import verify  # torch is loaded by the tests that need it
+        from .verify import verify  # torch is loaded by the tests that need it
 
         report = verify(*arguments, **{**options, **own})
         if not report.passed:

@@ -21,8 +21,7 @@ class _PartTerms(Terms):
     """Terms of rows [start, stop) of a parameter, seen as a matrix where it has more than two dimensions."""
 
     def __init__(self, terms: Terms, parameter: torch.Tensor, start: int, stop: int):
-        self._terms, self._shape, self._rows = terms, parameter.shape, slice(start, stop)
-        self._like = parameter.detach()
+        self._terms, self._like, self._rows = terms, parameter.detach(), slice(start, stop)
 
     def total(self) -> torch.Tensor:
         total = torch.zeros_like(self._like, memory_format=torch.contiguous_format)
