@@ -192,7 +192,14 @@ def test_tensors_on_two_devices_are_refused_by_name(op, name):
 
 
 REGISTERED = {name: op.registered.default for name, op in OPS.items()}
-FILLERS = {"int": 1, "bool": True, "float": 1.0, "str": "auto", "List[int]": [1, 0, 0, 0]}
+FILLERS = {
+    "int": 1,
+    "bool": True,
+    "float": 1.0,
+    "str": "auto",
+    "List[int]": [1, 0, 0, 0],
+    "List[str]": ["a", "b"],
+}
 
 
 def kinds(name):
