@@ -3,12 +3,13 @@
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
 
-from tritonrec import HashEmbedding, HashOptimizer
-from tritonrec.embedding import RowOptimizer, StepDecay
+from tritonrec import HashEmbedding, HashEmbeddingCollection, HashOptimizer
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, StepDecay
 
 IDS = torch.tensor([4, -9, 4, 2**63 - 1])
 
@@ -209,3 +210,50 @@ def test_a_copy_trains_on_alone():
     step(twin, own)
     own.step()
     assert torch.equal(rows(twin), rows(model))
+
+
+def test_optimizers_are_not_copied_or_pickled():
+    _, optimizer = made()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a HashOptimizer has no"):
+            copied(optimizer.param_groups)
+
+
+def test_one_table_in_two_modules_is_refused():
+    tables = HashTableCollection([FeatureConfig("item", 3)])
+    with pytest.raises(ValueError, match="two hash embeddings of ModuleList have the same table"):
+        HashOptimizer(torch.nn.ModuleList([HashEmbeddingCollection(tables) for _ in range(2)]))
+
+
+def test_a_module_is_pickled_with_its_rows():
+    model, optimizer = made()
+    step(model, optimizer)
+    optimizer.step()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(rows(again), rows(model))
+
+
+def test_what_a_state_lacks_is_named():
+    model, _ = made()
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"0.embedding.weight\"\. $"):
+        model.load_state_dict({name: each for name, each in state.items() if name != "0.embedding.weight"})
+    with pytest.raises(
+        RuntimeError, match=r"0.embedding.weight has shape .*, the table has rows of 3 float32"
+    ):
+        model.load_state_dict({**state, "0.embedding.weight": torch.zeros(0, 4)})
+    model.load_state_dict({}, strict=False)
+
+
+def test_weights_alone_leave_the_optimizers_state():
+    model, optimizer = made()
+    step(model, optimizer)
+    optimizer.step()
+    tables, before = model[0].tables, rows(model)
+    ids, weights = tables.weights()["embedding"]
+    tables.load_weights("embedding", torch.cat([ids, torch.tensor([77])]), torch.ones(4, 3))
+    after = rows(model)
+    assert torch.equal(weights, before[:, :3]) and torch.equal(after[:, :3], torch.ones(4, 3))
+    assert torch.equal(after[[0, 1, 3], 3:], before[:, 3:]) and not after[2, 3:].any()
+    with pytest.raises(ValueError, match=r"takes weights \(1, 3\) float32 for 1 ids, got \(1, 4\)"):
+        tables.load_weights("embedding", ids[:1], torch.ones(1, 4))

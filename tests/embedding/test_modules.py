@@ -4,10 +4,18 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tritonrec import HashEmbedding, HashEmbeddingBag, HashEmbeddingCollection, HashOptimizer
 from tritonrec.data import KeyedJaggedTensor
-from tritonrec.embedding import Eviction, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+from tritonrec.embedding import (
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    TablePolicy,
+)
 from tritonrec.embedding.in_flight import as_lane
 
 LAST = 2**63 - 1
@@ -283,3 +291,60 @@ def test_fused_rows_are_updated_in_each_backward_pass():
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match="only fused hash embeddings"):
         HashOptimizer(fused)
+
+
+@pytest.mark.parametrize("options", [{"storage": "device"}, {"storage": "cached", "cache_rows": 8}])
+@pytest.mark.parametrize("policy", [TablePolicy(), TablePolicy(Eviction("lru", capacity=5), admission=2)])
+def test_a_table_has_the_same_bits_wherever_it_is(options, policy):
+    found = []
+    for placement in (None, Placement(device="cpu", **options)):
+        module = HashEmbedding(3, seed=1, policy=policy, placement=placement)
+        optimizer = HashOptimizer(module)
+        for step in range(5):
+            optimizer.zero_grad()
+            ids = torch.arange(step, step + 4)
+            module(ids).square().sum().backward()
+            module(ids[:2]).sum().backward()
+            optimizer.step()
+        again = HashEmbedding(3, policy=policy, placement=placement)
+        again.load_state_dict(module.state_dict())
+        found += [module.tables.weights()["embedding"], again.tables.weights()["embedding"]]
+    assert len(found[0][0]) > 4
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_no_bit(reentrant):
+    found = []
+    for checkpointed in (True, False):
+        module = HashEmbedding(3, seed=1)
+        weight = torch.arange(18.0).view(2, 3, 3).requires_grad_()
+
+        def loss(weight, module=module):
+            return (module(IDS) * weight).square().sum()
+
+        (checkpoint(loss, weight, use_reentrant=reentrant) if checkpointed else loss(weight)).backward()
+        HashOptimizer(module).step()
+        found.append(module.tables.export()["embedding"])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_models_break_their_graph_at_a_lookup():
+    features = [FeatureConfig("user", 3), FeatureConfig("item", 3, pooling="sum")]
+    module, dense = HashEmbeddingCollection(features, seed=1), torch.nn.Linear(3, 2)
+
+    def plain(jagged):
+        found = module(jagged)
+        return dense(found["user"]) + dense(found["item"])
+
+    compiled, optimizer = torch.compile(plain, backend="aot_eager"), HashOptimizer(module)
+    for _ in range(2):
+        jagged = KeyedJaggedTensor.from_lengths_sync(
+            ["user", "item"], torch.arange(4), torch.tensor([1, 1, 0, 2])
+        )
+        optimizer.zero_grad()
+        found = compiled(jagged)
+        assert torch.equal(found, plain(jagged))
+        found.square().sum().backward()
+        optimizer.step()

@@ -1,14 +1,12 @@
 """Promise: a plain PyTorch loop over hash embeddings has the bits of the trainer's reference."""
 
 import pytest
-import torch
 from speeds import slow_except
-from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state, trained
+from trainer_parts import DIM, NoParameters, batches, parts, same, state, trained
 
 from tritonrec import HashEmbeddingCollection, HashOptimizer, ops
 from tritonrec.embedding import (
     Eviction,
-    HashTableCollection,
     PrecisionTiers,
     RowOptimizer,
     TablePolicy,
@@ -69,14 +67,3 @@ def test_rows_and_a_dense_model_have_the_bits_of_the_reference():
     plain_loop(*made, batches(4))
     assert same(state(made), expected)
     assert not same(state(parts()), expected)
-
-
-def test_a_trainer_goes_on_where_a_plain_loop_ends():
-    expected, _ = trained(parts(), "reference", "batch", batches(4))
-    made = parts()
-    plain_loop(*made, batches(2))
-    module, tables, optimizer = made
-    # the trainer's updates count from its first step, so only what does not count is compared: the rows' ids
-    trained((module, tables, optimizer), "reference", "batch", batches(4)[2:])
-    assert torch.equal(state(made)[0], expected[0])
-    assert isinstance(tables, HashTableCollection) and isinstance(module, Ranker)

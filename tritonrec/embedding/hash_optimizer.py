@@ -34,7 +34,7 @@ class HashOptimizer(torch.optim.Optimizer):
             schedule, and the names of its ``"tables"``.
         updates: made so far. Adam's bias correction and schedules count them.
 
-    Raises ValueError for a model without such embeddings.
+    Raises ValueError for a model without such embeddings, and where two of them have one table.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -43,6 +43,12 @@ class HashOptimizer(torch.optim.Optimizer):
         if not self._owners:
             fused = "only fused hash embeddings, which update themselves" if found else "no hash embeddings"
             raise ValueError(f"{type(model).__name__} has {fused}")
+        tables = [id(group.table) for _, owner in self._owners for group in owner.tables.groups]
+        if len(set(tables)) < len(tables):
+            raise ValueError(
+                f"two hash embeddings of {type(model).__name__} have the same table, whose rows would be "
+                "updated twice a step: give them one HashEmbeddingCollection, with a feature for each"
+            )
         self.updates = 0
         self.gradients = [each for _, owner in self._owners for each in owner.row_gradients]
         groups: list[dict[str, Any]] = [

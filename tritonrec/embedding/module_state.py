@@ -49,6 +49,10 @@ def load_module_state(
     ]
     missing_keys += missing
     if missing:
+        for name in names.values():
+            state_dict.pop(name, None)
+        for name in ("seed", "lookups"):
+            state_dict.pop(f"{prefix}{name}", None)
         return
     found: dict[str, dict[str, torch.Tensor]] = {table: {} for table in expected}
     for (table, column), name in names.items():

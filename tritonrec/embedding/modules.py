@@ -127,6 +127,11 @@ class HashEmbeddingCollection(torch.nn.Module):
         Raises TypeError for ids that are not int64; ValueError for a missing feature, for ids on another
         device than before, and for offsets that do not fit.
         """
+        if torch.compiler.is_compiling():  # a decorator would import the compiler with this file
+            return torch.compiler.disable(self._embed)(features)
+        return self._embed(features)
+
+    def _embed(self, features: Any) -> dict[str, torch.Tensor]:
         lookups = self._lookups(features)
         rows = self._rows(self.tables.keys(lookups))
         return self.tables.by_feature(rows, lookups)

@@ -151,6 +151,12 @@ class TouchedRows(torch.Tensor):
         found.gradients = gradients
         return found
 
+    def __deepcopy__(self, memo: object) -> TouchedRows:
+        raise TypeError("a HashOptimizer has no copy: make one of the copied model, and load its state_dict")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("a HashOptimizer has no pickle: save its state_dict()")
+
     @property
     def grad(self) -> torch.Tensor | None:
         """(K, dim) float32, of the keys of `gradients`; None without any."""
