@@ -13,16 +13,39 @@ if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
     from .data import KeyedJaggedTensor
     from .distributed import Communicators, from_environment
-    from .embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+    from .embedding import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        FeatureConfig,
+        HashEmbedding,
+        HashEmbeddingBag,
+        HashEmbeddingCollection,
+        HashOptimizer,
+        HashTableCollection,
+        PoolingType,
+        RowOptimizer,
+        TablePolicy,
+    )
     from .harness.verify import verify
     from .pipeline import Trainer, WindowConfig
     from .trace import Recorder
 
 PACKAGE_OF = {
     "Communicators": "distributed",
+    "EmbeddingBagCollection": "embedding",
+    "EmbeddingBagConfig": "embedding",
+    "EmbeddingCollection": "embedding",
+    "EmbeddingConfig": "embedding",
     "FeatureConfig": "embedding",
+    "HashEmbedding": "embedding",
+    "HashEmbeddingBag": "embedding",
+    "HashEmbeddingCollection": "embedding",
+    "HashOptimizer": "embedding",
     "HashTableCollection": "embedding",
     "KeyedJaggedTensor": "data",
+    "PoolingType": "embedding",
     "Recorder": "trace",
     "RowOptimizer": "embedding",
     "TablePolicy": "embedding",
@@ -35,9 +58,18 @@ PACKAGE_OF = {
 
 __all__ = [
     "Communicators",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "FeatureConfig",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "HashEmbeddingCollection",
+    "HashOptimizer",
     "HashTableCollection",
     "KeyedJaggedTensor",
+    "PoolingType",
     "Recorder",
     "RowOptimizer",
     "TablePolicy",

@@ -30,6 +30,13 @@ def test_plain_pytorch():
     assert len(found) == 3 and found[0] > found[1] > found[2]
 
 
+def test_a_plain_loop_over_dynamic_tables():
+    text = run("plain_loop.py")
+    found = losses(text)
+    assert len(found) == 3 and 4.8 > found[0] > found[1] > found[2]
+    assert "scores of a new user: (1, 5)" in text and "rows: 100 users" in text
+
+
 @pytest.mark.slow
 def test_torch_compile_traces_every_op_with_its_backward():
     assert run("compiled.py", "aot_eager").count("agrees") == 3

@@ -111,6 +111,16 @@ class KeyedJaggedTensor(Movable):
         return KeyedJaggedTensor(tuple(keys), values, torch.arange(len(values) + 1, device=ids.device))
 
     @staticmethod
+    def from_lengths_sync(keys: Sequence[str], values: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+        """From lengths (F * B,), as TorchRec's constructor; raises ValueError as `validate` does."""
+        return KeyedJaggedTensor(tuple(keys), values, offsets_of(lengths.long())).validate()
+
+    @staticmethod
+    def from_offsets_sync(keys: Sequence[str], values: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+        """From offsets (F * B + 1,), as TorchRec's constructor; raises ValueError as `validate` does."""
+        return KeyedJaggedTensor(tuple(keys), values, offsets.long()).validate()
+
+    @staticmethod
     def from_torchrec(features: Any) -> KeyedJaggedTensor:
         """From TorchRec's ``KeyedJaggedTensor``; int64 tensors share its memory.
 

@@ -47,6 +47,10 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """The communicator itself: a copied module communicates over the same group."""
+        return self
+
     def supports(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be exchanged; gloo takes those of the host only."""
         if self.group is None or device.type == "cpu":

@@ -1,23 +1,45 @@
 """Dynamic tables, the features that look them up, and the optimizers of their rows."""
 
 from .features import FeatureConfig, HashTableCollection, TableGroup
+from .hash_optimizer import HashOptimizer
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLinear
+from .modules import HashEmbedding, HashEmbeddingBag, HashEmbeddingCollection
 from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
 from .row_optimizer import OptimizerName, RowOptimizer
 from .table import DynamicTable
+from .torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
 
 __all__ = [
     "Constant",
     "DynamicTable",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "EmbeddingTable",
     "Eviction",
     "FeatureConfig",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "HashEmbeddingCollection",
+    "HashOptimizer",
     "HashTableCollection",
+    "JaggedTensor",
     "KeyLayout",
+    "KeyedTensor",
     "OptimizerName",
     "Placement",
+    "PoolingType",
     "PrecisionTiers",
     "RowOptimizer",
     "Schedule",

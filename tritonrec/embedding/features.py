@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -115,6 +115,10 @@ class HashTableCollection:
         if not features or len(self.features) != len(features):
             raise ValueError(f"features need distinct names, got {[feature.name for feature in features]}")
         self.seed, self.merge = seed, merge
+        self._arguments: dict[str, Any] = {
+            "features": list(features), "optimizer": rule, "merge": merge, "slots": slots,
+            "chunk_rows": chunk_rows, "placement": placement,
+        }  # fmt: skip
         tables: dict[str, FeatureConfig] = {}
         for feature in self.features.values():
             name = feature.table or feature.name
@@ -246,6 +250,10 @@ class HashTableCollection:
         """
         return self._by_table([group.table.state() for group in self.groups])
 
+    def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """`state` of no rows: the columns that `load_state` takes."""
+        return self._by_table([group.table.empty_state() for group in self.groups])
+
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a `state` of all tables, or the part of it whose keys this rank owns.
 
@@ -292,6 +300,59 @@ class HashTableCollection:
                     own = {column: values[here] for column, values in columns.items()}
                     tables[_part_name(name, part)] = {**own, "keys": ids[here]}
         return tables
+
+    def weights(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """For each logical table ids (n,) int64 ascending and weights (n, dim), without optimizer state."""
+        return {
+            name: (ids, rows[:, : self.dim_of(name)].contiguous())
+            for name, (ids, rows) in self.export().items()
+        }
+
+    def load_weights(self, table: str, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add or overwrite the weights (n, dim) float32 of distinct `ids` (n,) of a logical table.
+
+        Rows that exist keep their optimizer state; that of new rows is zero.
+        """
+        dim = self.dim_of(table)
+        if weights.shape != (len(ids), dim) or weights.dtype != torch.float32:
+            raise ValueError(
+                f"table {table!r} takes weights ({len(ids)}, {dim}) float32 for {len(ids)} ids, got "
+                f"{tuple(weights.shape)} {weights.dtype}"
+            )
+        rows = self.current_rows(table, ids)
+        rows[:, :dim] = weights.to(rows.device)
+        self.load(table, ids, rows)
+
+    def dim_of(self, table: str) -> int:
+        """Weights of a row of a logical table."""
+        return self._group(table)[0].table.dim
+
+    def current_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (n, row_width) float32 of `ids` (n,) of a logical table, initial where there is none."""
+        group, member = self._group(table)
+        keys = group.layout.pack(member, ids.to(group.table.device), table)
+        return group.table.gather(group.table.find(keys), keys)
+
+    def clear(self) -> None:
+        """Erase all rows, and forget the keys that wait for admission."""
+        for group in self.groups:
+            for columns in group.table.state().values():
+                group.table.erase(columns["keys"].to(group.table.device))
+
+    def set_seed(self, seed: int) -> None:
+        """Initial values of rows to come are those of `seed`."""
+        self.seed = seed
+        for group in self.groups:
+            group.table.seed = seed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the arguments and `state`. Counters and logged changes start anew."""
+        return {"arguments": {**self._arguments, "seed": self.seed}, "state": self.state()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        arguments = dict(saved["arguments"])
+        self.__init__(arguments.pop("features"), arguments.pop("optimizer"), **arguments)  # type: ignore[misc]
+        self.load_state(saved["state"])
 
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Initial rows (n, row_width) float32 of `ids` (n,) of a logical table."""

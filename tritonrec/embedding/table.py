@@ -132,7 +132,7 @@ class DynamicTable:
             rejected = (len(keys) if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
             self._rows.prefetch(handles)
-            return Lookup(handles, self._low_precision(handles))
+            return Lookup(handles, self.in_low_precision(handles))
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Handles (K,) of `keys` (K,) int64, -1 where absent; inserts and counts nothing."""
@@ -181,6 +181,10 @@ class DynamicTable:
             self.dim,
             lambda row: f"{self.layout}: row {int(here[row])} of the step's rows is in low precision",
         )
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor | None:
+        """(K,) bool, the rows of `handles` (K,) that an update stores in 16 bits; None without tiers."""
+        return None if self._precision is None else self._precision.in_low_precision(handles)
 
     def update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite the rows of `handles` (K,), distinct, with `values` (K, row_width) float32.
@@ -389,9 +393,6 @@ class DynamicTable:
         self._metadata.remove(keys[handles >= 0])
         return handles
 
-    def _low_precision(self, handles: torch.Tensor) -> torch.Tensor | None:
-        return None if self._precision is None else self._precision.in_low_precision(handles)
-
     def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows; needs `_updating`."""
         low_precision = None
@@ -400,7 +401,7 @@ class DynamicTable:
         ):  # a turn costs the overlap: see `Turn`
             with self._lock:
                 self._metadata.changes.mark(handles)
-                low_precision = self._low_precision(handles)
+                low_precision = self.in_low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
     def _run_policies(

@@ -1,0 +1,224 @@
+"""torch's optimizer interface for the rows of hash embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..distributed.communicator import Communicator
+from ..kernels import launch
+from .features import HashTableCollection
+from .learning_rate import Constant, rate_at
+from .row_gradients import RowGradients
+from .row_optimizer import RowOptimizer
+
+EPS = 1e-6
+"""Beside the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class HashOptimizer(torch.optim.Optimizer):
+    """Updates the rows of all hash embeddings of a model, beside the optimizer of its parameters.
+
+    Gradients of all backward passes since `zero_grad` add up by key, and `step` applies each table's
+    `RowOptimizer` once to each row with a gradient. `torch.amp.GradScaler` and `torch.optim.lr_scheduler`
+    take it as any optimizer. Ranks of a process group make the same calls.
+
+    Args:
+        model: a module; its embeddings that are `fused` have their own optimizer and are left out.
+
+    Attributes:
+        param_groups: one for each merged table, with ``"lr"``, which is settable unless the rule has a
+            schedule, and the names of its ``"tables"``.
+        updates: made so far. Adam's bias correction and schedules count them.
+
+    Raises ValueError for a model without such embeddings, and where two of them have one table.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        found = [(path, each) for path, each in model.named_modules() if isinstance(each, HasRows)]
+        self._owners = [(path, each) for path, each in found if each.fused_optimizer is None]
+        if not self._owners:
+            fused = "only fused hash embeddings, which update themselves" if found else "no hash embeddings"
+            raise ValueError(f"{type(model).__name__} has {fused}")
+        tables = [id(group.table) for _, owner in self._owners for group in owner.tables.groups]
+        if len(set(tables)) < len(tables):
+            raise ValueError(
+                f"two hash embeddings of {type(model).__name__} have the same table, whose rows would be "
+                "updated twice a step: give them one HashEmbeddingCollection, with a feature for each"
+            )
+        self.updates = 0
+        self.gradients = [each for _, owner in self._owners for each in owner.row_gradients]
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [each.parameter],
+                "lr": rate_at(each.group.optimizer.lr, 1),
+                "tables": list(each.group.layout.names),
+            }
+            for each in self.gradients
+        ]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows with a gradient.
+
+        Raises RuntimeError without a backward pass since `zero_grad`, FloatingPointError for a gradient that
+        is not finite, ValueError for a learning rate that was set although the rule has a schedule.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not any(each.pending for each in self.gradients):
+            raise RuntimeError(
+                "step() without gradients of rows: call loss.backward() before it, on a loss that was "
+                "computed from the embeddings in training mode and with gradients enabled"
+            )
+        number = self.updates + 1
+        rules = [
+            _rule_at(each.group.optimizer, group, number)
+            for each, group in zip(self.gradients, self.param_groups, strict=True)
+        ]
+        for each, rule in zip(self.gradients, rules, strict=True):
+            if each.pending:
+                each.update(rule, number)
+        self.updates = number
+        for each, group in zip(self.gradients, self.param_groups, strict=True):
+            if callable(each.group.optimizer.lr):
+                group["lr"] = rate_at(each.group.optimizer.lr, number + 1)
+        return loss
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each of `param_groups`."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    @rates.setter
+    def rates(self, values: list[float]) -> None:
+        for group, lr in zip(self.param_groups, values, strict=True):
+            group["lr"] = lr
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; they are None then, whatever `set_to_none`."""
+        for each in self.gradients:
+            each.clear()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale the gradients of `parameters` and of all ranks' rows to a norm of at most `max_norm`.
+
+        `torch.nn.utils.clip_grad_norm_` of both together; with one rank that function can be used as well.
+        The parameters' gradients have to be the same on all ranks, as DDP leaves them, or those of FSDP2. The
+        rows' part is exact: its bits depend on no number of ranks.
+
+        Returns:
+            () float32, the norm before; nothing is scaled where it is not finite, which raises
+            FloatingPointError.
+        """
+        dense = [each.grad for each in parameters if each.grad is not None]
+        total, rows = torch.zeros((), dtype=torch.float64), []
+        if dense:
+            whole: Any = torch.nn.utils.get_total_norm(dense)  # of FSDP2's shards a DTensor
+            total += getattr(whole, "full_tensor", lambda: whole)().cpu().double() ** 2
+        for _, owner in self._owners:
+            own = [each.mean for each in owner.row_gradients if each.mean is not None]
+            total += _sum_of_squares(own, owner.communicator)
+            rows += own
+        if not bool(torch.isfinite(total)):
+            raise FloatingPointError("the norm of the gradients is not finite")
+        norm = total.sqrt()
+        scale = float((max_norm / (norm + EPS)).clamp(max=1.0).float())
+        for gradient in [*dense, *rows]:
+            gradient.mul_(scale)
+        return norm.float()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer state by table: ``keys`` (n,) int64 and ``state`` (n, width), learning rates, updates.
+
+        Of this rank's rows; the weights are in the modules' ``state_dict``.
+        """
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {"state": self._tables(), "param_groups": groups, "updates": self.updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`, or the part of it whose ids this rank owns; before or after the modules'.
+
+        An id without a row gets its initial weights, a row without a state a state of zeros.
+
+        Raises ValueError where the tables or the widths of their states differ.
+        """
+        saved, here = state_dict["state"], self._tables(empty=True)
+        shapes = [{name: each["state"].shape[1] for name, each in state.items()} for state in (saved, here)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the state has tables of these widths: {shapes[0]}, and the model: {shapes[1]}; was it "
+                "saved with another optimizer or dimension?"
+            )
+        for path, owner in self._owners:
+            for name in owner.tables.table_names:
+                each = saved[_join(path, name)]
+                owner.load_optimizer_state(name, each["keys"], each["state"])
+        for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(old)
+        self.updates = state_dict["updates"]
+
+    def _tables(self, empty: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+        tables = {}
+        for path, owner in self._owners:
+            for name in owner.tables.table_names:
+                ids, state = owner.optimizer_state(name, empty)
+                tables[_join(path, name)] = {"keys": ids, "state": state}
+        return tables
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """A module that looks rows up and collects their gradients: `HashEmbeddingCollection`."""
+
+    tables: HashTableCollection
+    communicator: Communicator
+    row_gradients: list[RowGradients]
+    fused_optimizer: HashOptimizer | None
+
+    def optimizer_state(self, table: str, empty: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids (n,) of this rank and their optimizer state (n, width)."""
+
+    def load_optimizer_state(self, table: str, ids: torch.Tensor, state: torch.Tensor) -> None:
+        """The state of all rows of a table."""
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _rule_at(rule: RowOptimizer, group: dict[str, Any], number: int) -> RowOptimizer:
+    """`rule` with the learning rate of its parameter group; ValueError where it cannot have that."""
+    lr, own = float(group["lr"]), rate_at(rule.lr, number)
+    if lr == own:
+        return rule
+    tables = ", ".join(group["tables"])
+    if callable(rule.lr):
+        raise ValueError(
+            f"the rate of table {tables} was set to {lr}, but its RowOptimizer has the schedule {rule.lr}: "
+            "give it a number and leave the rate to torch.optim.lr_scheduler, or keep the schedule only"
+        )
+    if rule.lazy_weight_decay:
+        raise ValueError(
+            f"the rate of table {tables} was set to {lr}, but its lazy weight decay makes up for updates at "
+            f"the rate {own}: give RowOptimizer(lr=...) a schedule"
+        )
+    return replace(rule, lr=Constant(lr))
+
+
+def _sum_of_squares(gradients: list[torch.Tensor], over: Communicator) -> torch.Tensor:
+    """() float64 of all ranks' gradients; infinite where one is not finite or the sum reaches 2**50."""
+    limbs = torch.zeros(3, dtype=torch.int64)
+    for gradient in gradients:
+        limbs += launch.sum_of_squares(gradient).cpu()
+    high, middle, low = over.all_reduce(limbs, "squares of the gradients", bounded=True).double().unbind()
+    total = high + (middle + low * 2.0**-32) * 2.0**-32
+    return torch.where(high < 2.0**50, total, torch.inf)

@@ -1,0 +1,405 @@
+"""Dynamic tables as torch modules, for a training loop of one's own: `HashOptimizer` updates their rows.
+
+    ids --forward--> keys --to their owners--> rows --back--> output
+    gradient of the output --backward--> sums by key --to their owners--> `RowGradients` --step--> rows
+
+Rows are no parameters and no buffers: their number changes, DDP must not broadcast them, and FSDP must not
+shard them. With a process group every rank owns the ids that hash to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..data.jagged import KeyedJaggedTensor, Lookup, check_offsets
+from ..distributed.communicator import Communicator
+from ..kernels import launch
+from ..kernels.dispatch import on_host
+from ..kernels.fixed_point import FRACTION_BITS
+from .features import FeatureConfig, HashTableCollection, Pooling
+from .hash_optimizer import HashOptimizer
+from .module_state import load_module_state, save_module_state
+from .policy import Placement, TablePolicy
+from .row_exchange import Route, plan_routes
+from .row_gradients import RowGradients
+from .row_optimizer import RowOptimizer
+
+Consistency = Literal["batch", "window"]
+UnknownIds = Literal["initial", "zeros"]
+
+
+class HashEmbeddingCollection(torch.nn.Module):
+    """Embeddings of several features, whose rows appear when their ids are first seen in training.
+
+    In training mode with gradients enabled a forward pass inserts the rows of new ids, and its backward pass
+    adds up their gradients by key for `HashOptimizer`. Otherwise nothing is inserted, counted or evicted.
+
+    Args:
+        features: of the tables, or the tables themselves, which others (a `Trainer`) may use too.
+        optimizer: update rule of features without one of their own.
+        consistency: ``"batch"`` adds gradients in fixed point: the same bits for any order and number of
+            backward passes and any number of ranks. ``"window"``: in float32.
+        fraction_bits: of fixed point.
+        process_group: of the ranks that share the tables; None for one rank. Forward and backward are
+            collective: every rank calls them in the same order, also without ids.
+        divisor: of the gradients' sums over the ranks and backward passes; by default the number of ranks,
+            which gives the gradient of the mean of their losses, as DDP does.
+        unknown_ids: what ids without a row read as outside of training: their ``"initial"`` values, or
+            ``"zeros"``.
+        fused: update the rows in each backward pass, as FBGEMM and TorchRec's sharded modules do; the update
+            is `fused_optimizer`'s. No clipping, no GradScaler, no accumulation of passes.
+        seed: of the initial values; by default drawn from torch's generator (rank 0's).
+        merge, slots, chunk_rows, placement: see `HashTableCollection`.
+
+    Policies go by time: here by forward passes in training.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[FeatureConfig] | HashTableCollection,
+        optimizer: RowOptimizer | None = None,
+        *,
+        consistency: Consistency = "batch",
+        fraction_bits: int = FRACTION_BITS,
+        process_group: dist.ProcessGroup | None = None,
+        divisor: float | None = None,
+        unknown_ids: UnknownIds = "initial",
+        fused: bool = False,
+        seed: int | None = None,
+        **tables: Any,
+    ):
+        super().__init__()
+        for name, value, known in (
+            ("consistency", consistency, ("batch", "window")),
+            ("unknown_ids", unknown_ids, ("initial", "zeros")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
+        self.communicator = Communicator(process_group)
+        if isinstance(features, HashTableCollection):
+            if optimizer is not None or seed is not None or tables:
+                raise ValueError("the tables are made already: leave out optimizer, seed and their arguments")
+            self.tables = features
+        else:
+            seed = _common_seed(self.communicator) if seed is None else seed
+            self.tables = HashTableCollection(features, optimizer, seed=seed, **tables)
+        self.consistency, self.fraction_bits = consistency, fraction_bits
+        self.unknown_ids = unknown_ids
+        self.lookups = 0
+        self._divisor = float(self.communicator.world_size if divisor is None else divisor)
+        self._device: torch.device | None = None  # of the ids
+        self._collect(fused)
+        self.register_state_dict_post_hook(save_module_state)
+        self.register_load_state_dict_pre_hook(load_module_state)
+
+    def _collect(self, fused: bool) -> None:
+        """Begin without gradients."""
+        self.row_gradients = [
+            RowGradients(group, self.consistency, self.fraction_bits, self._divisor)
+            for group in self.tables.groups
+        ]
+        self.fused_optimizer: HashOptimizer | None = None
+        if fused:
+            self.fused_optimizer = HashOptimizer(self)
+
+    @property
+    def divisor(self) -> float:
+        """Of the gradients' sums; set it before a backward pass."""
+        return self._divisor
+
+    @divisor.setter
+    def divisor(self, value: float) -> None:
+        self._divisor = float(value)
+        for each in self.row_gradients:
+            each.divisor = self._divisor
+
+    def forward(self, features: Any) -> dict[str, torch.Tensor]:
+        """Embeddings by feature, float32: (n, dim) for ids (n,), or (m, dim) of m bags where it is pooled.
+
+        Args:
+            features: a `KeyedJaggedTensor`, TorchRec's, or by feature ids (n,) int64, or ids and offsets
+                (m + 1,). It may have more features than the module.
+
+        Raises TypeError for ids that are not int64; ValueError for a missing feature, for ids on another
+        device than before, and for offsets that do not fit.
+        """
+        if torch.compiler.is_compiling():  # a decorator would import the compiler with this file
+            return torch.compiler.disable(self._embed)(features)
+        return self._embed(features)
+
+    def _embed(self, features: Any) -> dict[str, torch.Tensor]:
+        lookups = self._lookups(features)
+        rows = self._rows(self.tables.keys(lookups))
+        return self.tables.by_feature(rows, lookups)
+
+    def _lookups(self, features: Any) -> dict[str, Lookup]:
+        if not isinstance(features, KeyedJaggedTensor | Mapping):
+            features = KeyedJaggedTensor.from_torchrec(features)
+        given = features.to_dict() if isinstance(features, KeyedJaggedTensor) else features
+        missing = self.tables.features.keys() - given.keys()
+        if missing:
+            raise ValueError(
+                f"the input has features {list(given)}, and the module needs {sorted(missing)} too"
+            )
+        lookups = {}
+        for name, feature in self.tables.features.items():
+            one = given[name]
+            ids, offsets = (one, None) if isinstance(one, torch.Tensor) else one
+            lookups[name] = Lookup(self._checked(name, ids), offsets)
+            if offsets is not None and feature.pooling != "none" and on_host(offsets):
+                check_offsets(offsets, len(ids), f"offsets of {name!r}", "ids")
+        if not on_host(next(iter(lookups.values())).ids):
+            self.tables.validate(lookups)
+        return lookups
+
+    def _checked(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
+            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise TypeError(
+                f"ids of feature {name!r} must be an int64 tensor, got {got}: convert with .long()"
+            )
+        if ids.dim() != 1:
+            raise ValueError(f"ids of feature {name!r} must have shape (n,), got {tuple(ids.shape)}")
+        self._device = self._device or ids.device
+        if ids.device != self._device:
+            raise ValueError(
+                f"ids of feature {name!r} are on {ids.device}, but this module has had ids on "
+                f"{self._device}: move them, or make one module per device"
+            )
+        return ids.contiguous()
+
+    def _rows(self, keys: list[torch.Tensor]) -> list[torch.Tensor]:
+        """For each table the rows (n, dim) of its keys (n,)."""
+        device, over = keys[0].device, self.communicator
+        if not over.supports(device):
+            keys = [each.cpu() for each in keys]
+        training = self.training and torch.is_grad_enabled()
+        routes = plan_routes(keys, [group.layout for group in self.tables.groups], over)
+        values = []
+        for group, route in zip(self.tables.groups, routes, strict=True):
+            own = route.keys.to(group.table.device)
+            if training:
+                handles = group.table.lookup(own, self.lookups, self._over_ranks).handles
+            else:
+                handles = group.table.find(own)
+            found = group.table.gather(handles, own)[:, : group.table.dim]
+            if not training and self.unknown_ids == "zeros":
+                found = torch.where((handles < 0).unsqueeze(1), 0.0, found)
+            values.append(route.rows(over, found.to(route.keys.device)))
+        if training:
+            self.lookups += 1
+            leaf = torch.empty(0, dtype=torch.float32, requires_grad=True, device=keys[0].device)
+            rows = list(_Gather.apply(leaf, self, routes, *values))
+        else:
+            rows = _gather(values, routes)
+        return [each.to(device) for each in rows]
+
+    def _over_ranks(self, sizes: torch.Tensor) -> torch.Tensor:
+        return self.communicator.all_reduce(sizes, "table sizes")
+
+    def add_gradients(self, routes: Sequence[Route], gradients: Sequence[torch.Tensor]) -> None:
+        """Send each table's gradients (n, dim) to their owners; `fused` rows are updated."""
+        over, sums = self.communicator, []
+        limit = 2.0 ** (62 - self.fraction_bits) if self.consistency == "batch" else torch.inf
+        total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
+        for route, gradient in zip(routes, gradients, strict=True):
+            good = gradient.abs() < limit  # and no NaN
+            total += (~good).sum()
+            gradient = torch.where(good, gradient, 0.0)
+            sums.append(route.sums(over, gradient, self.consistency, self.fraction_bits))
+        bad = over.all_reduce(total, "gradients that are not finite", bounded=True) > 0
+        for own, route, each in zip(self.row_gradients, routes, sums, strict=True):
+            own.add(route.keys, each, bad)
+        if self.fused_optimizer is not None:
+            try:
+                self.fused_optimizer.step()
+            finally:
+                self.fused_optimizer.zero_grad()
+
+    def owns(self, ids: torch.Tensor) -> torch.Tensor:
+        """(n,) bool, which of `ids` (n,) have their rows on this rank."""
+        over = self.communicator
+        return launch.owner_of(ids, over.world_size) == over.rank
+
+    def optimizer_state(self, table: str, empty: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
+
+        ``empty``: no rows, for the width.
+        """
+        dim = self.tables.dim_of(table)
+        if empty:
+            none = torch.empty(0, dtype=torch.int64)
+            return none, self.tables.initial_rows(table, none)[:, dim:]
+        ids, rows = self.tables.export()[table]
+        return ids, rows[:, dim:].contiguous()
+
+    def load_optimizer_state(self, table: str, ids: torch.Tensor, state: torch.Tensor) -> None:
+        """The optimizer state (n, width) of all rows of a table: that of `ids` (n,) and zeros elsewhere."""
+        dim = self.tables.dim_of(table)
+        here = self.owns(ids)
+        own_ids, rows = self.tables.export()[table]
+        rows[:, dim:] = 0.0
+        self.tables.load(table, own_ids, rows)
+        loaded = self.tables.current_rows(table, ids[here])
+        loaded[:, dim:] = state[here].to(loaded.device)
+        self.tables.load(table, ids[here], loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles; gradients are left out."""
+        saved: dict[str, Any] = dict(self.__dict__)
+        fused = self.fused_optimizer
+        saved["row_gradients"] = []
+        saved["fused_optimizer"] = None if fused is None else (fused.updates, fused.rates)
+        return saved
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        super().__setstate__(saved)
+        fused: Any = self.fused_optimizer
+        self._collect(fused is not None)
+        if self.fused_optimizer is not None:
+            self.fused_optimizer.updates, self.fused_optimizer.rates = fused
+
+    def extra_repr(self) -> str:
+        """Features and tables."""
+        parts = [f"{each.name}: {each.dim}" for each in self.tables.features.values()]
+        return f"{', '.join(parts)}, consistency={self.consistency!r}"
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of the occurrences, whose gradients go to the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: torch.Tensor,
+        module: HashEmbeddingCollection,
+        routes: Sequence[Route],
+        *values: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.module, ctx.routes = module, routes
+        return tuple(_gather(values, routes))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        ctx.module.add_gradients(ctx.routes, gradients)
+        return (None,) * (3 + len(gradients))
+
+
+def _gather(values: Sequence[torch.Tensor], routes: Sequence[Route]) -> list[torch.Tensor]:
+    return [launch.gather_rows(each, route.inverse) for each, route in zip(values, routes, strict=True)]
+
+
+def _common_seed(over: Communicator) -> int:
+    drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+    return int(over.all_gather(drawn)[0])
+
+
+class HashEmbedding(HashEmbeddingCollection):
+    """`torch.nn.Embedding` over any int64 ids: one row each, made when its id is first seen in training.
+
+    Args:
+        dim: columns of an embedding.
+        optimizer: update rule of the rows, used by `HashOptimizer`.
+        name: of the table, which initial values depend on beside the seed.
+        scale, policy: see `FeatureConfig`. options: see `HashEmbeddingCollection`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        optimizer: RowOptimizer | None = None,
+        *,
+        name: str = "embedding",
+        scale: float | None = None,
+        policy: TablePolicy | None = None,
+        placement: Placement | None = None,
+        **options: Any,
+    ):
+        feature = _only_feature(name, dim, "none", scale, policy)
+        super().__init__([feature], optimizer, placement=placement, **options)
+        self.name, self.dim = name, dim
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Embeddings (*shape, dim) float32 of ids (*shape) int64.
+
+        Raises TypeError for another dtype, ValueError for ids on another device than before.
+        """
+        if not isinstance(ids, torch.Tensor):
+            self._checked(self.name, ids)
+        rows = super().forward({self.name: ids.reshape(-1)})[self.name]
+        return rows.view(*ids.shape, self.dim)
+
+
+class HashEmbeddingBag(HashEmbeddingCollection):
+    """`torch.nn.EmbeddingBag` over any int64 ids: the sum or mean of the rows of each bag.
+
+    Args:
+        dim, optimizer, name, scale, policy, options: see `HashEmbedding`.
+        pooling: ``"sum"`` or ``"mean"``; an empty bag gives zeros.
+        include_last_offset: offsets (m + 1,) end with the number of ids; by default (m,), as in torch.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        pooling: Literal["sum", "mean"] = "mean",
+        optimizer: RowOptimizer | None = None,
+        *,
+        name: str = "embedding",
+        scale: float | None = None,
+        policy: TablePolicy | None = None,
+        placement: Placement | None = None,
+        include_last_offset: bool = False,
+        **options: Any,
+    ):
+        if pooling not in ("sum", "mean"):
+            raise ValueError(f"pooling must be sum or mean, got {pooling!r}")
+        feature = _only_feature(name, dim, pooling, scale, policy)
+        super().__init__([feature], optimizer, placement=placement, **options)
+        self.name, self.include_last_offset = name, include_last_offset
+
+    def forward(self, ids: Any, offsets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        """Embeddings (m, dim) float32 of m bags.
+
+        Args:
+            ids: (n,) int64 with `offsets`, (m, k) without: bags of k ids; or a `KeyedJaggedTensor` with one
+                key, whose samples are the bags.
+            offsets: (m,) int64, where bags begin; see `include_last_offset`.
+
+        Raises TypeError or ValueError as `HashEmbeddingCollection` does, and for offsets that do not fit.
+        """
+        if not isinstance(ids, torch.Tensor):
+            return super().forward({self.name: _only_key(ids)})[self.name]
+        if ids.dim() == 2 and offsets is None:
+            m, k = ids.shape
+            offsets = torch.arange(m + 1, dtype=torch.int64, device=ids.device) * k
+        elif ids.dim() != 1 or offsets is None:
+            raise ValueError(
+                f"bags are ids (n,) with offsets, or ids (m, k) without; got ids {tuple(ids.shape)} "
+                f"{'without' if offsets is None else 'with'} offsets"
+            )
+        elif not self.include_last_offset:
+            offsets = torch.cat([offsets.long(), offsets.new_full((1,), len(ids), dtype=torch.int64)])
+        return super().forward({self.name: Lookup(ids.reshape(-1), offsets.long())})[self.name]
+
+
+def _only_feature(
+    name: str, dim: int, pooling: Pooling, scale: float | None, policy: TablePolicy | None
+) -> FeatureConfig:
+    return FeatureConfig(name, dim, pooling=pooling, scale=scale, policy=policy or TablePolicy())
+
+
+def _only_key(features: Any) -> Lookup:
+    """The ids and offsets of a jagged tensor with one key."""
+    if not isinstance(features, KeyedJaggedTensor):
+        features = KeyedJaggedTensor.from_torchrec(features)
+    if len(features.keys) != 1:
+        raise ValueError(
+            f"one table takes one key, got {list(features.keys)}: use HashEmbeddingCollection for several"
+        )
+    return Lookup(features.values, features.offsets)

@@ -1,0 +1,75 @@
+"""Keys of one lookup to the ranks that own them, their rows back, and gradients the way of the keys.
+
+    W ranks   n occurrences here   S distinct keys sent   R keys received   K distinct keys received
+
+With one rank nothing is sent: the K keys are those of the occurrences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..distributed.communicator import Communicator
+from ..kernels import launch
+from .key_layout import KeyLayout
+from .selection import distinct
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one table's keys.
+
+    Args:
+        inverse: (n,) int64, occurrence -> row received, of S.
+        keys: (K,) int64, what this rank looks up as their owner.
+        received: (R,) int64, key received -> which of `keys`; None with one rank.
+        send, receive: [r] keys sent to and received from rank r.
+    """
+
+    inverse: torch.Tensor
+    keys: torch.Tensor
+    received: torch.Tensor | None
+    send: list[int]
+    receive: list[int]
+
+    def rows(self, over: Communicator, values: torch.Tensor) -> torch.Tensor:
+        """The rows (S, dim) of this rank's occurrences, from those of `keys` (K, dim) on every rank."""
+        if self.received is None:
+            return values
+        return over.all_to_all(launch.gather_rows(values, self.received), self.receive, self.send)
+
+    def sums(
+        self, over: Communicator, gradient: torch.Tensor, consistency: str, fraction_bits: int
+    ) -> torch.Tensor:
+        """The sums (K, dim) by key of every rank's `gradient` (n, dim) float32: float32 or fixed point."""
+        options = consistency, fraction_bits, "embedding gradient"
+        sums = launch.segment_sum(gradient.contiguous(), self.inverse, sum(self.send), *options)
+        if self.received is None:
+            return sums
+        received = over.all_to_all(sums, self.send, self.receive)
+        return launch.segment_sum(received, self.received, len(self.keys), *options)
+
+
+def plan_routes(
+    keys: Sequence[torch.Tensor], layouts: Sequence[KeyLayout], over: Communicator
+) -> list[Route]:
+    """A route for each table, from the keys (n,) int64 of its occurrences; collective over the ranks."""
+    found = [distinct(each, padded=False) for each in keys]
+    if over.world_size == 1:
+        return [Route(one.inverse, one.keys, None, [len(one.keys)], [len(one.keys)]) for one in found]
+    sorted_by_owner = [
+        launch.bucketize(layout.ids(one.keys), over.world_size)
+        for one, layout in zip(found, layouts, strict=True)
+    ]
+    send = torch.stack([counts for _, counts in sorted_by_owner], 1).cpu()  # (W, tables)
+    receive = over.all_to_all_equal(send)
+    routes = []
+    for one, (order, _), to, of in zip(found, sorted_by_owner, send.t(), receive.t(), strict=True):
+        place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        arrived = over.all_to_all(one.keys[order], to.tolist(), of.tolist())
+        own = distinct(arrived, padded=False)
+        routes.append(Route(place[one.inverse], own.keys, own.inverse, to.tolist(), of.tolist()))
+    return routes

@@ -1,0 +1,167 @@
+"""Gradients of a table's rows by key, from backward passes to the update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..kernels import launch
+from .features import TableGroup
+from .row_optimizer import RowOptimizer
+from .selection import distinct
+
+
+class RowGradients:
+    """The gradients of one table's rows on the rank that owns them.
+
+    Sums of several backward passes are added by key. With consistency ``"batch"`` they are fixed-point
+    numbers, so that neither the order of the passes nor the ranks change them; with ``"window"`` float32.
+
+    Args:
+        group: the table, its optimizer and its logical tables.
+        consistency: ``"batch"`` or ``"window"``. fraction_bits: of fixed point.
+        divisor: of the sums.
+
+    Attributes:
+        parameter: stands for the rows in ``param_groups``.
+    """
+
+    def __init__(self, group: TableGroup, consistency: str, fraction_bits: int, divisor: float):
+        self.group, self.consistency, self.fraction_bits = group, consistency, fraction_bits
+        self.divisor = divisor
+        self.parameter = TouchedRows.of(self)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._keys: torch.Tensor | None = None
+        self._mean: torch.Tensor | None = None
+        self._bad: torch.Tensor | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there was a backward pass since the last `clear`."""
+        return bool(self._parts)
+
+    def add(self, keys: torch.Tensor, sums: torch.Tensor, bad: torch.Tensor) -> None:
+        """Add the sums (K, dim) of a backward pass, of distinct keys (K,).
+
+        `bad` () bool: a gradient of any rank was not finite, or too large for fixed point; it is not in the
+        sums.
+        """
+        device = self.group.table.device
+        self._parts.append((keys.to(device), sums.to(device)))
+        self._bad = bad if self._bad is None else self._bad | bad
+        self._mean = None
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """(K,) int64, distinct: the keys with a gradient."""
+        self._merge()
+        assert self._keys is not None
+        return self._keys
+
+    @property
+    def mean(self) -> torch.Tensor | None:
+        """The sums over `divisor` (K, dim) float32, one tensor until the next `add`; None without any.
+
+        NaN where a gradient of any rank is not finite, and then (1, dim) without keys.
+        """
+        if not self.pending:
+            return None
+        if self._mean is None:
+            sums = self._merge()
+            if self.consistency == "batch":
+                mean = launch.from_fixed_point(sums, self.divisor, self.fraction_bits)
+            else:
+                mean = sums / self.divisor
+            assert self._bad is not None
+            if not len(mean):
+                mean = mean.new_zeros(1, mean.shape[1])
+            self._mean = mean.masked_fill(self._bad.to(mean.device), math.nan)
+        return self._mean
+
+    @mean.setter
+    def mean(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.clear()
+            return
+        mean = self.mean
+        if mean is None or value.shape != mean.shape or value.dtype != mean.dtype:
+            shape = "none" if mean is None else f"float32 {tuple(mean.shape)}"
+            raise ValueError(
+                f"the gradient of {self.group.layout} is {shape}, got {value.dtype} {tuple(value.shape)}"
+            )
+        self._mean = value
+
+    def _merge(self) -> torch.Tensor:
+        """The sums by key, in one part."""
+        if len(self._parts) > 1:
+            keys, sums = (torch.cat(each) for each in zip(*self._parts, strict=True))
+            found = distinct(keys, padded=False)
+            options = self.consistency, self.fraction_bits, "embedding gradient"
+            self._parts = [(found.keys, launch.segment_sum(sums, found.inverse, len(found.keys), *options))]
+        self._keys, sums = self._parts[0]
+        return sums
+
+    def update(self, rule: RowOptimizer, number: int) -> None:
+        """Update the rows; `number` counts the updates from 1.
+
+        A key that is not admitted, or was evicted since its lookup, is skipped. Raises FloatingPointError
+        where a gradient is not finite.
+        """
+        table, keys, mean = self.group.table, self.keys, self.mean
+        assert mean is not None
+        if not bool(torch.isfinite(mean).all()):
+            raise FloatingPointError(
+                f"a gradient of {self.group.layout} is not finite, or too large for a fixed-point sum; no "
+                "row was changed by this step's update of the table. With torch.amp.GradScaler, "
+                "scaler.step(optimizer) skips such steps"
+            )
+        handles, mean = table.find(keys), mean[: len(keys)]
+        present = (handles >= 0).nonzero().squeeze(1)
+        if len(present) < len(keys):
+            handles, keys, mean = handles[present], keys[present], mean[present]
+        values = table.gather(handles, keys)
+        rule.update(values, torch.arange(len(keys), device=values.device), mean.contiguous(), number)
+        low_precision = table.in_low_precision(handles)
+        if low_precision is not None:
+            table.round_low_precision(values, low_precision)
+        table.update(handles, values)
+
+
+class TouchedRows(torch.Tensor):
+    """The rows with a gradient, where torch's tools look for a parameter.
+
+    `grad` is `RowGradients.mean`, so `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_` read and
+    scale it. The tensor itself is empty: the rows are in the table.
+    """
+
+    gradients: RowGradients
+
+    @classmethod
+    def of(cls, gradients: RowGradients) -> TouchedRows:
+        """For one table."""
+        table = gradients.group.table
+        empty = torch.empty(0, table.dim, dtype=torch.float32, device=table.device)
+        found: Any = empty.as_subclass(cls)
+        found.gradients = gradients
+        return found
+
+    def __deepcopy__(self, memo: object) -> TouchedRows:
+        raise TypeError("a HashOptimizer has no copy: make one of the copied model, and load its state_dict")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("a HashOptimizer has no pickle: save its state_dict()")
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """(K, dim) float32, of the keys of `gradients`; None without any."""
+        return self.gradients.mean
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.gradients.mean = value
