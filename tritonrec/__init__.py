@@ -11,21 +11,28 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
+    from .callbacks import EarlyStopping, Throughput
     from .data import KeyedJaggedTensor
     from .distributed import Communicators, from_environment
     from .embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
     from .harness.verify import verify
+    from .loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from .pipeline import Trainer, WindowConfig
     from .trace import Recorder
 
 PACKAGE_OF = {
+    "CSVLogger": "loggers",
     "Communicators": "distributed",
+    "EarlyStopping": "callbacks",
     "FeatureConfig": "embedding",
     "HashTableCollection": "embedding",
+    "JSONLinesLogger": "loggers",
     "KeyedJaggedTensor": "data",
     "Recorder": "trace",
     "RowOptimizer": "embedding",
     "TablePolicy": "embedding",
+    "TensorBoardLogger": "loggers",
+    "Throughput": "callbacks",
     "Trainer": "pipeline",
     "WindowConfig": "pipeline",
     "from_environment": "distributed",
@@ -34,13 +41,18 @@ PACKAGE_OF = {
 """By name the package that has it."""
 
 __all__ = [
+    "CSVLogger",
     "Communicators",
+    "EarlyStopping",
     "FeatureConfig",
     "HashTableCollection",
+    "JSONLinesLogger",
     "KeyedJaggedTensor",
     "Recorder",
     "RowOptimizer",
     "TablePolicy",
+    "TensorBoardLogger",
+    "Throughput",
     "Trainer",
     "WindowConfig",
     "__version__",

@@ -14,6 +14,7 @@ from speeds import slow_except
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
+from tritonrec.harness.progress import CommandProgress
 from tritonrec.harness.train import loop
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -34,7 +35,7 @@ def reference(job):
 
 def train_until_asked(communicators, run, rank, result):
     """`train`; `rank` is asked to stop when it has seen so many results."""
-    update = loop.CommandProgress.update
+    update = CommandProgress.update
     seen = []
 
     def ask(self, *args, **fields):
@@ -43,11 +44,11 @@ def train_until_asked(communicators, run, rank, result):
             communicators.stop.set()
         return update(self, *args, **fields)
 
-    loop.CommandProgress.update = ask
+    CommandProgress.update = ask
     try:
         return train(communicators, run, quiet=True)
     finally:
-        loop.CommandProgress.update = update
+        CommandProgress.update = update
         communicators.stop.clear()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +38,7 @@ class DenseModel:
     Attributes:
         parameters: by name, those that the optimizer holds.
         in_flight: the guard of the optimizer, one for all trainers that have it.
+        rates: for each update in flight, oldest first, the learning rates of the optimizer's groups.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
     whose step needs a closure; ValueError for a scheduler or an average of something else.
@@ -53,6 +56,7 @@ class DenseModel:
         validate_average(average, model)
         self.model, self.optimizer, self.scheduler, self.average = model, optimizer, scheduler, average
         self.in_flight = InFlight("the optimizer") if optimizer is None else _guard_of(optimizer)
+        self.rates: deque[tuple[Any, ...]] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
     @property
@@ -73,6 +77,7 @@ class DenseModel:
         """
         self.in_flight.check("a step")
         self.check_unchanged()
+        self.rates.append(_learning_rates(self.optimizer))
         if self.optimizer is not None:
             try:
                 for name, gradient in gradients.items():
@@ -94,6 +99,7 @@ class DenseModel:
         A `guarded` model's parameters may not be changed from now on by anybody else.
         """
         self.in_flight.begin(steps)
+        self.rates.clear()
         self._sums = self._sum_bits() if guarded and self.parameters else None
 
     def end(self) -> None:
@@ -218,6 +224,13 @@ class DenseModel:
         return torch.stack(
             [parameter.detach().view(torch.int32).sum() for parameter in self.parameters.values()]
         )
+
+
+def _learning_rates(optimizer: Optimizer | None) -> tuple[Any, ...]:
+    """Of the optimizer's groups; a rate that is a tensor is copied, because a scheduler writes into it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates = [group.get("lr", math.nan) for group in groups]
+    return tuple(rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
 
 
 def _strided_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

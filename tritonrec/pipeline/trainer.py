@@ -52,6 +52,7 @@ class StepResult:
             same bits in every mode and at every world size.
         grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
             None unless ``max_grad_norm`` or ``max_grad_value`` is set.
+        learning_rates: of the optimizer's groups, those that the update used; nan for a group without one.
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepResult:
     loss_terms: int
     loss: float
     grad_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
 
 
 class Trainer:
@@ -457,8 +459,11 @@ class Trainer:
         # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
         loss = self._sums.mean_loss(places[DenseMeans].loss)
         norm = float(places[GradientNorm].norm) if self.config.clips else None
+        rates = tuple(map(float, self.dense.rates.popleft()))
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
-            self._results.append(StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm))
+            self._results.append(
+                StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, rates)
+            )
         places.retire()
 
     @contextmanager
