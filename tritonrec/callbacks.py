@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -132,7 +132,7 @@ class Throughput:
         return {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
 
 
-def unknown_metric(name: str, known: Mapping[str, float]) -> str:
+def unknown_metric(name: str, known: Collection[str]) -> str:
     """A message with all names, and the nearest one."""
     near = get_close_matches(name, known, 1)
     meant = f"; did you mean {near[0]}?" if near else ""

@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from ... import checkpoint
-from ...callbacks import EarlyStopping
+from ...callbacks import EarlyStopping, unknown_metric
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
 from ...pipeline import Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from ..progress import announce_compilation
-from .evaluate import LESS_IS_BETTER, baseline, evaluate_model
+from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
 from .gather import gathered, save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume
@@ -36,10 +36,10 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
 
     The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``early_stopping`` (metric, best
     value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
-    where the run that went on had ended), ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped), ``seconds_per_step`` (None where too
-    few steps were run to time them), ``tables`` (rows, bytes and counts of all ranks),
-    ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
-    states.
+    where no step was left), ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped),
+    ``seconds_per_step`` (None where too few steps were run to time them), ``tables`` (rows, bytes and counts
+    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all
+    parameters, rows and states.
     """
     if run.checkpoint and not run.resume and checkpoint.steps(run.checkpoint):
         raise ValueError(
@@ -58,7 +58,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, stopped = float("nan"), False
     metrics: dict[str, float] = {}
-    stopping = _early_stopping(run, communicators)
+    stopping = _early_stopping(run, communicators, metric_names(held_out))
     with ExitStack() as stack:
         stack.enter_context(kernels_of(run.job.target))
         trainer = stack.enter_context(
@@ -150,12 +150,14 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
         start = stop
 
 
-def _early_stopping(run: Run, communicators: Communicators) -> EarlyStopping | None:
+def _early_stopping(run: Run, communicators: Communicators, known: list[str]) -> EarlyStopping | None:
     rule = run.early_stopping
     if rule is None:
         return None
     if not run.evaluate_every:
         raise ValueError("early stopping goes by evaluations between: set evaluate_every")
+    if rule.metric not in known:
+        raise ValueError(unknown_metric(rule.metric, known))
     mode = rule.mode or ("min" if rule.metric in LESS_IS_BETTER else "max")
     return EarlyStopping(rule.metric, rule.patience, mode, communicators=communicators)
 

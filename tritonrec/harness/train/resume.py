@@ -7,9 +7,10 @@ from typing import Any
 
 from ...pipeline import Trainer
 from ..job import Job
+from .config import CONFIG, tables_of, to_toml
 from .run import Run
 
-LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance", "placement"}
+LAYOUT = {CONFIG, "job", "slots", "chunk_rows", "merge", "balance", "placement"}
 """Settings that change no bit, so a run may go on with others."""
 
 EARLY_STOPPING = "early_stopping"
@@ -21,7 +22,8 @@ NESTED = ("sizes", "policy", "target")
 
 def metadata(run: Run) -> dict[str, Any]:
     """Settings saved with every checkpoint."""
-    return {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+    compared = {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+    return {**compared, CONFIG: to_toml(tables_of(run))}
 
 
 def resume(trainer: Trainer, run: Run) -> tuple[int, dict[str, Any] | None]:
