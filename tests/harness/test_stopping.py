@@ -151,8 +151,11 @@ PYTHON = [sys.executable, "-m"]
 TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
+WITH_STATE = [
+    "--lr-schedule", "cosine", "--ema", "0.9", "--evaluate-every", "7", "--early-stopping", "HR@10:99999",
+]  # fmt: skip
 LAUNCHES = {
-    "one rank": (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
+    "one rank": (PYTHON, WITH_STATE, signal.SIGTERM, {128 + signal.SIGTERM}),
     "ranks of a pool": (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
     "torchrun": (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
 }
@@ -180,3 +183,5 @@ def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, name):
     (step,) = checkpoint.steps(saved)
     assert f"stopped at step {step} of 1000000; saved to {saved}; go on with --resume" in "".join(said)
     assert json.loads(summary.read_text())["step"] == step
+    state = checkpoint.load(saved).meta.get("early_stopping")
+    assert state is None if options is not WITH_STATE else (state["step"] or 0) in range(step - 8, step)

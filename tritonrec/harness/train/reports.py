@@ -73,7 +73,7 @@ class Reports:
         for logger in self._loggers:
             logger.log(step, metrics)
         shown = "" if loss is None else f"loss {loss:.4f}, "
-        self.console.print(f"step {step}: {shown}{in_words(metrics)}")
+        self._print(f"step {step}: {shown}{in_words(metrics)}")
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -19,6 +19,9 @@ EARLY_STOPPING = "early_stopping"
 NESTED = ("sizes", "policy", "target")
 """Settings that are made of others."""
 
+WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_dim"}
+"""Where one of the first differs, those of the second follow, and are not named."""
+
 
 def metadata(run: Run) -> dict[str, Any]:
     """Settings saved with every checkpoint."""
@@ -42,10 +45,11 @@ def resume(trainer: Trainer, run: Run) -> tuple[int, dict[str, Any] | None]:
             raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
         states.append(meta.pop(EARLY_STOPPING, None))
         saved = {**usual, **_settings(meta)}
+        names = {name for name in {*saved, *here} if saved.get(name) != here.get(name)}
+        if names & WIDTHS:
+            names -= HEAD_WIDTHS
         different = [
-            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name)
+            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now" for name in sorted(names)
         ]
         if different:
             raise ValueError(

@@ -46,7 +46,8 @@ def tables_line(summary: dict[str, Any]) -> str:
         if tables[name]
     )
     keys = (tables["key_structure"] + tables["metadata"]) / max(tables["rows"], 1)
-    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and metadata a row"]
+    parts = [f"{tables['rows']:,} rows", done, f"{keys:.1f} bytes of keys and metadata a row"]
+    lines = [f"tables: {'; '.join(part for part in parts if part)}"]
     if tables["saved_by_fp16"]:
         saved = tables["saved_by_fp16"]
         share = saved / (saved + tables["value_bytes"])
