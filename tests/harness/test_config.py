@@ -97,11 +97,6 @@ def test_what_is_wrong_is_named_with_file_and_key(tmp_path, text, message):
     assert message in str(caught.value) and str(tmp_path / "run.toml") in str(caught.value)
 
 
-def printed(*options):
-    code, _, error = commands.invoke("train", *options, "--print-config")
-    return code, error
-
-
 def test_options_win_over_the_file_also_with_the_default_value(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(tables_of(replace(OTHER, job=replace(OTHER.job, model="hstu")))))
@@ -125,6 +120,22 @@ def test_options_win_over_the_file_also_with_the_default_value(tmp_path, capsys)
         window=replace(OTHER.window, clustering=False),
     )  # fmt: skip
     assert tables_of(run) == tables_of(expected)
+
+
+def test_slipstream_gets_the_seed_of_the_file(tmp_path, monkeypatch):
+    from tritonrec.harness.slipstream import run as slipstream_run
+
+    seeds = []
+
+    def compare(communicators, run, comparison):
+        seeds.extend([run.job.seed, comparison.config.seed])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(slipstream_run, "train_slipstream", compare)
+    (tmp_path / "run.toml").write_text("[job]\nseed = 7")
+    click = ["--model", "dlrm", "--data", "criteo:samples=300,scale=0.001", "--slipstream"]
+    assert commands.invoke("train", "--config", tmp_path / "run.toml", *click)[:2] == (2, "error: seen")
+    assert seeds == [7, 7]
 
 
 def test_a_wrong_file_is_one_line_and_status_2(tmp_path):

@@ -105,12 +105,15 @@ def test_it_is_interrupted_again_and_again(run, whole, tmp_path):
 
 
 def test_one_that_has_ended_stays_at_its_end_until_it_gets_more_patience(run, whole, tmp_path):
-    saved = replace(run, checkpoint=str(tmp_path), mode="reference", window=WindowConfig(1))
+    saved = replace(
+        run, checkpoint=str(tmp_path), mode="reference", window=WindowConfig(1), json_lines=tmp_path / "log"
+    )
     with evaluated_by(metric):
         train(Communicators.local(), saved, quiet=True)
         assert checkpoint.steps(tmp_path)[-1] == whole["step"]
         again = replace(saved, resume=True)
-        assert same(train(Communicators.local(), again), whole)
+        log = (tmp_path / "log").read_text()
+        assert same(train(Communicators.local(), again), whole) and log == (tmp_path / "log").read_text()
         patient = replace(again, early_stopping=StoppingRule("HR@10", 3))
         more = train(Communicators.local(), patient, quiet=True)
         assert more["step"] > whole["step"] or more["early_stopping"]["best_step"] > whole["step"]

@@ -119,6 +119,20 @@ def test_early_stopping_without_evaluations():
     assert code == 2 and "--early-stopping goes with --evaluate-every" in output
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--lr-warmup", "5"], "--lr-warmup goes with --lr-schedule linear or cosine"),
+        (["--lr-warmup", "5", "--lr-schedule", "step"], "--lr-warmup goes with --lr-schedule"),
+        (["--drop", "0.1"], "options of Slipstream go with --slipstream"),
+        (["--control", "--seed", "3"], "options of Slipstream go with --slipstream"),
+    ],
+)
+def test_options_that_would_be_ignored(option, message):
+    code, output, _ = commands.invoke("train", *option)
+    assert code == 2 and message in output
+
+
 def test_both_ways_of_a_switch():
     code, output, _ = commands.invoke("train", "--merge", "--no-merge")
     assert code == 2 and "--merge and --no-merge exclude each other" in output

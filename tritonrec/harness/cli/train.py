@@ -34,6 +34,11 @@ COMPARISON = SlipstreamRun()
 SLIPSTREAM = PANELS["SlipstreamRun"]
 
 
+def _with_seed(comparison: SlipstreamRun, seed: int) -> SlipstreamRun:
+    """The run's seed, which may come from a config file."""
+    return replace(comparison, config=replace(comparison.config, seed=seed))
+
+
 @with_options(without=("device",), config="run")
 def train(
     run: Run = RUN,
@@ -76,6 +81,11 @@ def train(
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
+    if run.job.lr_warmup and run.job.lr_schedule not in ("linear", "cosine"):
+        raise typer.BadParameter("--lr-warmup goes with --lr-schedule linear or cosine")
+    comparison, default = (_with_seed(each, run.job.seed) for each in (comparison, COMPARISON))
+    if comparison != default and not slipstream:
+        raise typer.BadParameter(f"options of {SLIPSTREAM.partition(',')[0]} go with --slipstream")
     if run.early_stopping and not run.evaluate_every:
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
     if png and not slipstream:

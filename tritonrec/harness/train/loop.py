@@ -85,8 +85,9 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             with communicators.watch.doing(f"evaluation({step})"):
                 whole = gathered(communicators, tables, run.job)
                 metrics = evaluate_model(trainer.dense.evaluated, whole, held_out)
-            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics)
-            if stopping and step % run.evaluate_every == 0 and (stopping.step or 0) < step:
+            again = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
+            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged=again)
+            if stopping and step % run.evaluate_every == 0 and not again:
                 stopping.on_evaluation_end(step, metrics)
 
         def save() -> None:

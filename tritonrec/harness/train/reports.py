@@ -68,9 +68,14 @@ class Reports:
                 self._print(line_of(step, self.run.steps, values))
         self._progress.update(self._bar, completed=step, loss=f"loss {result.loss:.4f}")
 
-    def on_evaluation_end(self, step: int, loss: float | None, metrics: Metrics) -> None:
-        """`loss`: of the step, None where none was trained since the run went on."""
-        for logger in self._loggers:
+    def on_evaluation_end(self, step: int, loss: float | None, metrics: Metrics, logged: bool) -> None:
+        """Log and print.
+
+        Args:
+            loss: of the step, None where none was trained since the run went on.
+            logged: these metrics were logged before the run went on.
+        """
+        for logger in [] if logged else self._loggers:
             logger.log(step, metrics)
         shown = "" if loss is None else f"loss {loss:.4f}, "
         self._print(f"step {step}: {shown}{in_words(metrics)}")
