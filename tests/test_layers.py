@@ -33,10 +33,21 @@ MAY_IMPORT = {
     "distributed": {"ops", "trace"},
     "embedding": {"ops", "kernels", "distributed", "data"},
     "checkpoint": {"ops", "kernels"},
+    "loggers": set(),
+    "callbacks": {"distributed"},
     "serving": {"ops", "kernels", "nn", "distributed"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
-    "harness": {"ops", "kernels", "pipeline", "slipstream", "serving", *BELOW_PIPELINE},
+    "harness": {
+        "ops",
+        "kernels",
+        "pipeline",
+        "slipstream",
+        "serving",
+        "callbacks",
+        "loggers",
+        *BELOW_PIPELINE,
+    },
     "__main__": {"harness"},
 }
 

@@ -11,6 +11,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
+    from .callbacks import EarlyStopping, Throughput
     from .data import KeyedJaggedTensor
     from .distributed import Communicators, from_environment
     from .embedding import (
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
         TablePolicy,
     )
     from .harness.verify import verify
+    from .loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from .pipeline import Trainer, WindowConfig
     from .trace import Recorder
 
 PACKAGE_OF = {
+    "CSVLogger": "loggers",
     "Communicators": "distributed",
+    "EarlyStopping": "callbacks",
     "EmbeddingBagCollection": "embedding",
     "EmbeddingBagConfig": "embedding",
     "EmbeddingCollection": "embedding",
@@ -44,11 +48,14 @@ PACKAGE_OF = {
     "HashEmbeddingCollection": "embedding",
     "HashOptimizer": "embedding",
     "HashTableCollection": "embedding",
+    "JSONLinesLogger": "loggers",
     "KeyedJaggedTensor": "data",
     "PoolingType": "embedding",
     "Recorder": "trace",
     "RowOptimizer": "embedding",
     "TablePolicy": "embedding",
+    "TensorBoardLogger": "loggers",
+    "Throughput": "callbacks",
     "Trainer": "pipeline",
     "WindowConfig": "pipeline",
     "from_environment": "distributed",
@@ -57,7 +64,9 @@ PACKAGE_OF = {
 """By name the package that has it."""
 
 __all__ = [
+    "CSVLogger",
     "Communicators",
+    "EarlyStopping",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
@@ -68,11 +77,14 @@ __all__ = [
     "HashEmbeddingCollection",
     "HashOptimizer",
     "HashTableCollection",
+    "JSONLinesLogger",
     "KeyedJaggedTensor",
     "PoolingType",
     "Recorder",
     "RowOptimizer",
     "TablePolicy",
+    "TensorBoardLogger",
+    "Throughput",
     "Trainer",
     "WindowConfig",
     "__version__",

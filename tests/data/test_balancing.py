@@ -219,6 +219,7 @@ def test_dynamic_shards_make_the_global_batch(make, kind):
             assert torch.equal(lookup.ids, joined.lookups()[name].ids)
         tokens = ranks[0].tokens_per_rank(step).tolist()
         assert tokens == [part.num_tokens for part in parts]
+        assert ranks[2].global_size(step) == (joined.num_samples, joined.num_tokens)
         counts.add(tuple(part.num_samples for part in parts))
     assert len({count for triple in counts for count in triple}) > 2
 

@@ -78,9 +78,17 @@ def test_words_fill_fields_at_any_depth_and_one_seed_goes_to_all():
 
 def test_the_help_has_defaults_ranges_and_words_of_the_fields():
     text = run("--help")[1]
-    for part in ("Widths. [default: 7]", "<slow|fast>", "How fast.", "0<=x<=1", "--no-merge", "--count"):
+    for part in ("Widths. [default: 7]", "<slow | fast>", "How fast.", "0<=x<=1", "--no-merge", "--count"):
         assert part in text, text
     assert "hidden" not in text and "--name" not in text
+    assert "Do not merge." in text and "--merge" not in text
+
+
+def test_no_value_in_the_help_of_train_is_cut_at_80_columns():
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["train", "--help"])
+    assert result.exit_code == 0 and "…" not in result.output
+    panels = [line.split(" ─")[0] for line in result.output.splitlines() if line.startswith("╭─")]
+    assert panels[-1].startswith("╭─ Slipstream") and len(set(panels)) == len(panels) == 7
 
 
 @pytest.mark.parametrize("words", ["--mode other", "--part 2", "--widths 0", "--widths 1,x", "--hidden 1"])

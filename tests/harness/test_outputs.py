@@ -8,10 +8,13 @@ import pytest
 
 from tritonrec import files
 
-INPUTS = {("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace")}
+INPUTS = {
+    ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
+    ("train", "--config"),
+}  # fmt: skip
 FOLDERS = {
     ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"), ("trace", "--kineto"),
-    ("train", "--checkpoint"), ("verify", "--trace"),
+    ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
 }  # fmt: skip
 OUTPUTS = sorted({*commands.options(Path)} - INPUTS)
 

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from tritonrec.distributed import Communicators
 from tritonrec.harness import progress
-from tritonrec.harness.progress import CommandProgress, steady_seconds
+from tritonrec.harness.progress import CommandProgress, Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
+from tritonrec.kernels import caches
 from tritonrec.pipeline import WindowConfig
 
 
@@ -41,23 +42,47 @@ def test_steps_that_are_counted_and_quiet_ones():
     assert console.file.getvalue().split("\n") == ["cases: 1", "", ""] and quiet.file.getvalue() == ""
 
 
-@pytest.mark.parametrize("steps", range(9))
-def test_the_first_steps_are_in_no_figure_and_a_few_make_none(steps):
-    seconds = [50.0, 40.0, 30.0, 0.2, 0.1, 0.4, 0.3, 0.5, 0.6][:steps]
-    assert steady_seconds(seconds) == (median(seconds[3:]) if steps >= 6 else None)
+def paced(seconds, accumulate=1, compiled=()):
+    """The pace, and the steps that count towards it; kernels are compiled in some of them."""
+    before = list(caches.compiling)
+    with Pace(accumulate) as pace:
+        steady = []
+        for step, each in enumerate(seconds):
+            if step in compiled:
+                hooks, caches.compiling[:] = list(caches.compiling), []
+                for hook in hooks:
+                    hook()
+            if pace.on_step_end(step, each, step + 1 == len(seconds)) is not None:
+                steady.append(step)
+    assert caches.compiling == [each for each in before if each in caches.compiling]
+    return pace.seconds_per_step, steady
 
 
-def test_steps_of_one_update_are_left_out_together():
-    assert steady_seconds([9.0] * 8 + [1.0, 2.0, 3.0], accumulate=4) == 2.0
-    assert steady_seconds([9.0] * 10, accumulate=4) is None
+@pytest.mark.parametrize("steps", range(7))
+def test_a_warm_run_loses_its_first_step_and_a_few_make_no_figure(steps):
+    seconds = [50.0, 0.2, 0.1, 0.4, 0.3, 0.5, 0.6][:steps]
+    expected = median(seconds[1:]) if steps >= 4 else None
+    assert paced(seconds) == (expected, list(range(1, steps)))
 
 
-@pytest.mark.parametrize(("steps", "said"), [(4, "too few steps to time"), (7, "ms per step")])
+def test_steps_in_which_kernels_are_compiled_are_in_no_figure():
+    seconds = [50.0, 40.0, 0.2, 30.0, 0.2, 20.0, 0.4, 0.3]
+    assert paced(seconds, compiled=(0, 1, 3, 5)) == (0.25, [2, 4, 6, 7])
+    assert paced(seconds[:6], compiled=(0, 1, 3, 5)) == (None, [2, 4])
+
+
+def test_the_steps_of_one_update_end_together_and_share_its_seconds():
+    seconds = [9.0, 0.0, 0.0, 3.0, 0.0, 0.0, 6.0, 0.0, 0.0, 4.0, 0.0]
+    assert paced(seconds, accumulate=3) == (2.0, [5, 8, 10])
+    assert paced(seconds[:9], accumulate=3) == (None, [5, 8])
+
+
+@pytest.mark.parametrize(("steps", "said"), [(3, "too few steps to time"), (9, "ms per step")])
 def test_training_says_the_pace_or_that_there_is_none(job, capsys, steps, said):
     summary = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=steps))
     out = " ".join(capsys.readouterr().out.split())
     assert said in out and f"training: 1 of {steps}, loss " in out
-    assert (summary["seconds_per_step"] is None) == (steps < 6)
+    assert (summary["seconds_per_step"] is None) == (steps < 4)
 
 
 COMPILE = """

@@ -14,6 +14,7 @@ from speeds import slow_except
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
+from tritonrec.harness.progress import CommandProgress
 from tritonrec.harness.train import loop
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -34,7 +35,7 @@ def reference(job):
 
 def train_until_asked(communicators, run, rank, result):
     """`train`; `rank` is asked to stop when it has seen so many results."""
-    update = loop.CommandProgress.update
+    update = CommandProgress.update
     seen = []
 
     def ask(self, *args, **fields):
@@ -43,11 +44,11 @@ def train_until_asked(communicators, run, rank, result):
             communicators.stop.set()
         return update(self, *args, **fields)
 
-    loop.CommandProgress.update = ask
+    CommandProgress.update = ask
     try:
         return train(communicators, run, quiet=True)
     finally:
-        loop.CommandProgress.update = update
+        CommandProgress.update = update
         communicators.stop.clear()
 
 
@@ -150,8 +151,11 @@ PYTHON = [sys.executable, "-m"]
 TORCHRUN = [*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
+WITH_STATE = [
+    "--lr-schedule", "cosine", "--ema", "0.9", "--evaluate-every", "7", "--early-stopping", "HR@10:99999",
+]  # fmt: skip
 LAUNCHES = {
-    "one rank": (PYTHON, [], signal.SIGTERM, {128 + signal.SIGTERM}),
+    "one rank": (PYTHON, WITH_STATE, signal.SIGTERM, {128 + signal.SIGTERM}),
     "ranks of a pool": (PYTHON, ["--world-size", "2"], signal.SIGINT, {128 + signal.SIGINT}),
     "torchrun": (TORCHRUN, [], signal.SIGTERM, {-signal.SIGTERM, 1, 128 + signal.SIGTERM}),
 }
@@ -179,3 +183,5 @@ def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, name):
     (step,) = checkpoint.steps(saved)
     assert f"stopped at step {step} of 1000000; saved to {saved}; go on with --resume" in "".join(said)
     assert json.loads(summary.read_text())["step"] == step
+    state = checkpoint.load(saved).meta.get("early_stopping")
+    assert state is None if options is not WITH_STATE else (state["step"] or 0) in range(step - 8, step)

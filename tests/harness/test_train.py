@@ -174,7 +174,7 @@ def test_every_setting_that_differs_is_named_with_both_values(job, tmp_path):
     train(Communicators.local(), run, quiet=True)
     other = replace(
         job,
-        sizes=replace(job.sizes, dim=2 * job.sizes.dim, recompute=("silu",)),
+        sizes=replace(job.sizes, dim=2 * job.sizes.dim, qk_dim=3, recompute=("silu",)),
         policy=TablePolicy(admission=3),
         seed=7,
         slots=8,
@@ -187,6 +187,9 @@ def test_every_setting_that_differs_is_named_with_both_values(job, tmp_path):
         "seed 0 in the checkpoint, 7 now",
         f"sizes.dim {job.sizes.dim} in the checkpoint, {2 * job.sizes.dim} now",
     ]
+    other = replace(job, sizes=replace(job.sizes, qk_dim=3))
+    with pytest.raises(ValueError, match=f"settings: sizes.qk_dim {job.sizes.qk_dim} in the checkpoint, 3 n"):
+        train(Communicators.local(), replace(run, job=other, steps=3, resume=True), True)
 
 
 def test_a_checkpoint_of_something_else_cannot_resume(job, tmp_path):

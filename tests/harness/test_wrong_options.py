@@ -16,7 +16,7 @@ LISTS = {
 WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
-    ("lab", "--proportions"),
+    ("lab", "--proportions"), ("train", "--early-stopping"),
 }  # fmt: skip
 FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below
 
@@ -107,6 +107,35 @@ def test_no_shares_to_drop(value):
 def test_heads_that_do_not_divide_the_dimension(command, heads, dim):
     code, output, _ = commands.invoke(command, "--heads", heads, "--dim", dim)
     assert code == 2 and f"--heads {heads} does not divide --dim {dim}" in output
+
+
+@pytest.mark.parametrize("rule", ["HR@10", "HR@10:0", "HR@10:x", "HR@10:3:most", ":3", "HR@10:3:max:1"])
+def test_no_rule_to_stop_by(rule):
+    refused("train", "--early-stopping", rule, "--evaluate-every", 2)
+
+
+def test_early_stopping_without_evaluations():
+    code, output, _ = commands.invoke("train", "--early-stopping", "HR@10:3")
+    assert code == 2 and "--early-stopping goes with --evaluate-every" in output
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--lr-warmup", "5"], "--lr-warmup goes with --lr-schedule linear or cosine"),
+        (["--lr-warmup", "5", "--lr-schedule", "step"], "--lr-warmup goes with --lr-schedule"),
+        (["--drop", "0.1"], "options of Slipstream go with --slipstream"),
+        (["--control", "--seed", "3"], "options of Slipstream go with --slipstream"),
+    ],
+)
+def test_options_that_would_be_ignored(option, message):
+    code, output, _ = commands.invoke("train", *option)
+    assert code == 2 and message in output
+
+
+def test_both_ways_of_a_switch():
+    code, output, _ = commands.invoke("train", "--merge", "--no-merge")
+    assert code == 2 and "--merge and --no-merge exclude each other" in output
 
 
 @pytest.mark.parametrize("option", [["--save-every", "5"], ["--full-every", "2"]])

@@ -124,6 +124,37 @@ def test_it_is_the_update_of_torch():
     assert all(parameter.grad is None for parameter in of[0][0].parameters())
 
 
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_result_has_the_rates_of_its_own_update(mode, consistency, accumulate):
+    """Not those of now: by then the lanes have stepped the scheduler for later batches."""
+    of = made("adamw in groups, fused", "warm-up, then cosine")
+    expected, _ = made("adamw in groups, fused", "warm-up, then cosine")
+    scheduler, rates = SCHEDULERS["warm-up, then cosine"](expected[2]), []
+    for _ in range(6 // accumulate):
+        rates += [tuple(group["lr"] for group in expected[2].param_groups)] * accumulate
+        expected[2].step()
+        scheduler.step()
+    with trainer(of, mode, consistency, accumulate=accumulate) as training:
+        results = [*training.run(batches(4)), *training.run(batches(6)[4:])]
+    assert [result.learning_rates for result in results] == rates and len(set(rates)) > 2
+
+
+def test_a_rate_that_is_a_tensor_and_one_that_is_missing():
+    model, _tables, _ = parts()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    dense = DenseModel(model, optimizer, scheduler)
+    for _ in range(2):
+        dense.step({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    plain = torch.optim.Optimizer(model.parameters(), {})
+    plain.step = lambda: None
+    dense.schedulers, dense.optimizers = (), (plain,)
+    dense.step({})
+    (first,), (second,), (none,) = (tuple(map(float, rates)) for rates in dense.rates)
+    assert (first, second) == (0.5, 0.25) and math.isnan(none)
+
+
 @pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "muon and adamw"], OPTIMIZERS))
 @pytest.mark.parametrize("scheduler", ["warm-up, then cosine", "steps"])
 def test_a_trainer_goes_on_from_what_it_saved(tmp_path, optimizer, scheduler):

@@ -69,6 +69,11 @@ class DynamicBatchLoader(Generic[BatchType]):
         """The batches of all ranks, end to end."""
         return self.loader.make_batch(step, torch.cat(self._samples(step)))
 
+    def global_size(self, step: int) -> tuple[int, int]:
+        """Samples and tokens of the batches of all ranks."""
+        samples = torch.cat(self._samples(step))
+        return len(samples), int(self.loader.sample_tokens[samples].sum())
+
     def tokens_per_rank(self, step: int) -> Tensor:
         """(world_size,) int64: tokens of each rank's batch."""
         return torch.stack([self.loader.sample_tokens[samples].sum() for samples in self._samples(step)])

@@ -86,6 +86,11 @@ class EpochLoader(Generic[BatchType]):
         samples = self._global_samples(step)
         return self.make_batch(step, samples[self._shards(samples)[self.rank]])
 
+    def global_size(self, step: int) -> tuple[int, int]:
+        """Samples and tokens of the global batch."""
+        samples = self._global_samples(step)
+        return len(samples), int(self.sample_tokens[samples].sum())
+
     def global_tokens(self, step: int) -> int:
         """Tokens of the global batch."""
         return int(self.sample_tokens[self._global_samples(step)].sum())

@@ -41,9 +41,9 @@ from .devices import Target
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, "
-    "zipf[:users=...,items=...,seed=...]; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, "
-    "criteo[:samples=...,scale=...,seed=...] and avazu[:...]"
+    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, zipf or "
+    "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, criteo or "
+    "criteo:samples=N, and avazu."
 )
 Epochs = NextItemLoader | ImpressionLoader | ClickLoader
 Loader = Epochs | DynamicBatchLoader

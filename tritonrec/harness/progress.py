@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from functools import cache
+from math import inf, isfinite
 from statistics import median
 from typing import Any
 
@@ -16,19 +16,19 @@ from ..kernels.caches import compiling
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where the output is no terminal."""
-FIRST_STEPS, LEAST_STEPS = 3, 3
-"""Steps that fill the pipeline and compile kernels, which no figure counts; and the fewest that make one."""
+FIRST_UPDATES, LEAST_UPDATES = 1, 3
+"""Updates that fill the pipeline, which no figure counts; and the fewest that make one."""
 
 
 class CommandProgress(Progress):
-    """A bar that is gone at the end; where the output is no terminal, a line every `LINE_SECONDS`."""
+    """A bar that is gone at the end; where the output is no terminal, a line every `line_seconds`."""
 
-    def __init__(self, console: Console, *columns: ProgressColumn):
+    def __init__(self, console: Console, *columns: ProgressColumn, line_seconds: float = LINE_SECONDS):
         super().__init__(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns,
             console=console, transient=True, disable=console.quiet,
         )  # fmt: skip
-        self._next_line = 0.0
+        self._next_line, self._line_seconds = (0.0 if isfinite(line_seconds) else inf), line_seconds
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
         """As of `Progress`."""
@@ -44,7 +44,7 @@ class CommandProgress(Progress):
         now = time.monotonic()
         if self.disable or self.console.is_terminal or now < self._next_line:
             return
-        self._next_line = now + LINE_SECONDS
+        self._next_line = now + self._line_seconds
         task = self._tasks[task_id]
         of = "" if task.total is None else f" of {task.total:.0f}"
         loss = f", {task.fields['loss']}" if task.fields.get("loss") else ""
@@ -52,14 +52,55 @@ class CommandProgress(Progress):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def steady_seconds(seconds: Sequence[float], accumulate: int = 1) -> float | None:
-    """Median of the steps after the first; None where they are too few to say.
+class Pace:
+    """Seconds per step, without the updates that fill the pipeline or compile kernels; a context manager.
 
     Args:
-        seconds: of each step, in order. accumulate: steps that end together.
+        accumulate: steps of one update, which end together.
     """
-    steady = seconds[max(FIRST_STEPS, 2 * accumulate) :]
-    return median(steady) if len(steady) >= LEAST_STEPS else None
+
+    def __init__(self, accumulate: int = 1):
+        self._accumulate = accumulate
+        self._compiled = False
+        self._current: list[float] = []
+        self._updates = 0
+        self._steady: list[float] = []
+
+    def __enter__(self) -> Pace:
+        compiling.append(self._on_compilation)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_compilation in compiling:
+            compiling.remove(self._on_compilation)
+
+    def on_step_end(self, step: int, seconds: float, last: bool) -> float | None:
+        """Count a step; returns the seconds of each step of its update where that ends and is steady.
+
+        Args:
+            step: its number. last: no step of its update follows.
+        """
+        self._current.append(seconds)
+        if not last and (step + 1) % self._accumulate:
+            return None
+        mean = sum(self._current) / len(self._current)
+        self._current = []
+        self._updates += 1
+        compiled, self._compiled = self._compiled, False
+        if compiled:
+            compiling.append(self._on_compilation)
+        if compiled or self._updates <= FIRST_UPDATES:
+            return None
+        self._steady.append(mean)
+        return mean
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median over the steady updates; None where they are too few to say."""
+        return median(self._steady) if len(self._steady) >= LEAST_UPDATES else None
+
+    def _on_compilation(self) -> None:
+        self._compiled = True
 
 
 @cache

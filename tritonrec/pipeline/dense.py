@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -46,6 +48,7 @@ class DenseModel:
     Attributes:
         parameters: by name, those that the optimizers hold.
         in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
+        rates: for each update in flight, oldest first, the learning rates of the optimizers' groups.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
     whose step needs a closure; ValueError for a scheduler or an average of something else.
@@ -64,6 +67,7 @@ class DenseModel:
         validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
         self.in_flight = [_guard_of(each) for each in self.optimizers] or [InFlight("the optimizer")]
+        self.rates: deque[tuple[Any, ...]] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
     @property
@@ -84,6 +88,7 @@ class DenseModel:
         """
         self._check("a step")
         self.check_unchanged()
+        self.rates.append(_learning_rates(self.optimizers))
         try:
             for name, gradient in gradients.items():
                 self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
@@ -99,6 +104,10 @@ class DenseModel:
         if self._sums is not None:
             self._sums = self._sum_bits()
 
+    def skip(self) -> None:
+        """Leave an update out."""
+        self.rates.append(_learning_rates(self.optimizers))
+
     def begin(self, steps: Callable[[], str], guarded: bool) -> None:
         """Start the guard of windows in flight (`InFlight.begin`).
 
@@ -109,6 +118,7 @@ class DenseModel:
                 guard.begin(steps)
                 begun.callback(guard.end)
             begun.pop_all()
+        self.rates.clear()
         self._sums = self._sum_bits() if guarded and self.parameters else None
 
     def end(self) -> None:
@@ -233,6 +243,12 @@ def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:
     ]
     state = {new[each]: values for each, values in packed["state"].items()}
     return {**packed, "state": state, "param_groups": groups}
+
+
+def _learning_rates(optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
+    """Of the optimizers' groups; a rate that is a tensor is copied, because a scheduler writes into it."""
+    rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
+    return tuple(rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
 
 
 def _strided_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

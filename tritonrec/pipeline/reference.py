@@ -126,7 +126,9 @@ class ReferenceTrainer:
                 group.table.round_low_precision(values, found.low_precision)
             group.table.update(found.handles, _to_table(values, group.table))
 
-        if not skipped:
+        if skipped:
+            self.dense.skip()
+        else:
             self.dense.step(accumulator.views(dense))
         return losses
 

@@ -51,8 +51,11 @@ class TrainingSaver:
                 context=lambda step: communicators.watch.doing(f"save({step})"),
             )
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, meta: Mapping[str, Any] | None = None) -> None:
         """Take the state after `step` steps, and return while it is being written. Collective.
+
+        Args:
+            meta: more metadata, of this checkpoint alone.
 
         Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
         text.
@@ -62,14 +65,14 @@ class TrainingSaver:
         plain, shared = flatten(self.dense.state_dict(), DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        meta = {**self.meta, DENSE: plain}
+        values = {**self.meta, **(meta or {}), DENSE: plain}
         if full:
             if self._incremental:
                 self.tables.track_changes()
-            self._saver.save(step, dense, self.tables.state(), meta, owned=True)
+            self._saver.save(step, dense, self.tables.state(), values, owned=True)
         else:
             changed, erased = self.tables.take_changes()
-            self._saver.save(step, dense, changed, meta, erased=erased, owned=True)
+            self._saver.save(step, dense, changed, values, erased=erased, owned=True)
 
     def wait(self) -> None:
         """Wait for the save under way, and raise its error."""

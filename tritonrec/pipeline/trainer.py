@@ -57,6 +57,7 @@ class StepResult:
             None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set.
         skipped: whether the update was left out (``skip_nonfinite``); then `grad_norm` is infinite and `loss`
             is not a number.
+        learning_rates: of the optimizers' groups, those that the update used; nan for a group without one.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StepResult:
     loss: float
     grad_norm: float | None = None
     skipped: bool = False
+    learning_rates: tuple[float, ...] = ()
 
 
 class Trainer:
@@ -477,10 +479,10 @@ class Trainer:
         skipped = self.config.skip_nonfinite and norm == math.inf
         if skipped:
             loss = math.nan
+        rates = tuple(map(float, self.dense.rates.popleft()))
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
-            self._results.append(
-                StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped)
-            )
+            terms = routes.loss_normalizer
+            self._results.append(StepResult(batch.step, ids, of_batch, terms, loss, norm, skipped, rates))
         places.retire()
 
     @contextmanager

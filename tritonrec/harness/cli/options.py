@@ -17,11 +17,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from ...settings import KEY, Setting
+from ..train.config import read_config
 from .outputs import checked
 from .words import PARSERS
 
@@ -41,38 +43,68 @@ PANELS = {
 MOST_RANKS = 1024
 """Processes of one machine."""
 
+LONGEST_WORD = 24
+"""Characters of a word in the help of an option."""
+
 TimeoutOption = Annotated[
     int, typer.Option(min=1, max=1_000_000, help="Seconds a rank waits for another before it gives up.")
 ]
 
 
+CONFIG_PARAMETER = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(help="TOML file, or directory of a checkpoint, with the settings; options win over it."),
+    ],
+)
+CONTEXT_PARAMETER = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+
 def with_options(
-    only: Collection[str] | None = None, without: Collection[str] = ()
+    only: Collection[str] | None = None, without: Collection[str] = (), config: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose parameters with a dataclass for a default become options.
 
     Args:
         only: names of the options to offer, with underscores; by default those of all settings.
         without: names of those to leave out.
+        config: the parameter whose defaults come from a file, where the user names one (`read_config`).
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
         plans = {name: each.default for name, each in own.items() if is_dataclass(each.default)}
         offered: dict[str, inspect.Parameter] = {}
+        names = set()
         for plan in plans.values():
             for name, parameter in _parameters(plan):
                 if name not in without and (only is None or name in only):
-                    offered.setdefault(name, parameter)
-        if unknown := {*(only or ())} - offered.keys():
+                    names.add(name)
+                    offered.setdefault(parameter.name, parameter)
+        if unknown := {*(only or ())} - names:
             raise TypeError(f"{command.__name__} has no settings named {', '.join(sorted(unknown))}")
         offered |= {name: each for name, each in own.items() if name not in plans}
 
         @wraps(command)
         def run(**values: Any) -> None:
+            filled = dict(plans)
+            if config:
+                context, file = values.pop("context"), values.pop("config")
+                if file:
+                    filled[config] = checked(lambda: read_config(file, plans[config]))
+                    values = {
+                        name: value
+                        for name, value in values.items()
+                        if name in own or context.get_parameter_source(name).name == "COMMANDLINE"
+                    }
             given = {name: value for name, value in values.items() if name in own}
-            command(**given, **{name: checked(lambda p=p: _filled(p, values)) for name, p in plans.items()})
+            command(**given, **{name: checked(lambda p=p: _filled(p, values)) for name, p in filled.items()})
 
+        if config:
+            offered = {"config": CONFIG_PARAMETER, **offered, "context": CONTEXT_PARAMETER}
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in offered.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -105,25 +137,54 @@ def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
                 yield from _parameters(value)
             continue
         name = _name(each, setting)
+        panel = setting.panel or PANELS.get(type(plan).__name__)
         flag = f"--{name.replace('_', '-')}"
-        if kind is bool and value:
-            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        if kind is bool:
+            yield from ((name, each) for each in _switches(name, flag, value, setting.help, panel))
+            continue
         limits: dict[str, Any] = {}
         if kind in PARSERS:
             kind, value = str, PARSERS[kind].text(value)
         elif get_origin(kind) is Literal:
+            limits = {"metavar": f"<{' | '.join(get_args(kind))}>"}  # with spaces, at which a line may end
             kind = _choice(name, get_args(kind))
             value = kind(value)
-        elif kind is not bool:
+        else:
             limits = {"min": setting.least, "max": setting.most}
-        panel = setting.panel or PANELS.get(type(plan).__name__)
-        option = typer.Option(flag, help=setting.help, rich_help_panel=panel, **limits)
-        yield (
-            name,
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
-            ),
-        )
+        option = typer.Option(flag, help=_foldable(setting.help), rich_help_panel=panel, **limits)
+        yield name, _parameter(name, value, Annotated[kind, option])
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _foldable(help: str) -> str:
+    """With spaces in long lists, at which a line may end: a terminal of 80 columns cuts longer words."""
+    return " ".join(word.replace(",", ", ") if len(word) > LONGEST_WORD else word for word in help.split())
+
+
+def _switches(
+    name: str, flag: str, default: bool, help: str, panel: str | None
+) -> Iterator[inspect.Parameter]:
+    """``--name`` and ``--no-name``; help shows the one that changes the default, a config file may be
+    overruled by the other.
+    """
+    negative = f"--no-{flag.removeprefix('--')}"
+    if default:
+        help = f"Do not {help[0].lower()}{help[1:]}"
+    for each, spelled, hidden in ((name, flag, default), (f"no_{name}", negative, not default)):
+        option = typer.Option(spelled, help=help, rich_help_panel=panel, hidden=hidden)
+        yield _parameter(each, False, Annotated[bool, option])
+
+
+def _switched(name: str, values: dict[str, Any], value: bool) -> bool:
+    """What the user says, or else `value`."""
+    on, off = values.get(name, False), values.get(f"no_{name}", False)
+    if on and off:
+        flag = name.replace("_", "-")
+        raise typer.BadParameter(f"--{flag} and --no-{flag} exclude each other")
+    return on or (value and not off)
 
 
 def _filled(plan: Any, values: dict[str, Any]) -> Any:
@@ -134,6 +195,8 @@ def _filled(plan: Any, values: dict[str, Any]) -> Any:
         if setting is None:
             if is_dataclass(value):
                 changes[each.name] = _filled(value, values)
+        elif kind is bool:
+            changes[each.name] = _switched(_name(each, setting), values, value)
         elif (name := _name(each, setting)) in values:
             given = values[name]
             if kind in PARSERS:

@@ -17,29 +17,31 @@ from rich.console import Console
 from ... import distributed
 from ...files import save_json
 from ...pipeline import WindowConfig
-from ...settings import MOST
 from ..job import Job
 from ..slipstream import report
 from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
 from ..train import loop
+from ..train.config import tables_of, to_toml
 from ..train.run import Run
 from ..train.stopping import Stop, graceful_stop
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
 from .outputs import checked, require_writable
 
-RUN = Run(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4))
+RUN = Run(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4), steps=0)
 COMPARISON = SlipstreamRun()
 SLIPSTREAM = PANELS["SlipstreamRun"]
 
 
-@with_options(without=("device",))
+def _with_seed(comparison: SlipstreamRun, seed: int) -> SlipstreamRun:
+    """The run's seed, which may come from a config file."""
+    return replace(comparison, config=replace(comparison.config, seed=seed))
+
+
+@with_options(without=("device",), config="run")
 def train(
     run: Run = RUN,
-    steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Steps in all; default: 20 epochs.")
-    ] = None,
     world_size: Annotated[
         int, typer.Option(min=1, max=MOST_RANKS, help="Ranks to start here; under torchrun leave it out.")
     ] = 1,
@@ -51,6 +53,9 @@ def train(
     ] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
     timeout: TimeoutOption = 60,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the settings as a config file, and end.")
+    ] = False,
     slipstream: Annotated[
         bool,
         typer.Option(
@@ -69,17 +74,29 @@ def train(
     Next-item models are ranked by HR@K and NDCG@K, grm by group AUC, dlrm by AUC, accuracy and cross entropy.
     Counts of the tables and lookups are printed below.
     """
+    to_file = run.json_lines if str(run.json_lines) != "-" else None
     require_writable(
-        {"--json": json_file, "--trace": run.trace, "--png": png}, {"--checkpoint": run.checkpoint}
+        {"--json": json_file, "--json-lines": to_file, "--trace": run.trace, "--png": png},
+        {"--checkpoint": run.checkpoint, "--log-dir": run.log_dir},
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
+    if run.job.lr_warmup and run.job.lr_schedule not in ("linear", "cosine"):
+        raise typer.BadParameter("--lr-warmup goes with --lr-schedule linear or cosine")
+    comparison, default = (_with_seed(each, run.job.seed) for each in (comparison, COMPARISON))
+    if comparison != default and not slipstream:
+        raise typer.BadParameter(f"options of {SLIPSTREAM.partition(',')[0]} go with --slipstream")
+    if run.early_stopping and not run.evaluate_every:
+        raise typer.BadParameter("--early-stopping goes with --evaluate-every")
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
     if world_size % replicas and "WORLD_SIZE" not in os.environ:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
     run = checked(lambda: ready(run))
-    run = replace(run, steps=steps or 20 * run.job.loader().steps_per_epoch)
+    run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
+    if print_config:
+        print(to_toml(tables_of(run)), end="")
+        return
     task, args = (slipstream_run.train_slipstream, (run, comparison)) if slipstream else (loop.train, (run,))
     limit = timedelta(seconds=timeout)
 

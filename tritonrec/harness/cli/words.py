@@ -8,8 +8,10 @@ from typing import Any
 
 import typer
 
+from ...callbacks import Direction
 from ...embedding import Eviction, PrecisionTiers
 from ...settings import Setting
+from ..train.run import StoppingRule
 
 MOST_NUMBER = 65_536
 
@@ -77,6 +79,20 @@ def _whole(option: str, text: str, amounts: list[str]) -> list[int]:
         raise ValueError(f"{option} takes whole numbers, got {text!r}") from None
 
 
+def stopping_rule(text: str, option: str = "--early-stopping") -> StoppingRule | None:
+    """``METRIC:PATIENCE``, with ``:max`` or ``:min`` behind it; an empty string is none."""
+    if not text:
+        return None
+    metric, *rest = text.split(":")
+    if not metric or len(rest) not in (1, 2) or rest[1:] not in ([], ["max"], ["min"]):
+        raise ValueError(f"{option} takes METRIC:PATIENCE, and maybe :max or :min, got {text!r}")
+    (patience,) = _whole(option, text, rest[:1])
+    mode: Direction | None = None if len(rest) == 1 else "max" if rest[1] == "max" else "min"
+    if patience < 1:
+        raise ValueError(f"{option} takes a patience of at least 1, got {text!r}")
+    return StoppingRule(metric, patience, mode)
+
+
 @dataclass(frozen=True)
 class Words:
     """How values of a type are written: `text` of a default, `parse` of (text, option, setting)."""
@@ -101,6 +117,7 @@ PARSERS: dict[Any, Words] = {
         lambda text, *_: tuple(part for word in text.split(",") if (part := word.strip()))
     ),
     Eviction | None: Words(lambda _: "", lambda text, option, _: eviction(text, option)),
+    StoppingRule | None: Words(lambda _: "", lambda text, option, _: stopping_rule(text, option)),
     PrecisionTiers | None: Words(lambda _: "", lambda text, option, _: precision_tiers(text, option)),
 }
 """By type; values of all others are one word each."""

@@ -22,7 +22,7 @@ from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job
 from ..train.gather import save_trace
-from ..train.loop import progress_bar
+from ..train.reports import progress_bar
 from .flame import FlameError, PySpy
 from .operators import name_threads, operators
 from .report import print_profile

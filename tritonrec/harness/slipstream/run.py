@@ -25,7 +25,7 @@ from ...slipstream import Classification, RemainingLoader, Slipstream, Slipstrea
 from ..job import Job
 from ..train.evaluate import evaluate_model
 from ..train.gather import state_digest, totals
-from ..train.loop import progress_bar
+from ..train.reports import progress_bar
 from ..train.run import Run, settings_of
 from .report import print_slipstream
 
@@ -164,7 +164,9 @@ def _validate(run: Run) -> None:
         raise ValueError(f"Slipstream drops inputs of click models: use the model dlrm, not {run.job.model}")
     for name, used in (
         ("checkpoint", run.checkpoint), ("resume", run.resume), ("trace", run.trace),
-        ("evaluate_every", run.evaluate_every), ("dynamic", run.job.dynamic), ("balance", run.job.balance),
+        ("evaluate_every", run.evaluate_every), ("early_stopping", run.early_stopping),
+        ("log_dir", run.log_dir), ("json_lines", run.json_lines), ("log_every", run.log_every),
+        ("dynamic", run.job.dynamic), ("balance", run.job.balance),
         ("impl", run.job.target.impl != "auto"),
     ):  # fmt: skip
         if used:

@@ -22,7 +22,18 @@ from ..job import Epochs
 
 KS = (10, 50)
 
+LESS_IS_BETTER = ("BCE",)
+
 Metrics = dict[str, float]
+
+
+def metric_names(loader: Epochs) -> list[str]:
+    """Of what `evaluate_model` gives."""
+    if isinstance(loader, ClickLoader):
+        return ["AUC", "accuracy", "BCE"]
+    if isinstance(loader, ImpressionLoader):
+        return [f"{kind}/{task}" for task in loader.tasks for kind in ("GAUC", "AUC")]
+    return [f"{kind}@{k}" for k in KS for kind in ("HR", "NDCG")]
 
 
 def evaluate_model(model: torch.nn.Module, tables: HashTableCollection, loader: Epochs) -> Metrics:

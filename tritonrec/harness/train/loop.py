@@ -9,19 +9,21 @@ from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
-from rich.progress import TextColumn, TimeRemainingColumn
 
 from ... import checkpoint
+from ...callbacks import EarlyStopping, unknown_metric
 from ...distributed import Communicators, check_ranks_agree
+from ...loggers import require_no_log
 from ...pipeline import Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
-from ..progress import CommandProgress, announce_compilation, steady_seconds
-from .evaluate import baseline, evaluate_model
+from ..progress import announce_compilation
+from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
-from .resume import metadata, resume
+from .reports import Reports, log_files
+from .resume import EARLY_STOPPING, metadata, resume
 from .run import Run, settings_of
-from .summary import in_words, stopped_line, summary_table, tables_line
+from .summary import stopped_early_line, stopped_line, summary_table, tables_line
 
 
 def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
@@ -29,24 +31,34 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
 
     Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
 
-    The summary has ``step``, ``stopped`` (before `run.steps`), ``loss`` (mean of the last update),
-    ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped), ``seconds_per_step`` (None where too
-    few steps were run to time them), ``tables`` (rows, bytes and counts of all ranks),
-    ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all parameters, rows and
-    states.
+    With `run.early_stopping` they end after the evaluation that says so, also where the run was interrupted
+    and went on in between: its state is in every checkpoint.
+
+    The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``early_stopping`` (metric, best
+    value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
+    where no step was left), ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped),
+    ``seconds_per_step`` (None where too few steps were run to time them), ``tables`` (rows, bytes and counts
+    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all
+    parameters, rows and states.
     """
     if run.checkpoint and not run.resume and checkpoint.steps(run.checkpoint):
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
+    if not run.resume:
+        for log in log_files(run):
+            require_no_log(log)
     check_ranks_agree(communicators.control, settings_of(run))
-    console = Console(quiet=quiet or communicators.rank != 0)
+    writes = communicators.rank == 0
+    console = Console(quiet=quiet or not writes, stderr=str(run.json_lines) == "-")
     if not console.quiet:
         announce_compilation()
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
-    loss, seconds, metrics = float("nan"), [], {}
+    loss, stopped = float("nan"), False
+    metrics: dict[str, float] = {}
+    stopping = _early_stopping(run, communicators, metric_names(held_out))
     with ExitStack() as stack:
         stack.enter_context(kernels_of(run.job.target))
         trainer = stack.enter_context(
@@ -58,46 +70,64 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         saver = None
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
             saver = stack.enter_context(trainer.saver(run.checkpoint, metadata(run), run.full_every))
-        start = resume(trainer, run) if run.resume else 0
+        start, state = resume(trainer, run) if run.resume else (0, None)
+        if stopping and state:
+            stopping.load_state_dict(state)
         if start >= run.steps:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
         step = saved = start
-        progress = stack.enter_context(progress_bar(console))
-        bar = progress.add_task("training", total=run.steps, completed=start, loss="")
+        reports = stack.enter_context(Reports(run, console, start, loader, writes))
+
+        def evaluate() -> None:
+            nonlocal metrics
+            with communicators.watch.doing(f"evaluation({step})"):
+                metrics = evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out)
+            again = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
+            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged=again)
+            if stopping and step % run.evaluate_every == 0 and not again:
+                stopping.on_evaluation_end(step, metrics)
+
+        def save() -> None:
+            nonlocal saved
+            if saver and step > saved:
+                saver.save(step, {EARLY_STOPPING: stopping.state_dict()} if stopping else None)
+                saved = step
+
+        if stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start)):
+            evaluate()
         for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
+            if stopping and stopping.should_stop:
+                save()
+                break
             clock = time.perf_counter()
             steps = takewhile(lambda _: not trainer.stopping, range(first, last))
             for result in trainer.run(loader.batch(step) for step in steps):
-                seconds.append(time.perf_counter() - clock)
-                clock = time.perf_counter()
+                before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
-                progress.update(bar, completed=step, loss=f"loss {loss:.4f}")
+                reports.on_step_end(result, clock - before)
             stopped = trainer.stopping and step < run.steps
             if run.window.average_every:
                 trainer.sync()
-            due = run.save_every and step % run.save_every == 0
-            if saver and step > saved and (stopped or step == run.steps or due):
-                saver.save(step)
-                saved = step
+            if stopped or step == run.steps or (run.save_every and step % run.save_every == 0):
+                save()
             if stopped:
                 break
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
-                with communicators.watch.doing(f"evaluation({last})"):
-                    metrics = evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out)
-                console.print(f"step {last}: loss {loss:.4f}, {in_words(metrics)}")
+                evaluate()
     if run.trace:
         save_trace(communicators, recorder, run.trace)
     summary = {
         "step": step,
         "stopped": stopped,
-        "steps_run": len(seconds),
+        "early_stopping": stopping and _outcome(stopping, step < run.steps),
+        "steps_run": reports.steps_run,
         "world_size": communicators.world_size,
-        "loss": loss,
+        "loss": loss if reports.steps_run else None,
         "metrics": metrics,
         "baseline": {} if stopped else baseline(held_out),
-        "seconds_per_step": steady_seconds(seconds, run.window.accumulate),
+        "seconds_per_step": reports.pace.seconds_per_step,
         "tables": table_totals(communicators, tables),
         "lookups": totals(communicators.control, vars(trainer.counts)),
         "digest": state_digest(communicators, tables, trainer.dense.tensors()),
@@ -105,6 +135,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     if stopped:
         console.print(stopped_line(run, step), highlight=False, soft_wrap=True)
         return summary
+    if stopping and stopping.should_stop and step < run.steps:
+        console.print(stopped_early_line(stopping, step), highlight=False, soft_wrap=True)
     console.print(summary_table(run, summary))
     console.print(tables_line(summary), highlight=False)
     return summary
@@ -118,7 +150,22 @@ def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, i
         start = stop
 
 
-def progress_bar(console: Console) -> CommandProgress:
-    """With the loss of the last step."""
-    loss = TextColumn("{task.fields[loss]}")
-    return CommandProgress(console, loss, TimeRemainingColumn())
+def _early_stopping(run: Run, communicators: Communicators, known: list[str]) -> EarlyStopping | None:
+    rule = run.early_stopping
+    if rule is None:
+        return None
+    if not run.evaluate_every:
+        raise ValueError("early stopping goes by evaluations between: set evaluate_every")
+    if rule.metric not in known:
+        raise ValueError(unknown_metric(rule.metric, known))
+    mode = rule.mode or ("min" if rule.metric in LESS_IS_BETTER else "max")
+    return EarlyStopping(rule.metric, rule.patience, mode, communicators=communicators)
+
+
+def _outcome(stopping: EarlyStopping, before_the_end: bool) -> dict[str, Any]:
+    return {**stopping.state_dict(), "stopped": stopping.should_stop and before_the_end}
+
+
+def _was_not_evaluated(stopping: EarlyStopping, run: Run, step: int) -> bool:
+    """Whether an evaluation was due after `step`, and the run ended before or in it."""
+    return step % run.evaluate_every == 0 and (stopping.step or 0) < step

@@ -7,35 +7,49 @@ from typing import Any
 
 from ...pipeline import Trainer
 from ..job import Job
+from .config import CONFIG, tables_of, to_toml
 from .run import Run
 
-LAYOUT = {"job", "slots", "chunk_rows", "merge", "balance", "placement"}
+LAYOUT = {CONFIG, "job", "slots", "chunk_rows", "merge", "balance", "placement"}
 """Settings that change no bit, so a run may go on with others."""
+
+EARLY_STOPPING = "early_stopping"
+"""The key of its state among a checkpoint's metadata."""
 
 NESTED = ("sizes", "policy", "target")
 """Settings that are made of others."""
 
+WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_dim"}
+"""Where one of the first differs, those of the second follow, and are not named."""
+
 
 def metadata(run: Run) -> dict[str, Any]:
     """Settings saved with every checkpoint."""
-    return {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+    compared = {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+    return {**compared, CONFIG: to_toml(tables_of(run))}
 
 
-def resume(trainer: Trainer, run: Run) -> int:
-    """Load the newest checkpoint; each rank reads the slices it owns, whatever world size saved them."""
+def resume(trainer: Trainer, run: Run) -> tuple[int, dict[str, Any] | None]:
+    """Load the newest checkpoint; returns its step, and the state of early stopping if there was any.
+
+    Each rank reads the slices it owns, whatever world size saved them.
+    """
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
     usual = _settings({"job": Job().as_json()})  # for settings that an older version did not save
+    states: list[dict[str, Any] | None] = []
     here = _settings(json.loads(json.dumps(metadata(run))))
 
     def accept(meta: dict[str, Any]) -> None:
         if not isinstance(meta.get("job"), dict):
             raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
+        states.append(meta.pop(EARLY_STOPPING, None))
         saved = {**usual, **_settings(meta)}
+        names = {name for name in {*saved, *here} if saved.get(name) != here.get(name)}
+        if names & WIDTHS:
+            names -= HEAD_WIDTHS
         different = [
-            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now"
-            for name in sorted({*saved, *here})
-            if saved.get(name) != here.get(name)
+            f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now" for name in sorted(names)
         ]
         if different:
             raise ValueError(
@@ -48,7 +62,7 @@ def resume(trainer: Trainer, run: Run) -> int:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
         )
-    return step
+    return step, states[0]
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:

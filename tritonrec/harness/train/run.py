@@ -6,10 +6,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...callbacks import Direction, EarlyStopping
 from ...embedding import OptimizerName
 from ...pipeline import Mode, WindowConfig
 from ...settings import MOST, setting
 from ..job import Job
+
+
+@dataclass(frozen=True)
+class StoppingRule:
+    """See `EarlyStopping`; `mode` is that of the metric, if it is None."""
+
+    metric: str
+    patience: int
+    mode: Direction | None = None
+
+    def __post_init__(self) -> None:
+        EarlyStopping(self.metric, self.patience, self.mode or "max")
 
 
 @dataclass(frozen=True)
@@ -22,20 +35,32 @@ class Run:
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
         full_every: every n-th save is whole, those between hold the changes.
         resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
+        early_stopping: end where the evaluations between no longer improve.
         trace: write a Perfetto trace of all ranks to this file.
+        log_dir: log to ``metrics.csv`` in this folder, and for TensorBoard where it is installed.
+        json_lines: log an object per step to this file; ``-`` is standard output.
+        log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
     """
 
     job: Job
     mode: Mode = setting("nestpipe", "How the steps are scheduled.")
     window: WindowConfig = field(default_factory=WindowConfig)
     optimizer: OptimizerName = setting("adam", "Update rule of rows and dense parameters.")
-    steps: int = 100
+    steps: int = setting(100, "Steps in all; 0: those of 20 epochs.", 0, MOST)
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
     full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
     resume: bool = setting(False, "Go on from the newest checkpoint.")
     evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
+    early_stopping: StoppingRule | None = setting(
+        None,
+        "METRIC:PATIENCE, such as NDCG@10:3: end after so many evaluations without a better one; :min where "
+        "less is better.",
+    )
     trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
+    log_dir: Path | None = setting(None, "Log every step to metrics.csv here, and for TensorBoard.")
+    json_lines: Path | None = setting(None, "Log an object per step to this file; -: standard output.")
+    log_every: int = setting(0, "Steps between printed lines; 0: a bar, or a line now and then.", 0, MOST)
 
 
 def settings_of(run: Run) -> dict[str, Any]:

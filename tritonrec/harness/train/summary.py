@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ...callbacks import EarlyStopping
 from .run import Run
 
 SHOWN = {
@@ -23,7 +24,7 @@ def in_words(metrics: dict[str, float]) -> str:
 def summary_table(run: Run, summary: dict[str, Any]) -> Table:
     """Metrics of the model beside those of a ranking without training."""
     ranking, simple = SHOWN.get(run.job.model, ("full ranking, leave one out", "popularity"))
-    table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {run.steps} steps: {ranking}")
+    table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {summary['step']} steps: {ranking}")
     table.add_column("")
     for name in summary["metrics"]:
         table.add_column(name, justify="right")
@@ -31,10 +32,8 @@ def summary_table(run: Run, summary: dict[str, Any]) -> Table:
     table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
     seconds = summary["seconds_per_step"]
     pace = "too few steps to time" if seconds is None else f"{seconds * 1e3:.1f} ms per step"
-    table.caption = (
-        f"loss {summary['loss']:.6f}, {pace}, "
-        f"SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
-    )
+    loss = "no step was left" if summary["loss"] is None else f"loss {summary['loss']:.6f}"
+    table.caption = f"{loss}, {pace}, SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
     return table
 
 
@@ -47,7 +46,8 @@ def tables_line(summary: dict[str, Any]) -> str:
         if tables[name]
     )
     keys = (tables["key_structure"] + tables["metadata"]) / max(tables["rows"], 1)
-    lines = [f"tables: {tables['rows']:,} rows; {done}; {keys:.1f} bytes of keys and metadata a row"]
+    parts = [f"{tables['rows']:,} rows", done, f"{keys:.1f} bytes of keys and metadata a row"]
+    lines = [f"tables: {'; '.join(part for part in parts if part)}"]
     if tables["saved_by_fp16"]:
         saved = tables["saved_by_fp16"]
         share = saved / (saved + tables["value_bytes"])
@@ -59,6 +59,13 @@ def tables_line(summary: dict[str, Any]) -> str:
             f"{lookups['occurrences'] / steps:,.0f} ids a step {sent:.1%} are exchanged, {read:.1%} read"
         )
     return "\n".join(lines)
+
+
+def stopped_early_line(stopping: EarlyStopping, step: int) -> str:
+    """Step and best evaluation of a run that ended itself."""
+    best = "" if stopping.best is None else f", {stopping.best:.6f} at step {stopping.best_step}"
+    without = f"{stopping.waited} evaluations without a better {stopping.metric}"
+    return f"stopped early at step {step}: {without}{best}"
 
 
 def stopped_line(run: Run, step: int) -> str:

@@ -144,6 +144,7 @@ def clipped_dense_update(
 ) -> None:
     """`dense_update` from gradients within their limits."""
     if context.config.skip_nonfinite and norm.infinite:
+        dense.model.skip()
         return
     dense.update(clamp(means.gradients, context.config) * norm.scale)
 

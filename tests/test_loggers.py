@@ -1,0 +1,131 @@
+"""Promise: what is logged can be read back, goes on after a restart, and takes nobody's file."""
+
+import csv
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tritonrec.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+
+pytestmark = pytest.mark.smoke
+FILES = {"csv": CSVLogger, "jsonl": JSONLinesLogger}
+
+
+def logged(kind, path, steps, purge_step=None):
+    logger = FILES[kind](path, purge_step)
+    for step in steps:
+        logger.log(step, {"loss": 1 / step})
+        if step % 2 == 0:
+            logger.log(step, {"HR@10": step / 100})
+    logger.close()
+
+
+def rows(kind, path):
+    """(step, names and numbers) of each row."""
+    if kind == "jsonl":
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        with path.open(newline="") as file:
+            found = [
+                {name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)
+            ]
+    return [(row.pop("step"), row) for row in found]
+
+
+def expected(steps):
+    return [
+        each
+        for step in steps
+        for each in [(step, {"loss": 1 / step}), *([] if step % 2 else [(step, {"HR@10": step / 100})])]
+    ]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_row_is_there_with_all_digits_also_when_a_name_is_new(tmp_path, kind):
+    logged(kind, tmp_path / "new" / "log", range(1, 6))
+    assert rows(kind, tmp_path / "new" / "log") == expected(range(1, 6))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_row_can_be_read_before_the_end(tmp_path, kind):
+    logger = FILES[kind](tmp_path / "log")
+    logger.log(3, {"loss": 0.1})
+    assert rows(kind, tmp_path / "log") == [(3, {"loss": 0.1})]
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("torn", ["", "7,0.", '{"step": 9, "lo'])
+def test_a_run_that_goes_on_replaces_the_later_rows(tmp_path, kind, torn):
+    logged(kind, tmp_path / "log", range(1, 8))
+    with (tmp_path / "log").open("a") as file:
+        file.write(torn)
+    logged(kind, tmp_path / "log", range(5, 9), purge_step=5)
+    assert rows(kind, tmp_path / "log") == expected(range(1, 9))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_run_that_goes_on_may_have_no_log_yet(tmp_path, kind):
+    logged(kind, tmp_path / "log", [5], purge_step=5)
+    assert rows(kind, tmp_path / "log") == expected([5])
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_log_of_another_run_is_kept(tmp_path, kind):
+    (tmp_path / "log").write_text("theirs")
+    with pytest.raises(FileExistsError, match=f"{tmp_path / 'log'} is there already"):
+        FILES[kind](tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "theirs"
+
+
+def test_a_table_that_is_no_log_is_kept(tmp_path):
+    (tmp_path / "log").write_text("user,item\n1,2\n")
+    with pytest.raises(ValueError, match="its first column is not 'step'"):
+        CSVLogger(tmp_path / "log", purge_step=1)
+    assert (tmp_path / "log").read_text() == "user,item\n1,2\n"
+
+
+def test_json_has_no_nan(capsys):
+    logger = JSONLinesLogger("-")
+    logger.log(1, {"loss": 0.5, "grad_norm": math.inf})
+    logger.close()
+    assert capsys.readouterr().out == '{"step": 1, "loss": 0.5, "grad_norm": null}\n'
+
+
+def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            calls.append(scalar)
+
+        def close(self):
+            calls.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    logger = TensorBoardLogger(tmp_path, purge_step=3)
+    logger.log(3, {"loss": 0.5, "lr": 0.1})
+    logger.close()
+    assert calls == [(str(tmp_path), 3), ("loss", 0.5, 3), ("lr", 0.1, 3), "closed"]
+
+
+def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install tensorboard, or pip install 'tritonrec\[log"):
+        TensorBoardLogger(tmp_path)
+
+
+def test_tensorboard_itself_reads_it(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps, purge in ((range(1, 6), None), (range(4, 8), 4)):
+        logger = TensorBoardLogger(tmp_path, purge)
+        for step in steps:
+            logger.log(step, {"loss": step / 8})
+        logger.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(step, step / 8) for step in range(1, 8)]

@@ -1,0 +1,139 @@
+"""Beside a training loop: when it should end, and how fast it is. Plain objects, called where they belong."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .distributed import Communicators
+
+__all__ = ["EarlyStopping", "Throughput"]
+
+Direction = Literal["max", "min"]
+
+
+class EarlyStopping:
+    """Ends a training whose metric has stopped improving; names and rules are those of Lightning.
+
+    Args:
+        metric: its name among those that `on_evaluation_end` gets, such as ``"NDCG@10"``.
+        patience: evaluations without improvement after which training should stop, at least 1.
+        mode: ``"max"`` where more is better, ``"min"`` where less is.
+        min_delta: an improvement is larger than this.
+        communicators: of all ranks, which go by the value of rank 0 and so stop at the same step; None for
+            one rank.
+
+    Attributes:
+        best, best_step: of the best evaluation so far; None before the first. NaN is never better.
+        waited: evaluations since. step: of the last evaluation; None before the first.
+
+    Raises ValueError for a patience below 1, another mode, or a negative min_delta.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 3,
+        mode: Direction = "max",
+        min_delta: float = 0.0,
+        communicators: Communicators | None = None,
+    ):
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}")
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode must be max or min, got {mode!r}")
+        if not min_delta >= 0:
+            raise ValueError(f"min_delta must be at least 0, got {min_delta}")
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self._communicators = communicators
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.step: int | None = None
+        self.waited = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether `patience` evaluations have passed without improvement."""
+        return self.waited >= self.patience
+
+    def on_evaluation_end(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take the metrics after `step` steps; returns `should_stop`. Collective with communicators.
+
+        Raises ValueError where the metric is not among them.
+        """
+        if self.metric not in metrics:
+            raise ValueError(unknown_metric(self.metric, metrics))
+        value = self._of_rank_0(float(metrics[self.metric]))
+        self.step = step
+        if self._is_better(value):
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+        return self.should_stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        names = ("metric", "mode", "best", "best_step", "step", "waited")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; patience and min_delta may be others.
+
+        Raises ValueError for the state of another metric or mode; nothing is loaded then.
+        """
+        if (state["metric"], state["mode"]) != (self.metric, self.mode):
+            raise ValueError(
+                f"early stopping was by {state['metric']} ({state['mode']}) before, and is by {self.metric} "
+                f"({self.mode}) now: use the same metric, or train without early stopping first"
+            )
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.step, self.waited = state["step"], state["waited"]
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        gain = value - self.best if self.mode == "max" else self.best - value
+        return gain > self.min_delta
+
+    def _of_rank_0(self, value: float) -> float:
+        if self._communicators is None:
+            return value
+        import torch
+
+        control = self._communicators.control
+        return float(control.all_gather(torch.tensor([value], dtype=torch.float64))[0])
+
+
+class Throughput:
+    """Samples and tokens per second over the last steps.
+
+    Args:
+        window: steps, at least 1.
+    """
+
+    def __init__(self, window: int = 100):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self._steps: deque[tuple[float, int, int]] = deque(maxlen=window)
+
+    def on_step_end(self, seconds: float, samples: int, tokens: int) -> None:
+        """Count a step; leave out those that compile kernels."""
+        self._steps.append((seconds, samples, tokens))
+
+    def compute(self) -> dict[str, float]:
+        """``samples_per_second`` and ``tokens_per_second``; empty before the first step."""
+        if not self._steps:
+            return {}
+        seconds, samples, tokens = (sum(each) for each in zip(*self._steps, strict=True))
+        return {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
+
+
+def unknown_metric(name: str, known: Collection[str]) -> str:
+    """A message with all names, and the nearest one."""
+    near = get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"no evaluation has the metric {name!r}, which are {', '.join(known)}{meant}"

@@ -1,0 +1,131 @@
+"""What rank 0 shows and logs of a run, step by step."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import TextColumn, TimeRemainingColumn
+
+from ...callbacks import Throughput
+from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from ...pipeline import StepResult
+from ..job import Loader
+from ..progress import LINE_SECONDS, CommandProgress, Pace
+from .evaluate import Metrics
+from .run import Run
+from .summary import in_words
+
+METRICS_FILE = "metrics.csv"
+
+
+class Reports:
+    """A progress bar, printed lines and loggers; a context manager. Quiet where the console is.
+
+    Steps are numbered by how many are done, as those of evaluations and checkpoints.
+
+    Args:
+        start: steps that are done already. loader: of the run. writes: this is rank 0, which logs.
+    """
+
+    def __init__(self, run: Run, console: Console, start: int, loader: Loader, writes: bool):
+        self.run, self.console, self.start, self._loader = run, console, start, loader
+        self.pace, self._throughput = Pace(run.window.accumulate), Throughput()
+        self._loggers = loggers_of(run, start) if writes else []
+        self._progress = progress_bar(console, float("inf") if run.log_every else LINE_SECONDS)
+        self._bar = self._progress.add_task("training", total=run.steps, completed=start, loss="")
+        self.steps_run = 0
+
+    def __enter__(self) -> Reports:
+        self.pace.__enter__()
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        self.pace.__exit__()
+        for logger in self._loggers:
+            logger.close()
+
+    def on_step_end(self, result: StepResult, seconds: float) -> None:
+        """`seconds` since the result before, or since the pipeline was empty."""
+        step = result.step + 1
+        self.steps_run += 1
+        steady = self.pace.on_step_end(result.step, seconds, step == self.run.steps)
+        every = self.run.log_every
+        printed = every and not self.console.quiet and (step % every == 0 or step == self.run.steps)
+        if self._loggers or printed:
+            if steady is not None:
+                self._throughput.on_step_end(steady, *self._loader.global_size(result.step))
+            values = {**values_of(result), **self._throughput.compute()}
+            for logger in self._loggers:
+                logger.log(step, values)
+            if printed:
+                self._print(line_of(step, self.run.steps, values))
+        self._progress.update(self._bar, completed=step, loss=f"loss {result.loss:.4f}")
+
+    def on_evaluation_end(self, step: int, loss: float | None, metrics: Metrics, logged: bool) -> None:
+        """Log and print.
+
+        Args:
+            loss: of the step, None where none was trained since the run went on.
+            logged: these metrics were logged before the run went on.
+        """
+        for logger in [] if logged else self._loggers:
+            logger.log(step, metrics)
+        shown = "" if loss is None else f"loss {loss:.4f}, "
+        self._print(f"step {step}: {shown}{in_words(metrics)}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def values_of(result: StepResult) -> dict[str, float]:
+    """What a step says of itself, by the names of the loggers' columns."""
+    values = {"loss": result.loss}
+    if result.grad_norm is not None:
+        values["grad_norm"] = result.grad_norm
+    one = len(result.learning_rates) == 1
+    for number, rate in enumerate(result.learning_rates):
+        values["lr" if one else f"lr/{number}"] = rate
+    return values
+
+
+def line_of(step: int, steps: int, values: dict[str, float]) -> str:
+    """``step 20 of 100: loss 4.3210, lr 0.003, 1,234 samples/s``, in one line."""
+    words = [f"loss {values['loss']:.4f}"]
+    if "grad_norm" in values:
+        words.append(f"gradient norm {values['grad_norm']:.4g}")
+    words += [f"{name} {rate:.4g}" for name, rate in values.items() if name.partition("/")[0] == "lr"]
+    if "samples_per_second" in values:
+        words.append(f"{values['samples_per_second']:,.0f} samples/s")
+    return f"step {step} of {steps}: {', '.join(words)}"
+
+
+def loggers_of(run: Run, start: int) -> list[Logger]:
+    """Those that the run names; after a restart they go on behind step `start`."""
+    purge_step = start + 1 if run.resume else None
+    loggers: list[Logger] = []
+    if run.json_lines:
+        loggers.append(JSONLinesLogger(run.json_lines, purge_step))
+    if run.log_dir:
+        loggers.append(CSVLogger(Path(run.log_dir) / METRICS_FILE, purge_step))
+        if find_spec("tensorboard"):
+            loggers.append(TensorBoardLogger(run.log_dir, purge_step))
+    return loggers
+
+
+def log_files(run: Run) -> list[Path]:
+    """The files of `loggers_of` that a run begins, or goes on with."""
+    tables = [Path(run.log_dir) / METRICS_FILE] if run.log_dir else []
+    return [*tables, *([Path(run.json_lines)] if run.json_lines and str(run.json_lines) != "-" else [])]
+
+
+def progress_bar(console: Console, line_seconds: float = LINE_SECONDS) -> CommandProgress:
+    """With the loss of the last step."""
+    loss = TextColumn("{task.fields[loss]}")
+    return CommandProgress(console, loss, TimeRemainingColumn(), line_seconds=line_seconds)

@@ -1,0 +1,170 @@
+"""Loggers: where the numbers of a training go. Rank 0 alone logs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from .files import atomic_write
+
+__all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
+
+
+class Logger(Protocol):
+    """What a training loop calls."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values after `step` steps, by name; a step may be logged again with other names."""
+
+    def close(self) -> None:
+        """Write what is not written yet; nothing is logged afterwards."""
+
+
+class CSVLogger:
+    """A table with a row for each call of `log`, as `pandas.read_csv` takes it: `step`, and a column by name.
+
+    Each row is written at once. A name that is new rewrites the file with one more column.
+
+    Args:
+        path: of the file. Its folder is made.
+        purge_step: go on with the file, without what was logged at this step or later; None: a new file.
+
+    Raises FileExistsError for a file that is there where `purge_step` is None, ValueError for one that is no
+    such table.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], purge_step: int | None = None):
+        self.path = Path(path)
+        self._names = ["step"]
+        if purge_step is None:
+            require_no_log(self.path)
+        rows = [] if purge_step is None else self._earlier_rows(purge_step)
+        self._file = self._write(rows)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """As of `Logger`."""
+        new = [name for name in values if name not in self._names]
+        if new:
+            self._file.close()
+            rows = self._rows()
+            self._names += new
+            self._file = self._write(rows)
+        self._writer().writerow({"step": step, **values})
+        self._file.flush()
+
+    def close(self) -> None:
+        """As of `Logger`."""
+        self._file.close()
+
+    def _rows(self) -> list[dict[str, str]]:
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def _earlier_rows(self, purge_step: int) -> list[dict[str, str]]:
+        """The rows before a step; an unfinished last line is none."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            self._names = next(csv.reader(file), [])
+        if self._names[:1] != ["step"]:
+            raise ValueError(f"{self.path} is no log: its first column is not 'step'")
+        return [
+            row for row in self._rows() if (row["step"] or "").isdigit() and int(row["step"]) < purge_step
+        ]
+
+    def _write(self, rows: list[dict[str, str]]) -> IO[str]:
+        """A file with these rows, open for more."""
+        with atomic_write(self.path) as part, part.open("w", newline="") as self._file:
+            writer = self._writer()
+            writer.writeheader()
+            writer.writerows(rows)
+        return self.path.open("a", newline="")
+
+    def _writer(self) -> csv.DictWriter:
+        return csv.DictWriter(self._file, self._names, lineterminator="\n")
+
+
+class JSONLinesLogger:
+    """An object for each call of `log` on a line of its own, ``{"step": 3, "loss": 4.5, ...}``.
+
+    Numbers that JSON lacks (NaN, infinity) become null.
+
+    Args:
+        path: of the file, whose folder is made; ``"-"`` is standard output.
+        purge_step: as of `CSVLogger`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], purge_step: int | None = None):
+        self._file: IO[str] = sys.stdout
+        if str(path) == "-":
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if purge_step is None:
+            require_no_log(target)
+        elif target.is_file():
+            earlier = [line for line in target.read_text().splitlines() if _step_of(line) < purge_step]
+            with atomic_write(target) as part:
+                part.write_text("".join(f"{line}\n" for line in earlier))
+        self._file = target.open("a")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """As of `Logger`."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        print(json.dumps({"step": step, **finite}), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """As of `Logger`."""
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+class TensorBoardLogger:
+    """Scalars for TensorBoard, through `torch.utils.tensorboard`: ``tensorboard --logdir FOLDER`` shows them.
+
+    Args:
+        folder: of the event files. purge_step: hide what an earlier run logged there from this step on.
+
+    Raises ModuleNotFoundError where the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "TensorBoardLogger needs the package tensorboard: pip install tensorboard, or "
+                "pip install 'tritonrec[logging]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """As of `Logger`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """As of `Logger`."""
+        self._writer.close()
+
+
+def require_no_log(path: str | os.PathLike[str]) -> None:
+    """Raise FileExistsError for a file that is there; a pipe or a device is nobody's log."""
+    if os.path.isfile(path):
+        raise FileExistsError(
+            f"{path} is there already: go on with the run that wrote it, or choose another place"
+        )
+
+
+def _step_of(line: str) -> float:
+    """Of a line of JSON; infinity for an unfinished one."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
