@@ -1,5 +1,5 @@
 """SASRec of torch's own modules, trained as people do: AdamW, warm-up and cosine, clipping, averaged weights,
-early stopping, an evaluation every epoch, and a checkpoint to go on from at any number of ranks.
+an evaluation every epoch, early stopping, a log, a checkpoint to go on from at any number of ranks.
 
     python docs/examples/sasrec.py out/sasrec
     torchrun --nproc-per-node 2 docs/examples/sasrec.py out/sasrec     # the same bits
@@ -48,7 +48,14 @@ def metrics(model, tables, loader):
         return evaluate(scores, loader, ks=(10,))
 
 
-def main(folder, data, epochs, patience, mode, micro_batches):
+def logger(folder, step, tensorboard):
+    """Goes on before `step`, where a run was interrupted later."""
+    if tensorboard:
+        return tritonrec.TensorBoardLogger(folder / "events", step)
+    return tritonrec.CSVLogger(folder / "log.csv", step)
+
+
+def main(folder, data, epochs, patience, mode, micro_batches, tensorboard=False):
     torch.manual_seed(0)
     model = nn.PaddedNextItem(SASRec(), LENGTH)
     nn.convert(model)  # torch's modules become ours of the same names
@@ -63,21 +70,28 @@ def main(folder, data, epochs, patience, mode, micro_batches):
         tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows)
         window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0)
         options = {"scheduler": scheduler, "average": average}
+        stopping = tritonrec.EarlyStopping("NDCG@10", patience, communicators=ranks)
         with tritonrec.Trainer(model, tables, optimizer, ranks, mode, window, **options) as trainer:
-            best = {"NDCG@10": 0.0, "epochs without": 0}
-            if checkpoint.steps(folder):
-                trainer.load(folder, best.update)
-            while trainer.next_step < steps and best["epochs without"] < patience:
+            if checkpoint.steps(folder):  # go on, whatever number of ranks has saved it
+                trainer.load(folder, stopping.load_state_dict)
+            log = logger(folder, trainer.next_step + 1, tensorboard) if ranks.rank == 0 else None
+            while trainer.next_step < steps and not stopping.should_stop:
                 epoch = range(trainer.next_step, trainer.next_step + loader.steps_per_epoch)
-                *_, last = trainer.run(loader.batch(step) for step in epoch)
+                for result in trainer.run(loader.batch(step) for step in epoch):
+                    numbers = {
+                        "loss": result.loss,
+                        "norm": result.grad_norm,
+                        "rate": result.learning_rates[0],
+                    }
+                    if log:
+                        log.log(result.step + 1, numbers)
                 found = metrics(average.module, trainer.whole_tables(), loader)
-                better = found["NDCG@10"] > best["NDCG@10"]
-                best["epochs without"] = 0 if better else best["epochs without"] + 1
-                best["NDCG@10"] = max(best["NDCG@10"], found["NDCG@10"])
-                trainer.save(folder, best)
-                if ranks.rank == 0:
-                    numbers = {"loss": last.loss, "norm": last.grad_norm, **found}
-                    print(f"step {trainer.next_step}:", {name: round(x, 6) for name, x in numbers.items()})
+                stopping.on_evaluation_end(trainer.next_step, found)
+                trainer.save(folder, stopping.state_dict())
+                if log:
+                    log.log(trainer.next_step, found)
+                    last = {name: round(value, 6) for name, value in (numbers | found).items()}
+                    print(f"step {trainer.next_step}: {last}", flush=True)
 
 
 if __name__ == "__main__":
@@ -88,4 +102,5 @@ if __name__ == "__main__":
     parser.add_argument("--patience", type=int, default=3)
     parser.add_argument("--mode", default="nestpipe")
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--tensorboard", action="store_true", help="instead of log.csv")
     main(**vars(parser.parse_args()))
