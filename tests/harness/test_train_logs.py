@@ -146,6 +146,12 @@ def test_the_metrics_that_stop_a_run_are_those_of_its_model(job, model, tmp_path
         train(Communicators.local(), wrong, quiet=True)
 
 
+def test_the_command_refuses_the_log_of_another_run_in_one_line(tmp_path):
+    (tmp_path / "metrics.csv").write_text("theirs")
+    code, output, error = commands.invoke("train", "--log-dir", tmp_path, "--world-size", 2)
+    assert code == 2 and isinstance(error, SystemExit) and output.count("metrics.csv is there already") == 1
+
+
 @pytest.mark.parametrize("option", [["--log-every", "2"], ["--early-stopping", "AUC:1"], ["--log-dir", "x"]])
 def test_slipstream_refuses_what_it_would_ignore(option):
     more = ["--evaluate-every", 2] if option[0] == "--early-stopping" else []
