@@ -102,8 +102,14 @@ def test_tensorboard_is_used_where_it_is_installed(run, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [2, 5])
-def test_a_line_every_so_many_steps(run, capsys, every):
+def test_a_line_every_so_many_steps(run, capsys, monkeypatch, every):
+    add = reports.Throughput.on_step_end
+    counted = []
+    monkeypatch.setattr(
+        reports.Throughput, "on_step_end", lambda self, *step: (counted.append(step), add(self, *step))
+    )
     train(Communicators.local(), replace(run, log_every=every, log_dir=None, json_lines=None))
+    assert len(counted) >= 3  # also of steps that print no line
     lines = [line for line in capsys.readouterr().out.splitlines() if " of 7: " in line]
     assert [line.split(":")[0] for line in lines] == [
         f"step {step} of 7" for step in range(1, 8) if step % every == 0 or step == 7
