@@ -31,7 +31,7 @@ class Reports:
     """
 
     def __init__(self, run: Run, console: Console, start: int, loader: Loader, writes: bool):
-        self.run, self.console, self.start, self._loader = run, console, start, loader
+        self.run, self.console, self._loader = run, console, loader
         self.pace, self._throughput = Pace(run.window.accumulate), Throughput()
         self._loggers = loggers_of(run, start) if writes else []
         self._progress = progress_bar(console, float("inf") if run.log_every else LINE_SECONDS)
