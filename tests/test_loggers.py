@@ -120,6 +120,7 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
         TensorBoardLogger(tmp_path)
 
 
+@pytest.mark.slow
 def test_tensorboard_itself_reads_it(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, purge in ((range(1, 6), None), (range(4, 8), 4)):

@@ -102,8 +102,14 @@ def test_tensorboard_is_used_where_it_is_installed(run, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [2, 5])
-def test_a_line_every_so_many_steps(run, capsys, every):
+def test_a_line_every_so_many_steps(run, capsys, monkeypatch, every):
+    add = reports.Throughput.on_step_end
+    counted = []
+    monkeypatch.setattr(
+        reports.Throughput, "on_step_end", lambda self, *step: (counted.append(step), add(self, *step))
+    )
     train(Communicators.local(), replace(run, log_every=every, log_dir=None, json_lines=None))
+    assert len(counted) >= 3  # also of steps that print no line
     lines = [line for line in capsys.readouterr().out.splitlines() if " of 7: " in line]
     assert [line.split(":")[0] for line in lines] == [
         f"step {step} of 7" for step in range(1, 8) if step % every == 0 or step == 7
@@ -144,6 +150,12 @@ def test_the_metrics_that_stop_a_run_are_those_of_its_model(job, model, tmp_path
     wrong = replace(run, evaluate_every=1, early_stopping=StoppingRule("HR10", 1))
     with pytest.raises(ValueError, match="no evaluation has the metric 'HR10', which are"):
         train(Communicators.local(), wrong, quiet=True)
+
+
+def test_the_command_refuses_the_log_of_another_run_in_one_line(tmp_path):
+    (tmp_path / "metrics.csv").write_text("theirs")
+    code, output, error = commands.invoke("train", "--log-dir", tmp_path, "--world-size", 2)
+    assert code == 2 and isinstance(error, SystemExit) and output.count("metrics.csv is there already") == 1
 
 
 @pytest.mark.parametrize("option", [["--log-every", "2"], ["--early-stopping", "AUC:1"], ["--log-dir", "x"]])

@@ -57,7 +57,10 @@ CONFIG_PARAMETER = inspect.Parameter(
     default=None,
     annotation=Annotated[
         Path | None,
-        typer.Option(help="TOML file, or directory of a checkpoint, with the settings; options win over it."),
+        typer.Option(
+            exists=True,
+            help="TOML file, or directory of a checkpoint, with the settings; options win over it.",
+        ),
     ],
 )
 CONTEXT_PARAMETER = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

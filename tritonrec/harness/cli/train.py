@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ... import distributed
 from ...files import save_json
+from ...loggers import require_no_log
 from ...pipeline import WindowConfig
 from ..job import Job
 from ..slipstream import report
@@ -23,6 +24,7 @@ from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
 from ..train import loop
 from ..train.config import tables_of, to_toml
+from ..train.reports import log_files
 from ..train.run import Run
 from ..train.stopping import Stop, graceful_stop
 from .job import ready
@@ -92,6 +94,9 @@ def train(
         raise typer.BadParameter("--png goes with --slipstream")
     if world_size % replicas and "WORLD_SIZE" not in os.environ:
         raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
+    if not run.resume:
+        for log in log_files(run):
+            checked(lambda log=log: require_no_log(log))
     run = checked(lambda: ready(run))
     run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
     if print_config:

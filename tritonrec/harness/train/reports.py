@@ -31,7 +31,7 @@ class Reports:
     """
 
     def __init__(self, run: Run, console: Console, start: int, loader: Loader, writes: bool):
-        self.run, self.console, self.start, self._loader = run, console, start, loader
+        self.run, self.console, self._loader = run, console, loader
         self.pace, self._throughput = Pace(run.window.accumulate), Throughput()
         self._loggers = loggers_of(run, start) if writes else []
         self._progress = progress_bar(console, float("inf") if run.log_every else LINE_SECONDS)
@@ -56,15 +56,14 @@ class Reports:
         step = result.step + 1
         self.steps_run += 1
         steady = self.pace.on_step_end(result.step, seconds, step == self.run.steps)
-        every = self.run.log_every
-        printed = every and not self.console.quiet and (step % every == 0 or step == self.run.steps)
-        if self._loggers or printed:
+        every = 0 if self.console.quiet else self.run.log_every
+        if self._loggers or every:
             if steady is not None:
                 self._throughput.on_step_end(steady, *self._loader.global_size(result.step))
             values = {**values_of(result), **self._throughput.compute()}
             for logger in self._loggers:
                 logger.log(step, values)
-            if printed:
+            if every and (step % every == 0 or step == self.run.steps):
                 self._print(line_of(step, self.run.steps, values))
         self._progress.update(self._bar, completed=step, loss=f"loss {result.loss:.4f}")
 
