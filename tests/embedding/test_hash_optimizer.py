@@ -257,3 +257,22 @@ def test_weights_alone_leave_the_optimizers_state():
     assert torch.equal(after[[0, 1, 3], 3:], before[:, 3:]) and not after[2, 3:].any()
     with pytest.raises(ValueError, match=r"takes weights \(1, 3\) float32 for 1 ids, got \(1, 4\)"):
         tables.load_weights("embedding", ids[:1], torch.ones(1, 4))
+
+
+def test_a_row_without_a_state_in_the_state_begins_anew():
+    model, optimizer = made()
+    empty = optimizer.state_dict()
+    step(model, optimizer)
+    optimizer.step()
+    weights = rows(model)[:, :3]
+    optimizer.load_state_dict(empty)
+    assert torch.equal(rows(model)[:, :3], weights) and not rows(model)[:, 3:].any()
+    assert optimizer.updates == 0
+
+
+def test_time_of_policies_goes_on():
+    model, _ = made()
+    model(IDS)
+    again, _ = made()
+    again.load_state_dict(model.state_dict())
+    assert again[0].lookups == model[0].lookups == 1

@@ -135,6 +135,9 @@ def test_torchrecs_tensors_give_torchrecs_types(torchrec):
     assert (kind, keys, dims, values.shape) == ("KeyedTensor", ["clicked", "bought"], [3, 3], (2, 6))
     own = bags(KeyedJaggedTensor.from_lengths_sync(KEYS, VALUES, LENGTHS))
     assert torch.equal(own.values(), values) and own.offset_per_key() == [0, 3, 6]
+    initial = bags.embeddings.tables.initial_rows("items", torch.tensor([7, 7, 8, 9]))[:, :3]
+    assert torch.equal(own["bought"], torch.stack([initial[0], torch.zeros(3)]))
+    torch.testing.assert_close(own["clicked"], torch.stack([torch.zeros(3), initial[1:].sum(0)]))
     assert torch.equal(own["bought"], own.to_dict()["bought"]) and own.length_per_key() == dims
 
 

@@ -5,9 +5,10 @@ from .hash_optimizer import HashOptimizer
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLinear
-from .modules import HashEmbedding, HashEmbeddingBag, HashEmbeddingCollection
+from .modules import HashEmbeddingCollection
 from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
 from .row_optimizer import OptimizerName, RowOptimizer
+from .single_table import HashEmbedding, HashEmbeddingBag
 from .table import DynamicTable
 from .torchrec import (
     EmbeddingBagCollection,

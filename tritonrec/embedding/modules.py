@@ -20,10 +20,9 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import on_host
 from ..kernels.fixed_point import FRACTION_BITS
-from .features import FeatureConfig, HashTableCollection, Pooling
+from .features import FeatureConfig, HashTableCollection
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
-from .policy import Placement, TablePolicy
 from .row_exchange import Route, plan_routes
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
@@ -297,109 +296,3 @@ def _gather(values: Sequence[torch.Tensor], routes: Sequence[Route]) -> list[tor
 def _common_seed(over: Communicator) -> int:
     drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
     return int(over.all_gather(drawn)[0])
-
-
-class HashEmbedding(HashEmbeddingCollection):
-    """`torch.nn.Embedding` over any int64 ids: one row each, made when its id is first seen in training.
-
-    Args:
-        dim: columns of an embedding.
-        optimizer: update rule of the rows, used by `HashOptimizer`.
-        name: of the table, which initial values depend on beside the seed.
-        scale, policy: see `FeatureConfig`. options: see `HashEmbeddingCollection`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        optimizer: RowOptimizer | None = None,
-        *,
-        name: str = "embedding",
-        scale: float | None = None,
-        policy: TablePolicy | None = None,
-        placement: Placement | None = None,
-        **options: Any,
-    ):
-        feature = _only_feature(name, dim, "none", scale, policy)
-        super().__init__([feature], optimizer, placement=placement, **options)
-        self.name, self.dim = name, dim
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Embeddings (*shape, dim) float32 of ids (*shape) int64.
-
-        Raises TypeError for another dtype, ValueError for ids on another device than before.
-        """
-        if not isinstance(ids, torch.Tensor):
-            self._checked(self.name, ids)
-        rows = super().forward({self.name: ids.reshape(-1)})[self.name]
-        return rows.view(*ids.shape, self.dim)
-
-
-class HashEmbeddingBag(HashEmbeddingCollection):
-    """`torch.nn.EmbeddingBag` over any int64 ids: the sum or mean of the rows of each bag.
-
-    Args:
-        dim, optimizer, name, scale, policy, options: see `HashEmbedding`.
-        pooling: ``"sum"`` or ``"mean"``; an empty bag gives zeros.
-        include_last_offset: offsets (m + 1,) end with the number of ids; by default (m,), as in torch.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        pooling: Literal["sum", "mean"] = "mean",
-        optimizer: RowOptimizer | None = None,
-        *,
-        name: str = "embedding",
-        scale: float | None = None,
-        policy: TablePolicy | None = None,
-        placement: Placement | None = None,
-        include_last_offset: bool = False,
-        **options: Any,
-    ):
-        if pooling not in ("sum", "mean"):
-            raise ValueError(f"pooling must be sum or mean, got {pooling!r}")
-        feature = _only_feature(name, dim, pooling, scale, policy)
-        super().__init__([feature], optimizer, placement=placement, **options)
-        self.name, self.include_last_offset = name, include_last_offset
-
-    def forward(self, ids: Any, offsets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-        """Embeddings (m, dim) float32 of m bags.
-
-        Args:
-            ids: (n,) int64 with `offsets`, (m, k) without: bags of k ids; or a `KeyedJaggedTensor` with one
-                key, whose samples are the bags.
-            offsets: (m,) int64, where bags begin; see `include_last_offset`.
-
-        Raises TypeError or ValueError as `HashEmbeddingCollection` does, and for offsets that do not fit.
-        """
-        if not isinstance(ids, torch.Tensor):
-            return super().forward({self.name: _only_key(ids)})[self.name]
-        if ids.dim() == 2 and offsets is None:
-            m, k = ids.shape
-            offsets = torch.arange(m + 1, dtype=torch.int64, device=ids.device) * k
-        elif ids.dim() != 1 or offsets is None:
-            raise ValueError(
-                f"bags are ids (n,) with offsets, or ids (m, k) without; got ids {tuple(ids.shape)} "
-                f"{'without' if offsets is None else 'with'} offsets"
-            )
-        elif not self.include_last_offset:
-            offsets = torch.cat([offsets.long(), offsets.new_full((1,), len(ids), dtype=torch.int64)])
-        return super().forward({self.name: Lookup(ids.reshape(-1), offsets.long())})[self.name]
-
-
-def _only_feature(
-    name: str, dim: int, pooling: Pooling, scale: float | None, policy: TablePolicy | None
-) -> FeatureConfig:
-    return FeatureConfig(name, dim, pooling=pooling, scale=scale, policy=policy or TablePolicy())
-
-
-def _only_key(features: Any) -> Lookup:
-    """The ids and offsets of a jagged tensor with one key."""
-    if not isinstance(features, KeyedJaggedTensor):
-        features = KeyedJaggedTensor.from_torchrec(features)
-    if len(features.keys) != 1:
-        raise ValueError(
-            f"one table takes one key, got {list(features.keys)}: use HashEmbeddingCollection for several"
-        )
-    return Lookup(features.values, features.offsets)
