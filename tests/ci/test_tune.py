@@ -104,6 +104,7 @@ for source, passed in ((tune.digest(name), [good]), ("another", [])):
 """
 
 
+@pytest.mark.slow
 def test_only_what_passed_the_emulator_is_timed(tmp_path):
     program = tmp_path / "emulated.py"
     program.write_text(EMULATED)

@@ -99,6 +99,7 @@ def all_collectives(communicators):
     return seen
 
 
+@pytest.mark.slow
 def test_a_group_of_the_backend_is_a_process_group(pool):
     for rank, seen in enumerate(pool.run(all_collectives, WORLD)):
         assert seen["backend"] == "bls" and seen["sum"] == 6 and seen["broadcast"] == 7

@@ -127,6 +127,7 @@ def test_ranks_started_by_a_thread_outlive_the_thread_and_not_the_process(tmp_pa
     launched.nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_launcher_that_closes_no_pool_ends_with_its_ranks(tmp_path):
     launched = Launched(tmp_path, 1, "forget")

@@ -186,6 +186,7 @@ class SlowToRead:
         return time.sleep, (600,)
 
 
+@pytest.mark.slow
 def test_a_task_that_is_never_read_is_an_error_and_a_long_one_is_not():
     with RankPool((1,), timedelta(seconds=1)) as own:
         assert own.run(exchange, 1, 5) == [5]

@@ -79,6 +79,7 @@ class Ranks:
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, stage",
     [("compute", "in compute(3, 0)"), pytest.param("save", "save(4)", marks=pytest.mark.slow)],

@@ -391,7 +391,7 @@ POLICIES = [
     for eviction, admission, tiers in product(EVICTIONS, [(1, 1), (2, 1000), (3, 3)], TIERS)
 ]
 QUICK = [
-    ("none", 3, 3, "none"), ("lru", 3, 3, "tiers"), ("lfu", 1, 1, "none"), ("ttl", 2, 1000, "tiers"),
+    ("lru", 3, 3, "tiers"), ("lfu", 1, 1, "none"), ("ttl", 2, 1000, "tiers"),
 ]  # fmt: skip
 
 

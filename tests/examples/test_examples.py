@@ -25,6 +25,7 @@ def losses(text):
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss")]
 
 
+@pytest.mark.slow
 def test_plain_pytorch():
     found = losses(run("plain.py"))
     assert len(found) == 3 and found[0] > found[1] > found[2]

@@ -134,6 +134,7 @@ def test_least_squares_finds_a_known_minimum():
     assert found == pytest.approx([2.5, 1.3], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_only_torchrecs_rows_are_fitted(model):
     fitted = [cell for cell in CELLS if cell.fitted]
     assert {cell.row for cell in fitted} == {"TorchRec"}

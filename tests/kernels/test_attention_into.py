@@ -77,6 +77,7 @@ def test_views_get_the_same_bits_and_the_rest_is_left_alone(impl, case):
         assert all(want.any() for want in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 def test_views_with_one_feature_a_head(impl):
     """The stride of a dimension of one element says nothing: here it is 2."""

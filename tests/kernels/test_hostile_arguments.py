@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 registered = torch.ops.tritonrec
 
 
+@pytest.mark.slow
 def test_a_short_attack_on_every_op_finds_nothing():
     """`python ci/attack/ops.py` with more calls, and each op in a process of its own, is the long one."""
     command = [sys.executable, str(ROOT / "ci" / "attack" / "ops.py"), "--calls", "4", "--seed", "5"]

@@ -78,6 +78,7 @@ def test_what_was_refused_is_refused_again():
             check_offsets("offsets", offsets, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", [TRITON])
 def test_attention_has_the_same_bits(impl):
     """Several widths, other lengths at the same place, fewer queries: no list of tiles is mixed up."""

@@ -93,6 +93,7 @@ def test_intersect(left, right, drawn):
     assert_equal(got, ops.intersect(left, right, impl="reference"))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     batches=st.lists(st.lists(any_key, unique=True, min_size=1, max_size=20), min_size=1, max_size=2),

@@ -276,6 +276,7 @@ def test_what_does_not_fit_is_refused(impl, change, message):
         softmax_attention(**{**fits, **change})
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph():
     (do, *qkv), call = case("skewed")
 
@@ -288,6 +289,7 @@ def test_compiles_as_one_graph():
     assert all(map(torch.equal, both(compiled), both(softmax_attention)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_registration(impl):
     (do, *qkv), call = case("biased")
@@ -298,6 +300,7 @@ def test_registration(impl):
     torch.library.opcheck(backward, (do, *saved, *qkv, *call, impl))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 19),

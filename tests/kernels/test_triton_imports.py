@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 IMPORTS = """
 import subprocess, sys, time
 import triton, triton.compiler, triton.runtime.jit, triton.testing
@@ -29,6 +31,7 @@ print(len(names))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_or_timed_at_import():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True)

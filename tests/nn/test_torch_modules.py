@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from speeds import slow_except
 
 from tritonrec import nn, ops
 
@@ -180,8 +179,9 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name):
         torch.testing.assert_close(ops.from_fixed_point(value), plain[key], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.interpreter
-@pytest.mark.parametrize("name", slow_except(["attention_values"], [*MODULES]))
+@pytest.mark.parametrize("name", [*MODULES])
 def test_triton_s_kernels_compute_the_same_and_keep_the_bits_of_a_sample(name):
     _, ours, x = pair(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"

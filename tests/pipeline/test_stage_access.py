@@ -96,6 +96,7 @@ def on_ranks(communicators, window):
     return recorded("nestpipe", window, communicators, policy=None)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
     touched = set().union(*(accesses for _, accesses, _ in local.values()))
