@@ -14,6 +14,7 @@ from trainer_parts import EVERY, Ranker, batches, parts, same
 
 from tritonrec.checkpoint import flatten, unflatten
 from tritonrec.distributed import Communicators
+from tritonrec.embedding.in_flight import as_lane
 from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
 
 
@@ -145,14 +146,18 @@ def test_a_rate_that_is_a_tensor_and_one_that_is_missing():
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
     dense = DenseModel(model, optimizer, scheduler)
-    for _ in range(2):
-        dense.step({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    dense.step({})  # nobody would take its rates
     plain = torch.optim.Optimizer(model.parameters(), {})
     plain.step = lambda: None
-    dense.schedulers, dense.optimizers = (), (plain,)
-    dense.step({})
+    with as_lane():
+        dense.begin(lambda: "step 0 is", guarded=False)
+        dense.step({name: torch.ones_like(p) for name, p in model.named_parameters()})
+        dense.step({name: torch.ones_like(p) for name, p in model.named_parameters()})
+        dense.schedulers, dense.optimizers = (), (plain,)
+        dense.step({})
+        dense.end()
     (first,), (second,), (none,) = (tuple(map(float, rates)) for rates in dense.rates)
-    assert (first, second) == (0.5, 0.25) and math.isnan(none)
+    assert (first, second) == (0.25, 0.125) and math.isnan(none)
 
 
 @pytest.mark.parametrize("optimizer", slow_except(["adamw in groups, fused", "muon and adamw"], OPTIMIZERS))

@@ -88,7 +88,7 @@ class DenseModel:
         """
         self._check("a step")
         self.check_unchanged()
-        self.rates.append(_learning_rates(self.optimizers))
+        self._note_rates()
         try:
             for name, gradient in gradients.items():
                 self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
@@ -106,7 +106,11 @@ class DenseModel:
 
     def skip(self) -> None:
         """Leave an update out."""
-        self.rates.append(_learning_rates(self.optimizers))
+        self._note_rates()
+
+    def _note_rates(self) -> None:
+        if self.in_flight[0].active:  # a trainer takes them
+            self.rates.append(_learning_rates(self.optimizers))
 
     def begin(self, steps: Callable[[], str], guarded: bool) -> None:
         """Start the guard of windows in flight (`InFlight.begin`).
