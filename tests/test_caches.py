@@ -71,6 +71,7 @@ def test_kernels_run_in_a_container_without_a_writable_home_and_are_kept(install
     assert before == {path: path.stat().st_mtime_ns for path in kept.rglob("*.nbc")}
 
 
+@pytest.mark.slow
 def test_every_module_of_kernels_can_be_imported_there(installed, tmp_path):
     files = [*sorted(installed.rglob("numba_*.py")), installed / "tritonrec/data/clustering.py"]
     names = [".".join(file.relative_to(installed).with_suffix("").parts) for file in files]

@@ -22,6 +22,7 @@ def made(tmp_path_factory):
     return corruptions.originals(tmp_path_factory.mktemp("originals"))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_refused_or_equal(made, tmp_path):
     cases = [corruptions.run_case(number, 3, made, tmp_path) for number in range(100)]
     assert [case for case in cases if case["defect"]] == []

@@ -59,6 +59,7 @@ def test_what_a_killed_run_leaves_is_found(monkeypatch, tmp_path, fake, code, pr
         assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_a_run_that_a_kill_does_not_end_is_found(monkeypatch, fake):
     monkeypatch.setattr(kills, "hit", lambda *arguments: None)
     assert fake(ENDS_ALL_THE_SAME)["problem"] == "the run ended as if nothing had happened"

@@ -16,6 +16,7 @@ def planted(request):
     return json.loads(compiled(PLANTED, request.param))
 
 
+@pytest.mark.slow
 def test_each_planted_kernel_is_found_for_what_it_does_and_no_other(planted):
     assert len(planted) == 16
     for name, found in planted.items():

@@ -66,6 +66,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_each_module_is_written_before_the_next_begins(tmp_path):
     program, tables = tmp_path / "cut_short.py", tmp_path / "tune.json"
     program.write_text(CUT_SHORT)

@@ -53,6 +53,7 @@ def test_every_mode_ends_alike(tmp_path, reference, mode, micro_batches):
     assert same(train(tmp_path, mode, micro_batches), reference)
 
 
+@pytest.mark.slow
 def test_it_stops_early_and_stays_so_after_a_restart(tmp_path):
     first = train(tmp_path, epochs=30, patience=1)
     assert 1 < first[0] < 30 and first[2]["waited"] == 1

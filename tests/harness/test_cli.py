@@ -110,6 +110,7 @@ def test_bad_input_is_one_clear_error(arguments, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_bad_input_ends_the_process_without_a_traceback():
     command = [sys.executable, "-m", "tritonrec", "trace", "/nowhere.pftrace"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

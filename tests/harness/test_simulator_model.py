@@ -189,6 +189,7 @@ def test_ours_with_two_dimensions_scales_best(model):
     )
 
 
+@pytest.mark.slow
 def test_simulate_writes_cells_and_a_picture(tmp_path):
     file, png = tmp_path / "cells.json", tmp_path / "deep" / "curves.png"
     result = CliRunner().invoke(

@@ -161,6 +161,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["one rank"], LAUNCHES))
 def test_the_command_saves_on_a_signal_and_goes_on(tmp_path, name):
     """Ctrl-C reaches every process of the terminal; SIGTERM the one that was started."""

@@ -170,6 +170,7 @@ def marked(length, targets, contexts, mask, queries, own, step):
     return marks.cpu()
 
 
+@pytest.mark.slow
 @TRITON
 @settings(max_examples=30, deadline=None)
 @given(sequences(), st.sampled_from([(16, 8), (16, 16), (8, 8), (32, 8)]))

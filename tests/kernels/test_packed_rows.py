@@ -293,6 +293,7 @@ def rows_of_any_kind(draw):
     return torch.tensor(rows, dtype=torch.int64).view(len(rows), dim)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_adding_packed_rows_is_adding_the_rows(data):
