@@ -313,6 +313,7 @@ def test_a_rank_that_never_comes_is_an_error(tmp_path):
         save(tmp_path, 1, {}, {}, {}, rank=0, world_size=2, gather=gather)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     worlds=st.lists(st.sampled_from(WORLDS), min_size=1, max_size=4),

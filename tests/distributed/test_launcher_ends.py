@@ -144,6 +144,7 @@ def until_stopped(communicators, file):
     return before, communicators.stop.wait(60)
 
 
+@pytest.mark.slow
 def test_a_launcher_and_a_signal_request_ranks_to_stop(tmp_path):
     """SIGINT, which a terminal also sends to ranks, is the same request; the next task starts without one."""
     import threading

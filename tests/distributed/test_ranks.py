@@ -169,6 +169,7 @@ def test_a_rank_that_fails_in_enter_is_named_with_its_error(tmp_path, does, mess
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_imports_is_named(monkeypatch):
     module = types.ModuleType("only_here")  # the rank has no such module to load it from
     module.enter = types.FunctionType(leave.__code__, {}, "enter")

@@ -31,6 +31,7 @@ def test_plain_pytorch():
     assert len(found) == 3 and found[0] > found[1] > found[2]
 
 
+@pytest.mark.slow
 def test_a_plain_loop_over_dynamic_tables():
     text = run("plain_loop.py")
     found = losses(text)

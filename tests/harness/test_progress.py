@@ -101,6 +101,7 @@ def thrice(number): return 3 * number
 """
 
 
+@pytest.mark.slow
 def test_compilation_is_said_once_and_only_where_something_is_compiled(tmp_path):
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "run.py").write_text(COMPILE)

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tritonrec.harness.cli.train import RUN
 from tritonrec.harness.train.config import read_config
 from tritonrec.harness.train.run import StoppingRule
@@ -40,6 +42,7 @@ def test_the_loop(tmp_path, monkeypatch):
     assert saved == [{"early_stopping": stopping.state_dict()}]
 
 
+@pytest.mark.slow
 def test_the_file(tmp_path):
     (text,) = blocks("toml", "Config files", "While windows are in flight")
     (tmp_path / "run.toml").write_text(text)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from speeds import slow_except
 
 from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, TablePolicy
@@ -151,7 +152,10 @@ def message_of(communicators, others=None, job=JOB):
             return str(error)
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+QUICK = [name for number, name in enumerate(DIFFERENCES) if number % 3 == 0]
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, DIFFERENCES))
 def test_a_setting_that_differs_is_named_on_every_rank(pool, name):
     others, there, here = DIFFERENCES[name]
     first, *rest = pool.run(message_of, 2, others)

@@ -68,7 +68,7 @@ def same(a, b):
 
 
 POLICIES = {"plain": None, "policies": POLICY}
-QUICK = [("plain", "dbp"), ("plain", "fwp"), ("policies", "nestpipe")]
+QUICK = [("plain", "fwp"), ("policies", "nestpipe")]
 
 
 @pytest.mark.parametrize(("name", "mode"), slow_except(QUICK, product(POLICIES, PIPELINED)))

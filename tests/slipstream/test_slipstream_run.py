@@ -44,6 +44,7 @@ def same(one, other):
     ] and one["snapshots"]["changes"] == other["snapshots"]["changes"]
 
 
+@pytest.mark.slow
 def test_all_inputs_end_where_plain_training_ends(alone):
     plain = train(Communicators.local(), a_run("nestpipe", WindowConfig(3)), quiet=True)
     exact = alone["runs"][0]
