@@ -243,6 +243,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_fails_is_told_and_leaves_no_half_file(what, tmp_path, pyspy, monkeypatch):
     body, message = BROKEN[what]

@@ -156,6 +156,7 @@ def suites(tmp_path):
 RUN_SUITES, BENCH = bench.run_suites, bench.bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", ["nomatch", "a b(", "not"])
 def test_a_benchmark_that_is_not_there(suites, only):
     with pytest.raises(

@@ -95,6 +95,7 @@ class TableMachine(RuleBasedStateMachine):
         assert hash_find(*self.table, keys_of(keys), impl="cpu").tolist() == list(self.rows_of.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "cpu"] if GPU else IMPLS)
 def test_is_a_dict(impl):
     examples, steps = {"reference": (10, 60), "cpu": (15, 100), "triton": (4, 25)}[impl]

@@ -164,6 +164,7 @@ def test_a_setting_that_differs_is_named_on_every_rank(pool, name):
     assert there in first and here in first
 
 
+@pytest.mark.slow
 def test_the_rank_is_named_among_replicas_too(pool):
     messages = pool.run(message_of, 4, DIFFERENCES["lr"][0], replicas=2)
     assert len(set(messages)) == 1

@@ -82,6 +82,7 @@ def test_a_mesh_that_was_not_asked_for_and_replicas_that_do_not_divide_are_refus
         Communicators.over(range(4), replicas=3)
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_and_send_less_between_owners(pool):
     window = WindowConfig(2, seed=4)
     flat = pool.run(train, 2, window, 4)

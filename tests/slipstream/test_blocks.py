@@ -71,6 +71,7 @@ def test_changes_are_distances_between_the_last_two_snapshots(how):
     assert len(watch.history()) == CONFIG.snapshots - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [
     TablePolicy(Eviction("lru", capacity=10)), TablePolicy(admission=2),
     TablePolicy(precision=PrecisionTiers(3, every=2)),
