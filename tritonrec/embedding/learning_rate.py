@@ -33,11 +33,8 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class WarmupLinear:
-    """Linear from 0 to `lr` in `warmup` updates, linear to `floor` at update `steps`, then constant.
-
-    `get_linear_schedule_with_warmup` of transformers.
-    """
+class _Warmup:
+    """Linear from 0 to `lr` in `warmup` updates, then down to `floor` at update `steps`, then constant."""
 
     lr: float
     warmup: int
@@ -51,30 +48,34 @@ class WarmupLinear:
     def __call__(self, update: int) -> float:
         if update <= self.warmup:
             return self.lr * update / self.warmup
-        return self.lr + (self.floor - self.lr) * _progress(update, self.warmup, self.steps)
+        return self.after(_progress(update, self.warmup, self.steps))
+
+    def after(self, progress: float) -> float:
+        """The rate at that share of the way from the warm-up's end to `steps`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class WarmupCosine:
+class WarmupLinear(_Warmup):
+    """Linear from 0 to `lr` in `warmup` updates, linear to `floor` at update `steps`, then constant.
+
+    `get_linear_schedule_with_warmup` of transformers.
+    """
+
+    def after(self, progress: float) -> float:
+        return self.lr + (self.floor - self.lr) * progress
+
+
+@dataclass(frozen=True)
+class WarmupCosine(_Warmup):
     """Linear from 0 to `lr` in `warmup` updates, half a cosine to `floor` at update `steps`, then constant.
 
     `get_cosine_schedule_with_warmup` of transformers; without warm-up
     `torch.optim.lr_scheduler.CosineAnnealingLR` (Loshchilov and Hutter 2017, equation 5).
     """
 
-    lr: float
-    warmup: int
-    steps: int
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_rates(lr=self.lr, floor=self.floor)
-        _check_updates(self.warmup, self.steps)
-
-    def __call__(self, update: int) -> float:
-        if update <= self.warmup:
-            return self.lr * update / self.warmup
-        cosine = math.cos(math.pi * _progress(update, self.warmup, self.steps))
+    def after(self, progress: float) -> float:
+        cosine = math.cos(math.pi * progress)
         return self.floor + (self.lr - self.floor) * (0.5 * (1.0 + cosine))
 
 
