@@ -93,6 +93,10 @@ def test_train_reports_and_saves(tmp_path):
         (["train", "--data", SMALL, "--steps", "2", "--resume"], "directory of a checkpoint"),
         (["train", "--data", SMALL, "--lr", "0"], "learning rate must be positive"),
         (
+            ["train", "--data", SMALL, "--lr", "0", "--lr-schedule", "cosine"],
+            "learning rate must be positive",
+        ),
+        (
             ["train", "--data", SMALL, "--mode", "reference", "--consistency", "window"],
             "reference of 'batch'",
         ),

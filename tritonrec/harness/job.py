@@ -212,7 +212,9 @@ class Job:
 
     @property
     def learning_rate(self) -> float | Schedule:
-        """Of rows and dense parameters, by the number of the update."""
+        """Of rows and dense parameters, by the number of the update; ValueError unless `lr` is positive."""
+        if not self.lr > 0:
+            raise ValueError(f"learning rate must be positive, got {self.lr}")
         if self.lr_schedule == "constant":
             return self.lr
         if self.lr_schedule == "step":
