@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
-from tritonrec.distributed.rank_process import end_with_parent
+from tritonrec.distributed.signals import end_with_parent
 from tritonrec.files import ScratchFolder
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
