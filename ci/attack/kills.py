@@ -55,7 +55,8 @@ class Kill:
 
     Args:
         mesh: world size and replicas. micro_batches, save_every, full_every: of the run.
-        victim: ``"rank"``, ``"server"`` (the process that forks ranks), ``"launcher"`` or ``"all"``. number: the signal's name.
+        victim: ``"rank"``, ``"server"`` (the process that forks ranks), ``"launcher"`` or ``"all"``.
+        number: the signal's name.
         phase: ``"start"``, ``"run"`` or ``"save"``. delay: seconds after that moment.
         resume: world size, replicas and micro-batches of the run that goes on.
     """
