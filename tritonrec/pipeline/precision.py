@@ -23,6 +23,7 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 LEAST_SCALE, MOST_SCALE = 2.0**-60, 2.0**60
 """Of a loss. Beyond them no gradient of a 16-bit float is in its range."""
+MOST_AT_START = 2.0**32
 MOST_FACTOR = 1024.0
 """By which a scale changes at once."""
 
@@ -49,21 +50,21 @@ class LossScaling:
         backoff_factor: of the scale after an update that is left out because a gradient was not finite.
     """
 
-    init_scale: float = setting(2.0**16, "fp16: scale of the mean loss at the start.", 1, MOST_SCALE)
+    init_scale: float = setting(2.0**16, "fp16: scale of the mean loss at the start.", 1, MOST_AT_START)
     growth_factor: float = setting(2.0, "fp16: of the scale, after enough finite updates.", 2, MOST_FACTOR)
     backoff_factor: float = setting(0.5, "fp16: of the scale, after an overflow.", 1 / MOST_FACTOR, 0.5)
     growth_interval: int = setting(2000, "fp16: finite updates in a row before the scale grows.", 1, MOST)
 
     def __post_init__(self) -> None:
         ranges = {
-            "init_scale": (1.0, MOST_SCALE),
+            "init_scale": (1.0, MOST_AT_START),
             "growth_factor": (2.0, MOST_FACTOR),
             "backoff_factor": (1 / MOST_FACTOR, 0.5),
         }
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
             if not (least <= value <= most and math.frexp(value)[0] == 0.5):
-                raise ValueError(f"{name} must be a power of two from {least} to {most}, got {value}")
+                raise ValueError(f"{name} must be a power of two from {least:g} to {most:g}, got {value}")
         if self.growth_interval < 1:
             raise ValueError(f"growth_interval counts updates, got {self.growth_interval}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from .gather import whole_tables
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
-from .precision import LossScaler
+from .precision import LossScaler, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
@@ -247,6 +247,13 @@ class Trainer:
                     self.close()  # nothing will come of the others
                     raise
         return self._results.popleft()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """`torch.autocast` as it is around the model in training; nothing in precision ``"float32"``.
+
+        For an evaluation, around the calls of the model.
+        """
+        return autocast(self.config.precision, self._device)
 
     def in_flight(self) -> list[int]:
         """Steps whose batches were read and are not finished, oldest first."""

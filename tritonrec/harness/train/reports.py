@@ -88,6 +88,8 @@ def values_of(result: StepResult) -> dict[str, float]:
     values = {"loss": result.loss}
     if result.grad_norm is not None:
         values["grad_norm"] = result.grad_norm
+    if result.loss_scale is not None:
+        values["loss_scale"] = result.loss_scale
     one = len(result.learning_rates) == 1
     for number, rate in enumerate(result.learning_rates):
         values["lr" if one else f"lr/{number}"] = rate
@@ -99,6 +101,8 @@ def line_of(step: int, steps: int, values: dict[str, float]) -> str:
     words = [f"loss {values['loss']:.4f}"]
     if "grad_norm" in values:
         words.append(f"gradient norm {values['grad_norm']:.4g}")
+    if "loss_scale" in values:
+        words.append(f"loss scale {values['loss_scale']:g}")
     words += [f"{name} {rate:.4g}" for name, rate in values.items() if name.partition("/")[0] == "lr"]
     if "samples_per_second" in values:
         words.append(f"{values['samples_per_second']:,.0f} samples/s")
