@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch
+from ..data import Batch, NextItemLoader
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -26,6 +26,7 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_invariant
+from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
@@ -72,6 +73,21 @@ class StepResult:
     skipped: bool = False
     learning_rates: tuple[float, ...] = ()
     loss_scale: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """What the step says of itself, the same on all ranks, by the names of loggers' columns.
+
+        ``loss``, ``grad_norm`` and ``loss_scale`` where there are such, ``lr``, or ``lr/0``, ``lr/1``, ...
+        """
+        values = {"loss": self.loss}
+        if self.grad_norm is not None:
+            values["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            values["loss_scale"] = self.loss_scale
+        one = len(self.learning_rates) == 1
+        for number, rate in enumerate(self.learning_rates):
+            values["lr" if one else f"lr/{number}"] = rate
+        return values
 
 
 class Trainer:
@@ -385,6 +401,14 @@ class Trainer:
         flight.
         """
         return whole_tables(self._communicators, self.tables)
+
+    def evaluate(self, loader: NextItemLoader, ks: Sequence[int] = (10,)) -> dict[str, float]:
+        """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
+
+        The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
+        while batches are in flight.
+        """
+        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, self.config.precision)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

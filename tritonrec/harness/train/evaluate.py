@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
-from ... import ops
 from ...data import (
     ClickLoader,
     ImpressionLoader,
-    JaggedBatch,
-    Lookup,
     NextItemLoader,
     evaluate,
     evaluate_clicks,
@@ -20,7 +17,7 @@ from ...data import (
 )  # fmt: skip
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
-from ...pipeline import Precision, autocast
+from ...pipeline import Precision, autocast, rank_held_out
 from ..job import Epochs
 
 KS = (10, 50)
@@ -61,19 +58,7 @@ def evaluate_model(
     if isinstance(loader, ImpressionLoader):
         return evaluate_impressions(predicted, loader)
     assert isinstance(model, NextItemModel)
-    items = tables.peek({"item": Lookup(loader.catalogue)})["item"]
-
-    def scores(history: JaggedBatch) -> torch.Tensor:
-        rows = tables.peek({"item": Lookup(history.ids)})["item"]
-        with torch.no_grad(), autocast(precision, device):
-            hidden = model.encode(history, rows).to(torch.float32)
-        # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
-        return ops.linear(hidden[history.offsets[1:] - 1], items, None)
-
-    model.eval()
-    metrics = evaluate(scores, loader, KS)
-    model.train()
-    return metrics
+    return rank_held_out(model, tables, loader, KS, precision)
 
 
 def baseline(loader: Epochs) -> Metrics:

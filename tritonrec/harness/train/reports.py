@@ -60,7 +60,7 @@ class Reports:
         if self._loggers or every:
             if steady is not None:
                 self._throughput.on_step_end(steady, *self._loader.global_size(result.step))
-            values = {**values_of(result), **self._throughput.compute()}
+            values = {**result.values(), **self._throughput.compute()}
             for logger in self._loggers:
                 logger.log(step, values)
             if every and (step % every == 0 or step == self.run.steps):
@@ -81,19 +81,6 @@ class Reports:
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def values_of(result: StepResult) -> dict[str, float]:
-    """What a step says of itself, by the names of the loggers' columns."""
-    values = {"loss": result.loss}
-    if result.grad_norm is not None:
-        values["grad_norm"] = result.grad_norm
-    if result.loss_scale is not None:
-        values["loss_scale"] = result.loss_scale
-    one = len(result.learning_rates) == 1
-    for number, rate in enumerate(result.learning_rates):
-        values["lr" if one else f"lr/{number}"] = rate
-    return values
 
 
 def line_of(step: int, steps: int, values: dict[str, float]) -> str:
