@@ -25,6 +25,8 @@ class GradientAccumulator(Accumulator):
 
     Attributes:
         sums: by parameter name, of the parameter's shape, int64; empty for float32 sums.
+        scale_exponent: gradients come ``2**scale_exponent`` times too large, from a scaled loss; sums are
+            those of unscaled ones. It stays the same from one `take` to the next.
 
     Example::
 
@@ -35,7 +37,7 @@ class GradientAccumulator(Accumulator):
     """
 
     def __init__(self, module: torch.nn.Module, fraction_bits: int | None = FRACTION_BITS):
-        self.fraction_bits = fraction_bits
+        self.fraction_bits, self.scale_exponent = fraction_bits, 0
         self._parameters = dict(module.named_parameters())
         self._trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         exact = {} if fraction_bits is None else self._trained
@@ -78,7 +80,9 @@ class GradientAccumulator(Accumulator):
                 "out, or use consistency='window'"
             )
         assert self.fraction_bits is not None
-        return Targets(tuple(self.sums[name] for name in names), self.fraction_bits, names)
+        # round(g * 2**e * 2**(bits - e)) = round(g * 2**bits): the grid moves instead of the gradient
+        bits = self.fraction_bits - self.scale_exponent
+        return Targets(tuple(self.sums[name] for name in names), bits, names)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sums by name, of the parameters that require a gradient, and start again from zero.
@@ -98,11 +102,10 @@ class GradientAccumulator(Accumulator):
             ]
             for parameter in self._parameters.values():
                 parameter.grad = None
-            return (
-                torch.cat([gradient.reshape(-1) for gradient in gradients])
-                if gradients
-                else self._flat.float()
-            )
+            if not gradients:
+                return self._flat.float()
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            return flat * 2.0**-self.scale_exponent if self.scale_exponent else flat
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise TypeError(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tritonrec.kernels.autocast import widen
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
@@ -15,15 +16,15 @@ class RowTerms(Terms):
     """Terms (n, *shape) of a parameter's gradient, of the parameter's shape.
 
     Args:
-        values: float32. dtype: of the total, that of the parameter.
+        values: float32, bfloat16 or float16.
     """
 
-    def __init__(self, values: torch.Tensor, dtype: torch.dtype = torch.float32):
-        self._values, self._dtype = values, dtype
+    def __init__(self, values: torch.Tensor):
+        self._values = values
 
     def total(self) -> torch.Tensor:
         """The sum over the terms."""
-        return self._values.sum(0).to(self._dtype)
+        return widen(self._values).sum(0)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`; terms are added in fixed point, so their order does not show."""

@@ -28,6 +28,7 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.autocast import autocast_dtype, to_dtype, widen, without_autocast
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
 
@@ -120,9 +121,9 @@ class DLRM(torch.nn.Module):
 def interact(vectors: torch.Tensor) -> torch.Tensor:
     """Dot products of all pairs of a sample's vectors: (B, V, d) -> (B, P), P = V (V - 1) / 2.
 
-    In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable.
+    In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable. Autocast casts it as a matrix product.
     """
-    return _Interact.apply(vectors)
+    return _Interact.apply(to_dtype(vectors, autocast_dtype(vectors.device) or vectors.dtype))
 
 
 def partition_tables(table_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -166,17 +167,21 @@ class _Interact(torch.autograd.Function):
     def forward(ctx, vectors):
         ctx.save_for_backward(vectors)
         row, column = _pairs(vectors)
-        return _matmul(vectors, vectors.transpose(1, 2))[:, row, column]
+        wide = widen(vectors)
+        with without_autocast(vectors.device):
+            return _matmul(wide, wide.transpose(1, 2))[:, row, column].to(vectors.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         (vectors,) = ctx.saved_tensors
         row, column = _pairs(vectors)
         samples, count, _dim = vectors.shape
-        both = dy.new_zeros(samples, count, count)  # a pair's gradient reaches both of its vectors
-        both[:, row, column] = dy
-        both[:, column, row] = dy
-        return _matmul(both, vectors)
+        wide = widen(vectors)
+        both = wide.new_zeros(samples, count, count)  # a pair's gradient reaches both of its vectors
+        both[:, row, column] = dy.to(wide.dtype)
+        both[:, column, row] = dy.to(wide.dtype)
+        with without_autocast(dy.device):
+            return _matmul(both, wide).to(vectors.dtype)
 
 
 def _pairs(vectors: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from .. import ops
+from ..kernels.autocast import widen, without_autocast
 from . import context
 from .layers import LayerNorm, refuse
 from .losses import binary_cross_entropy
@@ -155,8 +156,9 @@ def _label_against_negatives(
     rows = torch.cat([labels[:, None], negatives], 1)
     # a gather and a product with ones: torch's broadcasts and sums along a row may go by the number of rows
     owners = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
-    products = rows.flatten(0, 1) * ops.gather_rows(hidden, owners)
-    logits = ops.linear(products, products.new_ones(1, products.shape[1])).view(rows.shape[:2])
+    products = widen(rows).flatten(0, 1) * widen(ops.gather_rows(hidden, owners))
+    with without_autocast(rows.device):  # scores of a loss stay float32
+        logits = ops.linear(products, products.new_ones(1, products.shape[1])).view(rows.shape[:2])
     wanted = torch.zeros_like(logits)
     wanted[:, 0] = 1
     # a logit of -100 against 0 costs nothing, and `where` gives it no gradient

@@ -27,6 +27,7 @@ from .dense_checks import (
     validate_schedulers,
     validate_shapes,
 )
+from .precision import LossScaler
 
 _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 
@@ -44,11 +45,13 @@ class DenseModel:
         scheduler: of the optimizer's learning rates (`torch.optim.lr_scheduler`), stepped after each update;
             or several.
         average: of the model's weights (`torch.optim.swa_utils.AveragedModel`), updated after each update.
+        scaler: of the loss, for float16 arithmetic.
 
     Attributes:
         parameters: by name, those that the optimizers hold.
         in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
         rates: for each update in flight, oldest first, the learning rates of the optimizers' groups.
+        scales: for each update in flight, oldest first, the scale of its loss, None without a scaler.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
     whose step needs a closure; ValueError for a scheduler or an average of something else.
@@ -60,14 +63,16 @@ class DenseModel:
         optimizer: Optimizer | Sequence[Optimizer] | None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
+        scaler: LossScaler | None = None,
     ):
-        self.model, self.average = model, average
+        self.model, self.average, self.scaler = model, average, scaler
         self.optimizers, self.schedulers = listed(optimizer), listed(scheduler)
         self.parameters = validate_optimizers(model, self.optimizers)
         validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
         self.in_flight = [_guard_of(each) for each in self.optimizers] or [InFlight("the optimizer")]
         self.rates: deque[tuple[Any, ...]] = deque()
+        self.scales: deque[float | None] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
     @property
@@ -88,7 +93,7 @@ class DenseModel:
         """
         self._check("a step")
         self.check_unchanged()
-        self._note_rates()
+        self._note()
         try:
             for name, gradient in gradients.items():
                 self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
@@ -101,16 +106,25 @@ class DenseModel:
             scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
+        if self.scaler is not None:
+            self.scaler.update(found_inf=False)
         if self._sums is not None:
             self._sums = self._sum_bits()
 
     def skip(self) -> None:
         """Leave an update out."""
-        self._note_rates()
+        self._note()
+        if self.scaler is not None:
+            self.scaler.update(found_inf=True)
 
-    def _note_rates(self) -> None:
+    def scale_exponent(self, terms: int, fraction_bits: int) -> int:
+        """Of the losses in the next update (`LossScaler.exponent`); 0 without a scaler."""
+        return 0 if self.scaler is None else self.scaler.exponent(terms, fraction_bits)
+
+    def _note(self) -> None:
         if self.in_flight[0].active:  # a trainer takes them
             self.rates.append(_learning_rates(self.optimizers))
+            self.scales.append(None if self.scaler is None else self.scaler.scale)
 
     def begin(self, steps: Callable[[], str], guarded: bool) -> None:
         """Start the guard of windows in flight (`InFlight.begin`).
@@ -123,6 +137,7 @@ class DenseModel:
                 begun.callback(guard.end)
             begun.pop_all()
         self.rates.clear()
+        self.scales.clear()
         self._sums = self._sum_bits() if guarded and self.parameters else None
 
     def end(self) -> None:
@@ -153,7 +168,8 @@ class DenseModel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What updates change: ``NAME`` a parameter, ``NAME/exp_avg`` and so on the optimizer's state of it,
-        ``average/NAME`` its average. They share the memory of model and optimizer.
+        ``average/NAME`` its average. They share the memory of model and optimizer. ``scaler/scale`` and
+        ``scaler/growth_tracker`` are () float64.
         """
         self._check("reading the state")
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -163,10 +179,13 @@ class DenseModel:
         if self.average is not None:
             average = self.average.module.named_parameters()
             found |= {f"average/{name}": parameter.detach() for name, parameter in average}
+        if self.scaler is not None:
+            for name, value in self.scaler.state_dict().items():
+                found[f"scaler/{name}"] = torch.tensor(value, dtype=torch.float64)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Of model, optimizers, schedulers and average, as their own ``state_dict`` gives them.
+        """Of model, optimizers, schedulers, average and scaler, as their own ``state_dict`` gives them.
 
         In the optimizers' the parameters' names stand in place of their numbers.
         """
@@ -178,6 +197,8 @@ class DenseModel:
         parts["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         if self.average is not None:
             parts["average"] = dict(self.average.state_dict())
+        if self.scaler is not None:
+            parts["scaler"] = self.scaler.state_dict()
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,6 +230,8 @@ class DenseModel:
             scheduler.load_state_dict(its)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
     def _check(self, action: str) -> None:
         for guard in self.in_flight:

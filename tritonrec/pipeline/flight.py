@@ -103,13 +103,19 @@ class Flight:
         self._inside.close()
 
     def train_micro_batch(
-        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+        self,
+        batch: Batch,
+        rows: dict[str, torch.Tensor],
+        seed: int,
+        settings: CallerSettings,
+        scale_exponent: int,
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
         self.check_modes()
+        self.accumulator.scale_exponent = scale_exponent
         try:
             with self.accumulator.active():
-                losses = train_micro_batch(self.model, batch, rows, seed, settings)
+                losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
             raise

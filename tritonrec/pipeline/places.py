@@ -251,7 +251,7 @@ class GradientNorm:
 # Per micro-batch: a window's tasks fill one value.
 
 Embeddings = NewType("Embeddings", list[torch.Tensor])
-"""By table (S, dim) float32, the rows received so far."""
+"""By table (S, dim), the rows received so far, in the precision of the exchange."""
 Gradients = NewType("Gradients", list[torch.Tensor])
 """By table (S, dim), sums of the gradients of these rows, float32 or fixed-point."""
 RowGradient = NewType("RowGradient", list[torch.Tensor])

@@ -141,6 +141,24 @@ FAULTS = [
         Injection(injections.norm_of_one_rank),
     ),
     Fault(
+        "overflow-of-one-rank",
+        "each rank leaves an update out, and moves the scale of its loss, by its own gradients",
+        replace(_case(), variant="fp16", steps=8),
+        Injection(injections.norm_of_one_rank),
+    ),
+    Fault(
+        "own-rows-not-rounded",
+        "rows for a rank's own samples stay float32 where others get them in bfloat16",
+        replace(_case(), variant="exchange-bf16"),
+        Injection(injections.own_rows_not_rounded),
+    ),
+    Fault(
+        "restart-without-loss-scale",
+        "the scale of the loss begins anew after a restart",
+        replace(_case(), variant="fp16", steps=8, restart=1),
+        Injection(injections.restart_without_loss_scale),
+    ),
+    Fault(
         "missed-decay-forgotten",
         "a row that missed updates decays once when it is updated again",
         replace(_case(), variant="lazy-decay", steps=8),

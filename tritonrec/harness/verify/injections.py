@@ -17,13 +17,16 @@ from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
+    CommunicationGroup,
     Context,
+    Embeddings,
     Gradients,
     MeanGradient,
     OwnedRows,
     Routes,
     RowGradient,
 )
+from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 
 
@@ -249,6 +252,37 @@ def restart_without_scores(program: Program) -> None:
         load_state({**state, "rows": rows})
 
     table.load_state = forgetful  # type: ignore[method-assign]
+
+
+def restart_without_loss_scale(program: Program) -> None:
+    scaler = program.dense.scaler
+    assert scaler is not None
+    scaler.load_state_dict = lambda state: None  # type: ignore[method-assign]
+
+
+def own_rows_not_rounded(program: Program) -> None:
+    def exchange(
+        micro_batch: int,
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        buffer: Read[Buffer],
+        communication: Update[CommunicationGroup],
+        embeddings: Write[Embeddings],
+    ) -> None:
+        tables = zip(routes.tables, owned.tables, context.tables.groups, buffer, strict=True)
+        for number, (table, own, group, rows) in enumerate(tables):
+            if not micro_batch:
+                embeddings.append(torch.empty(table.num_rows, group.table.dim, dtype=torch.float32))
+            splits = own.sent.splits[micro_batch]
+            parts = [*rows[own.sent.rows[micro_batch], : group.table.dim].split(splits)]
+            for rank, part in enumerate(parts):
+                if rank != communication.rank:
+                    parts[rank] = rounded_rows(part, context.config.exchange_precision).float()
+            slots = embeddings[number][table.slots(micro_batch)]
+            communication.all_to_all(torch.cat(parts), splits, table.splits[micro_batch], slots)
+
+    program.replace("exchange", exchange)
 
 
 def merged_tables_share_ids(program: Program) -> None:

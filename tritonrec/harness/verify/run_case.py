@@ -70,8 +70,8 @@ def _reference_states(reference: Reference, steps: int) -> State:
     job = reference.job
     model, tables, optimizer = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
-    limits: dict[str, Any] = dict(reference.limits)
-    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **limits)
+    shared: dict[str, Any] = dict(reference.window)
+    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **shared)
     states: dict[str, torch.Tensor] = {}
     with Trainer(
         model, tables, optimizer, Communicators.local(), "reference", config,
@@ -177,7 +177,7 @@ def _compared(
 
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
         stretches = [[loader.batch(step) for step in steps]]
-        compare_run(
+        skipped = compare_run(
             trainer, stretches if watch is None else _classified(watch, loader, steps), comparison, expected,
             steps[-1],
         )  # fmt: skip
@@ -191,6 +191,7 @@ def _compared(
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
+    counts["skipped"] = skipped
     for group in tables.groups:
         counts.update(vars(group.table.counters))
     if watch is not None:
@@ -224,8 +225,10 @@ def compare_run(
     comparison: Comparison,
     expected: Callable[[int], Mapping[str, torch.Tensor]],
     last: int,
-) -> None:
+) -> int:
     """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.
+
+    Returns how many updates were left out.
 
     State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile; it is
     empty between stretches. Ops of the comparison run on the device's own implementation, whatever that of
@@ -273,10 +276,13 @@ def compare_run(
         program.finish = finished  # type: ignore[method-assign]
     else:
         after("write_back", lambda: table_state(program.tables))
+    skipped = 0
     for batches in stretches:
         for result in trainer.run(batches):
             losses = loss_state(result.sample_ids, result.losses)
             comparison.compare(result.step, expected(result.step), losses, final=False)
+            skipped += result.skipped
+    return skipped
 
 
 @contextmanager

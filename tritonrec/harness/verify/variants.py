@@ -12,7 +12,7 @@ from typing import Any
 
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
-from ...pipeline import PIPELINED, TWO_BUFFERS, Mode
+from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 
@@ -68,6 +68,10 @@ SMALL: dict[str, Any] = {"batch_size": 9, "num_negatives": 1}
 POLICIES = TablePolicy(
     Eviction("lru", capacity=90, every=2), admission=2, precision=PrecisionTiers(2, every=3)
 )
+
+
+MOVING = LossScaling(2.0**32, backoff_factor=2.0**-4, growth_interval=2)
+"""Too large at the start, so that it falls, and then rises again."""
 
 
 def _policy(what: str, *shows: str, **policy: Any) -> Variant:
@@ -188,6 +192,29 @@ VARIANTS: dict[str, Variant] = {
         {"weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 2, "lr_steps": 8, "ema": 0.75},
         window={"max_grad_norm": 0.02, "max_grad_value": 0.01},
         shows=("lookups",),
+    ),
+    "bf16": Variant("the model in bfloat16", window={"precision": "bf16"}, shows=("lookups",)),
+    "fp16": Variant(
+        "the model in float16: the loss scale falls after overflows, and rises",
+        window={"precision": "fp16", "loss_scaling": MOVING},
+        shows=("skipped",),
+    ),
+    "exchange-bf16": Variant(
+        "rows are exchanged in bfloat16", window={"exchange_precision": "bf16"}, shows=("exchanged",)
+    ),
+    "mixed": Variant(
+        "float16 with clipping, rows exchanged in float16, first use and kept rows, with policies",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        window={
+            "precision": "fp16",
+            "loss_scaling": MOVING,
+            "exchange_precision": "fp16",
+            "max_grad_norm": 0.02,
+            "first_use": True,
+            "skip_fetch": True,
+        },
+        shows=("skipped", "kept"),
+        modes=TWO_BUFFERS,
     ),
     "lazy-decay": Variant(
         "rows make up for the decay that they have missed, at a falling learning rate",

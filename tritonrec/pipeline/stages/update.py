@@ -132,7 +132,7 @@ def clipped_sparse_update(
     buffer: Update[Buffer],
 ) -> None:
     """`sparse_update` from gradients within their limits."""
-    if context.config.skip_nonfinite and norm.infinite:
+    if context.config.skips and norm.infinite:
         return
     means = (clamp(context.sums.finite(mean, NAME), context.config) * norm.scale for mean in mean_gradient)
     update_rows(context, window.update + 1, owned, means, buffer)
@@ -143,7 +143,7 @@ def clipped_dense_update(
     context: Context, means: Read[DenseMeans], norm: Read[GradientNorm], dense: Update[Dense]
 ) -> None:
     """`dense_update` from gradients within their limits."""
-    if context.config.skip_nonfinite and norm.infinite:
+    if context.config.skips and norm.infinite:
         dense.model.skip()
         return
     dense.update(clamp(means.gradients, context.config) * norm.scale)
