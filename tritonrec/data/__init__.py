@@ -5,13 +5,18 @@ from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
 from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ratings, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
+from tritonrec.data.dynamic_stream import DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.numbered import NumberedLoader
 from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
+from tritonrec.data.sequences import NextItemStream
+from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
+from tritonrec.data.stream import Stream
 
 __all__ = [
     "Batch",
@@ -19,6 +24,7 @@ __all__ = [
     "ClickLoader",
     "ClickLog",
     "DynamicBatchLoader",
+    "DynamicStream",
     "EvaluationBatch",
     "ImpressionBatch",
     "ImpressionLoader",
@@ -27,7 +33,10 @@ __all__ = [
     "KeyedJaggedTensor",
     "Lookup",
     "NextItemLoader",
+    "NextItemStream",
+    "NumberedLoader",
     "SequenceCost",
+    "Stream",
     "auc",
     "clicks_from_ratings",
     "evaluate",
@@ -44,4 +53,5 @@ __all__ = [
     "split",
     "tapered",
     "token_spread",
+    "work",
 ]

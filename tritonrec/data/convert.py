@@ -1,13 +1,15 @@
 """Write a log as Parquet: ``python -m tritonrec.data.convert SOURCE OUT``.
 
 ``--partition-by date`` makes a folder for each day (UTC) of the events' timestamps. Within a day the rows
-keep their order, so users' sequences equal those of the source. OUT appears when it is complete.
+keep their order, so users' sequences equal those of the source. ``--sequences`` writes a row for each user,
+which `tritonrec.data.NextItemStream` streams. OUT appears when it is complete.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,14 +53,8 @@ def write(
         raise ValueError(f"partition_by must be 'date' or None, got {partition_by!r}")
     if len(log) == 0:
         raise ValueError("the log holds no interactions")
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
     table = parquet.table_of(log)
-    with ScratchFolder(f".{out.name}-", out.parent) as name:  # on the same file system
-        scratch = Path(name)
-        scratch.chmod(0o755)
+    with new_folder(out) as scratch:
         for folder, rows in _partitions(log, partition_by, time_unit):
             (scratch / folder).mkdir(exist_ok=True)
             digits = max(len(str(len(rows) // rows_per_file)), 5)  # names in the order of their numbers
@@ -68,6 +64,22 @@ def write(
                 pq.write_table(table.take(part), path, row_group_size=rows_per_group)
                 report(len(part))
         parquet.write_features(log, scratch)
+
+
+@contextmanager
+def new_folder(out: Path | str) -> Iterator[Path]:
+    """A folder that becomes `out` when the block ends well.
+
+    Raises FileExistsError where `out` is a file or a folder that is not empty.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with ScratchFolder(f".{out.name}-", out.parent) as name:  # on the same file system
+        scratch = Path(name)
+        scratch.chmod(0o755)
+        yield scratch
         os.replace(scratch, out)
 
 
@@ -92,6 +104,9 @@ def convert(
     time_unit: Annotated[
         str | None, typer.Option(help="s, ms, us or ns; ms for kuairand, else s by default")
     ] = None,
+    sequences: Annotated[
+        bool, typer.Option("--sequences", help="a row for each user's sequence, to be streamed")
+    ] = False,
     rows_per_file: Annotated[int, typer.Option(help="most rows of a file")] = 1_000_000,
     rows_per_group: Annotated[int, typer.Option(help="most rows of a row group")] = 65_536,
 ) -> None:
@@ -100,23 +115,56 @@ def convert(
     try:
         if unit not in ("s", "ms", "us", "ns"):
             raise ValueError(f"--time-unit must be s, ms, us or ns, got {unit!r}")
-        log = load_interactions(source)
+        if sequences and partition_by:
+            raise ValueError("--sequences has a row for each user, so --partition-by date cannot divide it")
         with Progress(transient=True, console=Console(stderr=True)) as progress:
-            task = progress.add_task("writing", total=len(log))
-            write(
-                log,
-                out,
-                partition_by,  # type: ignore[arg-type]
-                unit,  # type: ignore[arg-type]
-                rows_per_file,
-                rows_per_group,
-                report=lambda rows: progress.advance(task, rows),
-            )
+            task = progress.add_task("writing", total=None)
+
+            def report(rows: int) -> None:
+                progress.advance(task, rows)
+
+            if sequences:
+                count = _write_sequences(source, out, rows_per_file, rows_per_group, report)
+            else:
+                log = load_interactions(source)
+                count = len(log)
+                progress.update(task, total=count)
+                write(
+                    log,
+                    out,
+                    partition_by,  # type: ignore[arg-type]
+                    unit,  # type: ignore[arg-type]
+                    rows_per_file,
+                    rows_per_group,
+                    report,
+                )
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}")
         raise typer.Exit(1) from error
     files = len(list(out.rglob("part-*.parquet")))
-    print(f"{out}: {len(log):,} interactions in {files} file{'s' if files > 1 else ''}")
+    print(f"{out}: {count:,} interactions in {files} file{'s' if files > 1 else ''}")
+
+
+def _write_sequences(
+    source: str, out: Path, rows_per_file: int, rows_per_group: int, report: Callable[[int], None]
+) -> int:
+    """Write a row for each user; returns the number of interactions. A log in Parquet is read in parts."""
+    from tritonrec.data.convert_sequences import buckets_of, write_sequences
+
+    counted: list[int] = []
+
+    def count(rows: int) -> None:
+        counted.append(rows)
+        report(rows)
+
+    kind, _, path = source.partition(":")
+    is_parquet = kind == "parquet" and bool(path)
+    log = parquet.parts(path) if is_parquet else [load_interactions(source)]
+    with new_folder(out) as scratch:
+        write_sequences(
+            log, scratch, rows_per_file, rows_per_group, count, buckets_of(path) if is_parquet else 1
+        )
+    return sum(counted)
 
 
 if __name__ == "__main__":

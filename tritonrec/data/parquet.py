@@ -8,109 +8,70 @@
     OUT/_users.parquet, OUT/_items.parquet      features of users and items, if there are any
 
 Files are read in the order of their paths, and row groups in their order, so a log written without partitions
-keeps its order. Other columns, those of the partitions included, are ignored.
-
-A shard is a row group. `ParquetShards` assigns shard s to rank s modulo the world size, and reads a rank's
-shards in order on a thread ahead of the consumer.
+keeps its order. Other columns are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from tritonrec.data.epochs import check_at_least
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.prefetch import prefetch
+from tritonrec.data.parquet_rows import filesystem_of, shards
+from tritonrec.data.sequences import holds_sequences
 
 USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
 
 _IDS = ("user", "item", "timestamp")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One row group of one file."""
+def read(path: Path | str) -> Interactions:
+    """The whole log, with features of users and items; raises the errors of `parts`."""
+    log = concat(list(parts(path)))
+    users, items = (_beside(path, name) for name in (USERS_FILE, ITEMS_FILE))
+    return replace(
+        log,
+        user_features=None if users is None else _users(*users),
+        genres=None if items is None else _genres(*items),
+    )
 
-    path: str
-    row_group: int
-    rows: int
 
-
-class ParquetShards:
-    """The row groups of a dataset that belong to one rank, each as an `Interactions`.
-
-    Args:
-        path: a file, or a folder of files at any depth.
-        rank, world_size: of the shards. depth: number of shards to read ahead.
+def parts(path: Path | str) -> Iterator[Interactions]:
+    """The row groups of a log, each a log of its own without features.
 
     Raises FileNotFoundError for a path that does not exist, and ValueError for a dataset without rows, and
     naming file and column for a missing column or another type than in the module's docstring.
     """
-
-    def __init__(self, path: Path | str, rank: int = 0, world_size: int = 1, depth: int = 2) -> None:
-        check_at_least("world_size", world_size, 1)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-        check_at_least("depth", depth, 1)
-        self.depth = depth
-        path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or folder")
+    filesystem, place = filesystem_of(str(path))
+    _root, files = shards(filesystem, place, str(path))
+    columns: list[str] = []
+    footers = []
+    for file in files:
         try:
-            dataset = ds.dataset(path, format="parquet", partitioning="hive")
-            fragments = sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
-            self.columns = _columns(path, fragments)
-            everything = [
-                Shard(fragment.path, group.id, group.num_rows)
-                for fragment in fragments
-                for group in fragment.row_groups
-                if group.num_rows
-            ]
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path}: not a Parquet dataset: {error}") from error
-        if not everything:
-            raise ValueError(f"{path}: the dataset holds no rows")
-        self.shards = everything[rank::world_size]
-
-    def __len__(self) -> int:
-        return len(self.shards)
-
-    def __iter__(self) -> Iterator[Interactions]:
-        return self.read()
-
-    def read(self, first: int = 0) -> Iterator[Interactions]:
-        """This rank's shards from number `first` on, read ahead; errors name file and column."""
-        check_at_least("first", first, 0)
-        return prefetch((self.read_shard(shard) for shard in self.shards[first:]), self.depth)
-
-    def read_shard(self, shard: Shard) -> Interactions:
-        """Read one shard."""
-        try:
-            table = pq.ParquetFile(shard.path).read_row_group(shard.row_group, columns=self.columns)
+            with filesystem.open_input_file(file) as source:
+                found = pq.ParquetFile(source)
+                columns = _columns(file, found.schema_arrow, files[0], columns)
+                rows = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
+                footers.append((file, [number for number, count in enumerate(rows) if count]))
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{shard.path}: row group {shard.row_group} cannot be read: {error}") from error
-        found = {name: _values(shard.path, name, table.column(name)) for name in self.columns}
-        return _interactions(found)
-
-
-def read(path: Path | str) -> Interactions:
-    """The whole log, with features of users and items; raises the errors of `ParquetShards`."""
-    log = concat(list(ParquetShards(path)))
-    users, items = Path(path) / USERS_FILE, Path(path) / ITEMS_FILE
-    return replace(
-        log,
-        user_features=_read_users(users) if users.exists() else None,
-        genres=_read_genres(items) if items.exists() else None,
-    )
+            raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
+    if not any(groups for _file, groups in footers):
+        raise ValueError(f"{path}: the dataset holds no rows")
+    for file, groups in footers:
+        for number in groups:
+            try:
+                with filesystem.open_input_file(file) as source:
+                    table = pq.ParquetFile(source).read_row_group(number, columns=columns)
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
+            yield _interactions({name: _values(file, name, table.column(name)) for name in columns})
 
 
 def concat(parts: Sequence[Interactions]) -> Interactions:
@@ -154,47 +115,52 @@ def write_features(log: Interactions, folder: Path) -> None:
         pq.write_table(pa.table({"item": log.genres.item_ids, "genres": genres}), folder / ITEMS_FILE)
 
 
-def _read_users(path: Path) -> UserFeatures:
-    table = pq.read_table(path, partitioning=None)
+def _beside(path: Path | str, name: str) -> tuple[str, pa.Table] | None:
+    """A file in the folder of a dataset; None where there is none."""
+    filesystem, place = filesystem_of(str(path))
+    file = f"{place.rstrip('/')}/{name}"
+    if filesystem.get_file_info(file).type != pafs.FileType.File:
+        return None
+    with filesystem.open_input_file(file) as source:
+        return file, pq.read_table(source)
+
+
+def _users(file: str, table: pa.Table) -> UserFeatures:
     names = [name for name in table.column_names if name != "user"]
-    values = {name: _values(str(path), name, table.column(name)) for name in ["user", *names]}
+    values = {name: _values(file, name, table.column(name)) for name in ["user", *names]}
     return UserFeatures(values.pop("user"), values)
 
 
-def _read_genres(path: Path) -> ItemGenres:
-    table = pq.read_table(path, partitioning=None)
+def _genres(file: str, table: pa.Table) -> ItemGenres:
     bags = table.column("genres").combine_chunks()
     lengths = bags.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     genres = bags.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    items = _values(str(path), "item", table.column("item"))
+    items = _values(file, "item", table.column("item"))
     return ItemGenres(items, np.append(0, np.cumsum(lengths)), genres)
 
 
-def _columns(path: Path, fragments: Sequence[Any]) -> list[str]:
-    """Names of the columns to read, checked in the schema of every file."""
-    if not fragments:
-        raise ValueError(f"{path}: the dataset holds no Parquet file")
-    expected: list[str] = []
-    for fragment in fragments:
-        types = {field.name: field.type for field in fragment.physical_schema}
-        for name in _IDS:
-            if name not in types:
-                raise ValueError(f"{fragment.path}: no column {name!r}; found {', '.join(types)}")
-            if not pa.types.is_integer(types[name]):
-                raise ValueError(f"{fragment.path}: column {name!r} must hold integers, got {types[name]}")
-        names = list(_IDS)
-        if "rating" in types:
-            kind = types["rating"]
-            if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-                raise ValueError(f"{fragment.path}: column 'rating' must hold numbers, got {kind}")
-            names.append("rating")
-        names += [name for name, kind in types.items() if pa.types.is_boolean(kind)]
-        expected = expected or names
-        if sorted(names) != sorted(expected):
-            raise ValueError(
-                f"{fragment.path}: has the columns {', '.join(sorted(names))}, "
-                f"but {fragments[0].path} has {', '.join(sorted(expected))}"
-            )
+def _columns(file: str, schema: pa.Schema, first: str, expected: list[str]) -> list[str]:
+    """Names of the columns to read, those of the `first` file, where they are `expected`."""
+    types = {field.name: field.type for field in schema}
+    for name in _IDS:
+        if name not in types:
+            raise ValueError(f"{file}: no column {name!r}; found {', '.join(types)}")
+        if not pa.types.is_integer(types[name]):
+            hint = "; its rows are sequences, which hstu and fuxi stream" if holds_sequences(schema) else ""
+            raise ValueError(f"{file}: column {name!r} must hold integers, got {types[name]}{hint}")
+    names = list(_IDS)
+    if "rating" in types:
+        kind = types["rating"]
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            raise ValueError(f"{file}: column 'rating' must hold numbers, got {kind}")
+        names.append("rating")
+    names += [name for name, kind in types.items() if pa.types.is_boolean(kind)]
+    expected = expected or names
+    if sorted(names) != sorted(expected):
+        raise ValueError(
+            f"{file}: has the columns {', '.join(sorted(names))}, "
+            f"but {first} has {', '.join(sorted(expected))}"
+        )
     return expected
 
 

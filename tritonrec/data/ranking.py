@@ -32,13 +32,15 @@ from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.sequences import NextItemStream
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
+NextItems = NextItemLoader | NextItemStream
 
 
 def evaluate(
-    score_fn: ScoreFunction, loader: NextItemLoader, ks: Sequence[int] = (10, 50), batch_size: int = 256
+    score_fn: ScoreFunction, loader: NextItems, ks: Sequence[int] = (10, 50), batch_size: int = 256
 ) -> dict[str, float]:
     """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all users of the loader with a held-out item.
 
@@ -58,7 +60,7 @@ def evaluate(
     return metrics
 
 
-def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItemLoader) -> Tensor:
+def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItems) -> Tensor:
     """(B,) int64 on the CPU: the number of items ranked above each user's held-out item.
 
     2**63 - 1, above any k, where the item is not in the catalogue.
@@ -84,7 +86,7 @@ def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItemLoader)
     return torch.where(batch.targets >= 0, above.sum(1), torch.iinfo(torch.int64).max)
 
 
-def popularity_scores(loader: NextItemLoader) -> ScoreFunction:
+def popularity_scores(loader: NextItems) -> ScoreFunction:
     """The popularity baseline: the score of an item is its number of occurrences in training sequences."""
     return lambda history: loader.popularity.expand(history.num_samples, -1)
 

@@ -16,7 +16,7 @@ def load(spec: str) -> Interactions | ClickLog:
     ``ml-100k``                               MovieLens-100K, fetched once (`tritonrec.data.movielens`)
     ``zipf``, ``zipf:users=1000,seed=1``      synthetic; options are the fields of `zipf.ZipfOptions`
     ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
-    ``parquet:PATH``                          a file or a folder of them (`tritonrec.data.parquet`)
+    ``parquet:PATH``                          a log as Parquet, read whole (`tritonrec.data.parquet`)
     ``kuairand:PATH``                         the CSV files of KuaiRand (`tritonrec.data.kuairand`)
     ``criteo``, ``criteo:samples=1000``       synthetic clicks in Criteo's shape (`synthetic_clicks`)
     ``avazu``, ``avazu:samples=1000``         synthetic clicks in Avazu's shape
@@ -36,7 +36,7 @@ def load(spec: str) -> Interactions | ClickLog:
     if source == "parquet" and detail:
         from tritonrec.data import parquet  # pyarrow takes half a second to import
 
-        return parquet.read(Path(detail).expanduser())
+        return parquet.read(detail)
     if source == "kuairand" and detail:
         from tritonrec.data import kuairand
 

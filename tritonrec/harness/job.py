@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,12 +16,15 @@ from ..data import (
     ClickLoader,
     ClickLog,
     DynamicBatchLoader,
+    DynamicStream,
     ImpressionLoader,
     Interactions,
     NextItemLoader,
+    NextItemStream,
     load_clicks,
     load_interactions,
 )  # fmt: skip
+from ..data.sequences import COLUMNS, holds_sequences
 from ..embedding import (
     FeatureConfig,
     HashTableCollection,
@@ -33,10 +37,14 @@ from ..embedding import (
     WarmupCosine,
     WarmupLinear,
 )  # fmt: skip
+from ..files import ScratchFolder
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
+
+if TYPE_CHECKING:
+    from ..data.parquet_rows import ParquetRows
 
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
@@ -45,8 +53,8 @@ DATA_HELP = (
     "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, criteo or "
     "criteo:samples=N, and avazu."
 )
-Epochs = NextItemLoader | ImpressionLoader | ClickLoader
-Loader = Epochs | DynamicBatchLoader
+Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader
+Loader = Epochs | DynamicBatchLoader | DynamicStream
 
 
 @dataclass(frozen=True)
@@ -125,13 +133,26 @@ class Job:
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
         loader = self.epochs(rank, world_size)
-        return DynamicBatchLoader(loader) if self.dynamic else loader
+        if not self.dynamic:
+            return loader
+        if isinstance(loader, NextItemStream):
+            tokens = min(int(loader.popularity.sum()) / loader.num_samples, self.max_seq_len)
+            return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
+        return DynamicBatchLoader(loader)
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
         if self.model == "dlrm":
             return ClickLoader(_clicks(self.data), self.batch_size, *shard)
+        if self.model != "grm" and (rows := _sequences(self.data)) is not None:
+            if self.balance:
+                raise ValueError(
+                    "balance deals samples by their lengths, and a rank streams its own part only: choose "
+                    "dynamic"
+                )
+            sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
+            return NextItemStream(rows, *sizes, self.seed, rank, world_size)
         log = _interactions(self.data)
         if self.model == "grm":
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
@@ -263,6 +284,32 @@ def dense_optimizer(
 
 CLICKS = ("criteo", "avazu")
 """How the words for logs of clicks begin."""
+
+
+SHARDS = "shards:"
+"""``shards:SOURCE``: the log SOURCE as shards of sequences, in a folder of this process, and streamed."""
+
+
+@lru_cache(maxsize=4)
+def _sequences(spec: str) -> ParquetRows | None:
+    """The rows of a dataset of sequences, which is streamed; None for any other data."""
+    from ..data.parquet_rows import ParquetRows, schema_of
+
+    if spec.startswith(SHARDS):
+        return ParquetRows(_shards(spec.removeprefix(SHARDS)).name, COLUMNS)
+    kind, _, path = spec.partition(":")
+    if kind != "parquet" or not path or not holds_sequences(schema_of(path)):
+        return None
+    return ParquetRows(path, COLUMNS)
+
+
+@lru_cache(maxsize=4)
+def _shards(spec: str) -> ScratchFolder:
+    from ..data.convert_sequences import write_sequences
+
+    folder = ScratchFolder()
+    write_sequences([load_interactions(spec)], Path(folder.name), rows_per_file=16, rows_per_group=5)
+    return folder
 
 
 @lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
+from .position import SupportsState
 from .precision import LossScaling, Precision, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
@@ -57,6 +58,7 @@ __all__ = [
     "Stage",
     "StageFailedError",
     "StepResult",
+    "SupportsState",
     "Task",
     "Trainer",
     "TrainingSaver",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..data import JaggedBatch, Lookup, NextItemLoader, evaluate
+from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream, evaluate
 from ..embedding import HashTableCollection
 from .precision import Precision, autocast
 
@@ -16,7 +16,7 @@ from .precision import Precision, autocast
 def rank_held_out(
     model: Any,
     tables: HashTableCollection,
-    loader: NextItemLoader,
+    loader: NextItemLoader | NextItemStream,
     ks: Sequence[int] = (10,),
     precision: Precision = "float32",
 ) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .check import check
 from .schedule import Schedule, Task
@@ -17,12 +17,38 @@ from .streams import HostStreams, Streams
 Delay = Callable[[Task], float]
 """Seconds to wait before a task starts; used to attack the schedule."""
 
+Result = TypeVar("Result")
+
 CLOSE_SECONDS = 2.0
 """Seconds that lanes get to finish their stages after a failure."""
 
 
 class StageFailedError(RuntimeError):
     """A stage raised; the original exception is the cause, and no later stage of this rank has started."""
+
+
+class Call(Generic[Result]):
+    """Work that a lane does between its tasks; its error concerns the caller only."""
+
+    def __init__(self, function: Callable[[], Result]):
+        self._function = function
+        self.done = False
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, on the lane's thread."""
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+        self.done = True
+
+    def result(self) -> Result:
+        """What the work returned; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
 
 
 class Executor:
@@ -69,7 +95,7 @@ class Executor:
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
         self._closing = False
-        self._queues: dict[str, deque[tuple[Task, Any]]] = {
+        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {
             lane: deque() for lane in dict.fromkeys(stage.lane for stage in schedule.stages)
         }
         self._threads = [
@@ -117,6 +143,26 @@ class Executor:
             oldest = batch + 1 - self._reach
             self._events = {task: event for task, event in self._events.items() if task.batch >= oldest}
 
+    def call(self, lane: str, function: Callable[[], Result]) -> Call[Result]:
+        """Queue ``function()`` on a lane, behind the tasks that it has been given."""
+        call = Call(function)
+        with self._changed:
+            self._raise_if_stopped()
+            self._queues[lane].append(call)
+            self._changed.notify_all()
+        return call
+
+    def result(self, call: Call[Result]) -> Result:
+        """Wait for a call, and return its result or raise its error.
+
+        Raises `StageFailedError` where a stage fails first, RuntimeError if the executor is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: call.done or self._stopped())
+            if not call.done:
+                self._raise_if_stopped()
+        return call.result()
+
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
         with self._changed:
@@ -157,6 +203,11 @@ class Executor:
 
     def _lane(self, lane: str) -> None:
         while (work := self._next(lane)) is not None:
+            if isinstance(work, Call):
+                work.run()
+                with self._changed:
+                    self._changed.notify_all()
+                continue
             task, context, after = work
             action = partial(self._act, task, context)
             try:
@@ -187,16 +238,19 @@ class Executor:
             self._changed.notify_all()
         self._interrupt.set()
 
-    def _next(self, lane: str) -> tuple[Task, Any, list[Any]] | None:
+    def _next(self, lane: str) -> tuple[Task, Any, list[Any]] | Call[Any] | None:
         """The lane's next task once all it waits for has finished here, and the events of what may still run
-        on a device; None when the executor stops.
+        on a device; or its next call; None when the executor stops.
         """
         queue = self._queues[lane]
         with self._changed:
             self._changed.wait_for(lambda: self._stopped() or queue)
             if self._stopped():
                 return None
-            task, context = queue.popleft()
+            work = queue.popleft()
+            if isinstance(work, Call):
+                return work
+            task, context = work
             waits_for = list(self.schedule.waits_for(task, self.micro_batches))
             self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
             elsewhere = [other for other in waits_for if self.schedule[other.stage].lane != lane]

@@ -56,6 +56,7 @@ class Flight:
         self._modes: list[bool] = []
         self._trained: list[bool] = []
         self._caller = 0
+        self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
@@ -148,11 +149,11 @@ class Flight:
         return [parameter.requires_grad for parameter in self.dense.parameters.values()]
 
     def _refuse_forward(self, module: torch.nn.Module, args: object) -> None:
-        # A lane's backward may compute a forward again on a thread of autograd, so that only the caller is
-        # told apart from the lanes.
+        # A lane's backward may compute a forward again on a thread of autograd, so that only the threads of
+        # the caller's code are told apart from the lanes.
         if torch.compiler.is_compiling():
             return
-        if threading.get_ident() == self._caller and not is_lane():
+        if threading.get_ident() in (self._caller, self.reader) and not is_lane():
             raise RuntimeError(in_flight_message(f"a call of {type(module).__name__}", self._steps()))
 
     def _refuse_state_dict(self, module: torch.nn.Module, *args: object) -> None:

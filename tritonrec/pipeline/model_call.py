@@ -36,15 +36,7 @@ class CallerSettings:
 
     @classmethod
     def of_this_thread(cls, device: torch.device, precision: Precision = "float32") -> CallerSettings:
-        """The settings here, for a model on `device`; any `precision` but float32 is that of autocast.
-
-        Raises RuntimeError under ``torch.no_grad()`` and ``torch.inference_mode()``.
-        """
-        if not torch.is_grad_enabled():
-            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise RuntimeError(
-                f"training under torch.{mode}() would learn nothing: run the trainer outside of it"
-            )
+        """The settings here, for a model on `device`; any `precision` but float32 is that of autocast."""
         autocast = {
             kind: torch.get_autocast_dtype(kind)
             for kind in dict.fromkeys(("cpu", device.type))
@@ -74,6 +66,15 @@ class CallerSettings:
             for kind, _dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
+
+
+def check_gradients_are_on() -> None:
+    """Raise RuntimeError under ``torch.no_grad()`` and ``torch.inference_mode()``."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RuntimeError(
+            f"training under torch.{mode}() would learn nothing: run the trainer outside of it"
+        )
 
 
 def samples_of(model: torch.nn.Module, batch: Batch, seed: int) -> AbstractContextManager[Samples]:

@@ -11,6 +11,7 @@ from ..checkpoint import flatten, unflatten
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
 from .dense import DenseModel
+from .position import LOADER, SupportsState, positions, set_position
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
@@ -25,6 +26,7 @@ class TrainingSaver:
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
+        loader: its position is saved too.
     """
 
     def __init__(
@@ -35,9 +37,12 @@ class TrainingSaver:
         dense: DenseModel,
         meta: Mapping[str, Any],
         full_every: int = 1,
+        loader: SupportsState | None = None,
     ):
-        if DENSE in meta:
-            raise ValueError(f"metadata of a checkpoint has the key {DENSE!r}, which the trainer uses")
+        for key in (DENSE, LOADER):
+            if key in meta:
+                raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
+        self._communicators, self._loader = communicators, loader
         self.tables, self.dense, self.meta = tables, dense, meta
         self._incremental = full_every > 1
         self._saver: checkpoint.Saver | None = None
@@ -60,12 +65,13 @@ class TrainingSaver:
         Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
         text.
         """
+        at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         if self._saver is None:
             return
         plain, shared = flatten(self.dense.state_dict(), DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        values = {**self.meta, **(meta or {}), DENSE: plain}
+        values = {**self.meta, **(meta or {}), **at, DENSE: plain}
         if full:
             if self._incremental:
                 self.tables.track_changes()
@@ -93,18 +99,23 @@ def restore(
     tables: HashTableCollection,
     dense: DenseModel,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
+    loader: SupportsState | None = None,
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step. Collective.
+
+    `loader` goes on where the one of the training that saved was.
 
     `accept` gets the metadata of the training that saved, and raises where this one differs; nothing is
     loaded then. Raises ValueError for a checkpoint of something else, of another model, optimizer or table.
     """
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     meta = dict(loaded.meta)
-    plain = meta.pop(DENSE, None)
+    plain, at = meta.pop(DENSE, None), meta.pop(LOADER, None)
     accept(meta)
     if plain is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+    if loader is not None:
+        set_position(communicators, loader, at)
     dense.load_state_dict(
         unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
     )

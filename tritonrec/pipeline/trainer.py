@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch, NextItemLoader
+from ..data import Batch, NextItemLoader, NextItemStream
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -30,11 +29,13 @@ from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
-from .model_call import CallerSettings
+from .model_call import CallerSettings, check_gradients_are_on
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
+from .position import SupportsState
 from .precision import LossScaler, autocast
 from .program import Program
+from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .saver import TrainingSaver, restore
@@ -117,8 +118,9 @@ class Trainer:
     While batches are in flight (`in_flight`), model, tables and optimizer are the trainer's: reading or
     writing them, calling or copying the model, and switching it with ``train()`` or ``eval()`` raise
     RuntimeError. At any other time they are the caller's, and the next batch starts from how he leaves them.
-    The model is called under the autocast and the default device of the thread that reads the batches; a
-    precision of the config other than float32 is autocast's.
+    Batches are read on the ``prefetch`` lane, or on the caller's thread in modes without lanes, under the
+    autocast and the default device of the caller's thread. The model is called under these too; a precision
+    of the config other than float32 is autocast's.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class Trainer:
         )
         if self._schedule is None:
             validate_reference(self.config, communicators)
+            self._reader = self._batch_reader()
             self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device)
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
@@ -208,6 +211,11 @@ class Trainer:
                 self._schedule, self._program.actions, count, self._span, delay, checked,
                 streams or streams_for(self._device), partial(lane_work, self.impl),
             )  # fmt: skip
+        self._reader = self._batch_reader()
+
+    def _batch_reader(self) -> BatchReader:
+        watch = self._communicators.watch
+        return BatchReader(self._executor, self.config.accumulate, self.recorder, self._flight, watch)
 
     @property
     def program(self) -> Program:
@@ -239,6 +247,8 @@ class Trainer:
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
 
+        Any iterable of batches will do, a ``torch.utils.data.DataLoader`` too; an error that it raises comes
+        out of here as it is.
         Batches are read ahead, and whatever was read is trained: to stop after a certain step, end `batches`
         there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
         With ``accumulate`` = A each A batches are one update; what is left at the end is one too.
@@ -361,12 +371,22 @@ class Trainer:
         return every > 0 and (window.update + 1) % every == 0
 
     def saver(
-        self, directory: str | Path, meta: Mapping[str, Any] | None = None, full_every: int = 1
+        self,
+        directory: str | Path,
+        meta: Mapping[str, Any] | None = None,
+        full_every: int = 1,
+        loader: SupportsState | None = None,
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
-        return TrainingSaver(self._communicators, directory, self.tables, self.dense, meta or {}, full_every)
+        groups, meta = self._communicators, meta or {}
+        return TrainingSaver(groups, directory, self.tables, self.dense, meta, full_every, loader)
 
-    def save(self, directory: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        meta: Mapping[str, Any] | None = None,
+        loader: SupportsState | None = None,
+    ) -> None:
         """Save everything as the state after `next_step` steps, and wait until it is on the disk. Collective.
 
         That is the model with its buffers, the states of optimizer, scheduler and average, and this rank's
@@ -374,24 +394,29 @@ class Trainer:
 
         Args:
             meta: values of the caller's that JSON keeps unchanged.
+            loader: of the batches, this rank's; its ``state_dict()`` is saved too.
 
         Raises RuntimeError while batches are in flight, `CheckpointError` where the files cannot be written.
         """
-        with self.saver(directory, meta) as saver:
+        with self.saver(directory, meta, loader=loader) as saver:
             saver.save(self.next_step)
 
     def load(
-        self, directory: str | Path, accept: Callable[[dict[str, Any]], None] = lambda meta: None
+        self,
+        directory: str | Path,
+        accept: Callable[[dict[str, Any]], None] = lambda meta: None,
+        loader: SupportsState | None = None,
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
 
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
+            loader: gets the position that was saved with ``loader=``.
 
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
         is damaged or of another model, optimizer or table.
         """
-        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept)
+        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
@@ -402,7 +427,9 @@ class Trainer:
         """
         return whole_tables(self._communicators, self.tables)
 
-    def evaluate(self, loader: NextItemLoader, ks: Sequence[int] = (10,)) -> dict[str, float]:
+    def evaluate(
+        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,)
+    ) -> dict[str, float]:
         """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
 
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
@@ -433,8 +460,8 @@ class Trainer:
 
     def _next_window(self, iterator: Iterator[Batch]) -> Window | None:
         """The batches of the next update; None when there are none left."""
-        count = self.config.accumulate
-        batches = list(islice(iterator, count))
+        count, settings = self.config.accumulate, CallerSettings.of_this_thread(self._device)
+        batches = self._reader.read(iterator, settings)
         if not batches:
             return None
         first = batches[0].step
@@ -443,6 +470,7 @@ class Trainer:
                 f"an update takes {count} consecutive batches from a multiple of {count}, got steps "
                 f"{[batch.step for batch in batches]}"
             )
+        check_gradients_are_on()
         settings = CallerSettings.of_this_thread(self._device, self.config.precision)
         window = Window(self._number, batches, first // count, settings)
         last = max(self._read, self._flight.last_update)

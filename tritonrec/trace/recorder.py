@@ -31,6 +31,8 @@ class SupportsRecording(Protocol):
         self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
     ) -> AbstractContextManager[dict[str, Any]]: ...
 
+    def add(self, lane: str, name: str, start_ns: int, end_ns: int, *, batch: int) -> None: ...
+
     def counter(self, name: str, value: float) -> None: ...
 
 
@@ -151,6 +153,9 @@ class NullRecorder:
         self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
     ) -> _NullSpan:
         return _NullSpan()
+
+    def add(self, lane: str, name: str, start_ns: int, end_ns: int, *, batch: int) -> None:
+        return None
 
     def counter(self, name: str, value: float) -> None:
         return None

@@ -10,6 +10,7 @@ from ...data import (
     ClickLoader,
     ImpressionLoader,
     NextItemLoader,
+    NextItemStream,
     evaluate,
     evaluate_clicks,
     evaluate_impressions,
@@ -68,7 +69,7 @@ def baseline(loader: Epochs) -> Metrics:
     if isinstance(loader, ClickLoader):
         rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean(), dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
-    if isinstance(loader, NextItemLoader):
+    if isinstance(loader, (NextItemLoader, NextItemStream)):
         return evaluate(popularity_scores(loader), loader, KS)
     batches = [loader.global_batch(step) for step in range(loader.steps_per_epoch)]
     items = torch.cat([batch.exposed_items for batch in batches])

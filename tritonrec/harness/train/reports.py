@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from ...callbacks import Throughput
+from ...data import DynamicStream, NextItemStream
 from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
 from ..job import Loader
@@ -59,13 +60,25 @@ class Reports:
         every = 0 if self.console.quiet else self.run.log_every
         if self._loggers or every:
             if steady is not None:
-                self._throughput.on_step_end(steady, *self._loader.global_size(result.step))
+                self._throughput.on_step_end(steady, *self._size_of(result))
             values = {**result.values(), **self._throughput.compute()}
             for logger in self._loggers:
                 logger.log(step, values)
             if every and (step % every == 0 or step == self.run.steps):
                 self._print(line_of(step, self.run.steps, values))
         self._progress.update(self._bar, completed=step, loss=f"loss {result.loss:.4f}")
+
+    def _size_of(self, result: StepResult) -> tuple[int, int]:
+        """Samples and tokens of a step over all ranks.
+
+        A stream has a token for each term of the loss, and cut by tokens about as many samples on each rank.
+        """
+        if not isinstance(self._loader, (NextItemStream, DynamicStream)):
+            return self._loader.global_size(result.step)
+        tokens = result.loss_terms // self.run.window.accumulate
+        if isinstance(self._loader, DynamicStream):
+            return len(result.sample_ids) * self._loader.world_size, tokens
+        return self._loader.plan.num_samples(result.step), tokens
 
     def on_evaluation_end(self, step: int, loss: float | None, metrics: Metrics, logged: bool) -> None:
         """Log and print.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...pipeline import Trainer
+from ...pipeline import SupportsState, Trainer
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
 from .run import Run
@@ -33,10 +33,12 @@ def metadata(run: Run) -> dict[str, Any]:
     return {**compared, CONFIG: to_toml(tables_of(run))}
 
 
-def resume(trainer: Trainer, run: Run) -> tuple[int, dict[str, Any] | None]:
+def resume(
+    trainer: Trainer, run: Run, loader: SupportsState | None = None
+) -> tuple[int, dict[str, Any] | None]:
     """Load the newest checkpoint; returns its step, and the state of early stopping if there was any.
 
-    Each rank reads the slices it owns, whatever world size saved them.
+    Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position.
     """
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
@@ -63,7 +65,7 @@ def resume(trainer: Trainer, run: Run) -> tuple[int, dict[str, Any] | None]:
                 "use the same, or another directory"
             )
 
-    step = trainer.load(run.checkpoint, accept)
+    step = trainer.load(run.checkpoint, accept, loader)
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"

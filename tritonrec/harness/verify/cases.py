@@ -12,7 +12,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
-from .variants import RESTART, VARIANTS, Variant
+from .variants import RESTART, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -288,6 +288,8 @@ def extra_cases(
         cases.append(case(0, world_size=largest, restart=1, variant="fp16", clustering=False))
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
+    if largest > 1:
+        cases.append(case(0, restart=largest - 1, variant=STREAM, clustering=False))
     return cases
 
 

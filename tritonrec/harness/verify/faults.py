@@ -12,7 +12,7 @@ from ...pipeline import Edge
 from . import injections
 from .cases import Case
 from .injections import Injection
-from .variants import RESTART
+from .variants import RESTART, STREAM
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,18 @@ FAULTS = [
         "scores and access counts start from zero after a restart",
         replace(_case(), variant=RESTART, steps=8, restart=1),
         Injection(injections.restart_without_scores),
+    ),
+    Fault(
+        "shard-read-by-two-ranks",
+        "rank 1 also streams the rows of the last reader of rank 0",
+        replace(_case(), variant=STREAM),
+        Injection(loader=injections.shard_read_by_two_ranks),
+    ),
+    Fault(
+        "position-one-batch-late",
+        "the position of a stream is saved one batch behind the training",
+        replace(_case(), variant=STREAM, steps=8, restart=1),
+        Injection(loader=injections.position_one_batch_late),
     ),
     Fault(
         "gradients-leave-at-first-use",

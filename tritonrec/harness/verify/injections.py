@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ... import ops
-from ...data import JaggedBatch
+from ...data import JaggedBatch, NextItemStream
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
@@ -28,13 +29,17 @@ from ...pipeline.places import (
 )
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
+from ..job import Loader
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How a fault is injected: by changing the program, the schedule, or the timing that brings it out."""
+    """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
+    loader of a rank.
+    """
 
     program: Callable[[Program], None] | None = None
+    loader: Callable[[Loader], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
 
@@ -383,6 +388,23 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
         return replace(routes, received=received)
 
     program.after("route", too_early)
+
+
+def shard_read_by_two_ranks(loader: Loader) -> None:
+    assert isinstance(loader, NextItemStream)
+    first = max(loader.readers.start - 1, 0)
+    loader.readers = range(first, loader.readers.stop)
+
+
+def position_one_batch_late(loader: Loader) -> None:
+    assert isinstance(loader, NextItemStream)
+    state_dict = loader.state_dict
+
+    def late() -> dict[str, Any]:
+        state = state_dict()
+        return {**state, "step": state["step"] + 1}
+
+    loader.state_dict = late  # type: ignore[method-assign]
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ... import ops
-from ...data import Batch, ClickLoader, Lookup
+from ...data import Batch, ClickLoader, DynamicStream, Lookup, NextItemStream
 from ...distributed import Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
@@ -171,18 +172,19 @@ def _compared(
     with prepared(communicators, job, case, injected=injected) as (trainer, loader):
         program = trainer.program
         tables = program.tables
+        stream = loader if isinstance(loader, (NextItemStream, DynamicStream)) else None
         if stretch.load:
-            trainer.load(stretch.load)
+            trainer.load(stretch.load, loader=stream)
         comparison = Comparison(tables, communicators.shard, communicators.shards)
 
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
-        stretches = [[loader.batch(step) for step in steps]]
+        batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
         skipped = compare_run(
-            trainer, stretches if watch is None else _classified(watch, loader, steps), comparison, expected,
+            trainer, [batches] if watch is None else _classified(watch, loader, steps), comparison, expected,
             steps[-1],
         )  # fmt: skip
         if stretch.save:
-            trainer.save(stretch.save)
+            trainer.save(stretch.save, loader=stream)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
     due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
@@ -196,6 +198,10 @@ def _compared(
         counts.update(vars(group.table.counters))
     if watch is not None:
         counts.update(watch.counts)
+    if isinstance(stream, DynamicStream):
+        stream = stream.stream
+    if stream is not None:
+        counts["shard_bytes"] = stream.counts.bytes
     return RankReport(
         comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
     )
@@ -221,7 +227,7 @@ def _classified(watch: Slipstream, loader: Loader, steps: range) -> Iterator[lis
 
 def compare_run(
     trainer: Trainer,
-    stretches: Iterable[Sequence[Batch]],
+    stretches: Iterable[Iterable[Batch]],
     comparison: Comparison,
     expected: Callable[[int], Mapping[str, torch.Tensor]],
     last: int,
@@ -310,7 +316,10 @@ def prepared(
     ) as trainer:  # fmt: skip
         if injected.program is not None:
             injected.program(trainer.program)
-        yield trainer, job.loader(communicators.rank, communicators.world_size)
+        loader = job.loader(communicators.rank, communicators.world_size)
+        if injected.loader is not None:
+            injected.loader(loader)
+        yield trainer, loader
 
 
 def _delays(case: Case, rank: int) -> Callable[[Task], float] | None:

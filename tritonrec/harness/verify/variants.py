@@ -20,6 +20,10 @@ RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
 
 
+STREAM = "stream"
+"""The variant whose batches are streamed from shards, and whose position is in the checkpoint."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """Changes to `Job` and `WindowConfig`.
@@ -229,6 +233,17 @@ VARIANTS: dict[str, Variant] = {
             "policy": TablePolicy(Eviction("lru", capacity=120), admission=2),
         },
         shows=("evicted", "rejected"),
+    ),
+    STREAM: Variant(
+        "batches streamed from Parquet shards, of which a rank reads its own",
+        {"batch_size": 12, "num_negatives": 1, "data": f"shards:{MADE}"},
+        shows=("shard_bytes",),
+    ),
+    "stream-dynamic": Variant(
+        "a stream cut by tokens",
+        {"batch_size": 12, "num_negatives": 1, "data": f"shards:{MADE}", "dynamic": True},
+        per_world=True,
+        shows=("shard_bytes",),
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

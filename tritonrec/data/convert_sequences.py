@@ -1,0 +1,130 @@
+"""A log as users' sequences in Parquet (`tritonrec.data.sequences`), in memory for a part of it only.
+
+Rows are dealt to buckets by a hash of the user, in scratch files; a bucket is then sorted and written. So the
+memory is that of the largest bucket, and of the catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.parquet import concat, parts, table_of
+from tritonrec.data.parquet_rows import ParquetRows
+from tritonrec.data.sequences import CATALOGUE_FILE
+from tritonrec.files import ScratchFolder
+from tritonrec.kernels.launch import random_indices
+
+BUCKET_ROWS = 4_000_000
+
+
+def write_sequences(
+    log: Iterable[Interactions],
+    out: Path,
+    rows_per_file: int,
+    rows_per_group: int,
+    report: Callable[[int], None] = lambda rows: None,
+    buckets: int = 1,
+) -> None:
+    """Write the parts of a log, in their order, into the empty folder `out`, a row for each user.
+
+    Features of users and items are left out.
+
+    Args:
+        rows_per_file, rows_per_group: largest number of users of a file, and of a row group.
+        report: called with the numbers of interactions that are dealt to buckets.
+        buckets: users are divided into so many, and one is in memory at a time.
+    """
+    items, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    with _Buckets(out, buckets) as scratch:
+        for part in log:
+            scratch.add(part)
+            report(len(part))
+        files = 0
+        for bucket in range(buckets):
+            dealt = scratch.read(bucket)
+            if dealt is None:
+                continue
+            found, times = _trained(dealt)
+            both = np.concatenate([items, found])
+            items, places = np.unique(both, return_inverse=True)
+            counts = np.bincount(places, np.concatenate([counts, times]), len(items)).astype(np.int64)
+            table = _rows(dealt)
+            for first in range(0, len(table), rows_per_file):
+                file = out / f"part-{files:05}.parquet"
+                pq.write_table(table.slice(first, rows_per_file), file, row_group_size=rows_per_group)
+                files += 1
+    pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE)
+
+
+def buckets_of(path: str) -> int:
+    """Buckets for a log in Parquet, by its rows; the errors of `ParquetRows`."""
+    return -(-ParquetRows(path, ()).num_rows // BUCKET_ROWS)
+
+
+def _trained(log: Interactions) -> tuple[np.ndarray, np.ndarray]:
+    """The items that users' training sequences have, ascending, and how often."""
+    sequences = log.sequences
+    last = sequences.offsets[1:][sequences.lengths >= 2] - 1
+    return np.unique(np.delete(sequences.items, last), return_counts=True)
+
+
+def _rows(log: Interactions) -> pa.Table:
+    """A row for each user."""
+    sequences = log.sequences
+    offsets = pa.array(sequences.offsets, pa.int64())
+    lists: dict[str, Any] = {"item": sequences.items, "timestamp": sequences.timestamps}
+    if log.rating is not None:
+        lists["rating"] = log.rating[sequences.rows]
+    lists |= {name: column[sequences.rows].astype(bool) for name, column in log.feedback.items()}
+    columns = {
+        name: pa.LargeListArray.from_arrays(offsets, pa.array(values)) for name, values in lists.items()
+    }
+    return pa.table({"user": sequences.user_ids, **columns})
+
+
+class _Buckets:
+    """Rows of a log in scratch files by a hash of the user; a context manager."""
+
+    def __init__(self, beside: Path, count: int) -> None:
+        self._count = count
+        self._parts: list[Interactions] = []
+        self._folder = ScratchFolder(f".{beside.name}-", beside.parent)
+        self._writers: dict[int, pq.ParquetWriter] = {}
+
+    def add(self, log: Interactions) -> None:
+        if self._count == 1:
+            self._parts.append(log)
+            return
+        users = torch.from_numpy(log.user)
+        which = random_indices(0, 0, 0, users, torch.zeros_like(users), 1, self._count)[:, 0].numpy()
+        table = table_of(log)
+        for bucket in np.unique(which).tolist():
+            if bucket not in self._writers:
+                file = Path(self._folder.name) / f"{bucket}.parquet"
+                self._writers[bucket] = pq.ParquetWriter(file, table.schema)
+            self._writers[bucket].write_table(table.take((which == bucket).nonzero()[0]))
+
+    def read(self, bucket: int) -> Interactions | None:
+        """The bucket's rows in the order of the log; None where there are none."""
+        if self._count == 1:
+            return concat(self._parts)
+        if bucket not in self._writers:
+            return None
+        self._writers[bucket].close()
+        return concat(list(parts(Path(self._folder.name) / f"{bucket}.parquet")))
+
+    def __enter__(self) -> _Buckets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._folder.cleanup()

@@ -1,0 +1,81 @@
+"""Batches of any loader, numbered by step, with a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from tritonrec.data.batch import Batch
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+class NumberedLoader(Generic[AnyBatch]):
+    """The batches of `loader`, epoch after epoch, with their steps set; an iterator with a position.
+
+    For a ``torch.utils.data.DataLoader``, say, whose ``collate_fn`` makes batches and does not know the step.
+    Before an epoch ``loader.sampler.set_epoch`` is called with its number, where there is one.
+
+    Args:
+        loader: an iterable of batches that begins anew each time. All ranks' must have equally many.
+        epochs: after which it ends; None: never.
+
+    Attributes:
+        step: of the next batch.
+
+    A position has the state of `loader` where it has ``state_dict`` and ``load_state_dict`` (torchdata's
+    StatefulDataLoader). Any other loader is begun anew at a position, and the batches before it in its epoch
+    are dropped, so its epochs must be the same each time. Raises ValueError for an epoch without batches.
+    """
+
+    def __init__(self, loader: Iterable[AnyBatch], epochs: int | None = None) -> None:
+        self.loader, self.epochs = loader, epochs
+        self.step = self._epoch = self._place = 0
+        self._batches: Iterator[AnyBatch] | None = None
+
+    def __iter__(self) -> Iterator[AnyBatch]:
+        return self
+
+    def __next__(self) -> AnyBatch:
+        while self.epochs is None or self._epoch < self.epochs:
+            if self._batches is None:
+                self._batches = self._begin()
+            batch = next(self._batches, None)
+            if batch is not None:
+                numbered = replace(batch, step=self.step)
+                self.step, self._place = self.step + 1, self._place + 1
+                return numbered
+            if not self._place:
+                raise ValueError(f"epoch {self._epoch} of the loader has no batches")
+            self._epoch, self._place, self._batches = self._epoch + 1, 0, None
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, with that of `loader` if it has one."""
+        place = {"step": self.step, "epoch": self._epoch, "batches": self._place}
+        if self._has_state():
+            place["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return place
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position."""
+        self.step, self._epoch, self._place = state["step"], state["epoch"], state["batches"]
+        self._batches = None
+        if "loader" in state:
+            self._set_epoch()
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._batches = iter(self.loader)
+
+    def _begin(self) -> Iterator[AnyBatch]:
+        self._set_epoch()
+        return islice(self.loader, self._place, None)
+
+    def _set_epoch(self) -> None:
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._epoch)
+
+    def _has_state(self) -> bool:
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")

@@ -1,0 +1,235 @@
+"""Users' sequences as Parquet, a row each, streamed as samples of next-item training.
+
+::
+
+    OUT/part-00000.parquet     user         integer                     a row is one user's sequence in the
+    OUT/part-00001.parquet     item         list of integers            order of time; lists of a row are of
+                               timestamp    list of integers            one length
+                               rating       list of numbers             if there is one
+    OUT/_catalogue.parquet     item, count  integers                    items in training, ascending
+
+``python -m tritonrec.data.convert SOURCE OUT --sequences`` writes it. Other columns are ignored, and of these
+only ``item`` and ``timestamp`` are read. A user may have several rows; each is a sample. The last item of a
+row of at least two is held out for evaluation; samples are cut as in `tritonrec.data.loader`, but a row that
+is too short for a label is a sample without tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonrec.data.batch import JaggedBatch
+from tritonrec.data.epochs import NEGATIVES, check_at_least
+from tritonrec.data.jagged import token_indices
+from tritonrec.data.loader import EvaluationBatch
+from tritonrec.data.slices import work
+from tritonrec.data.stream import Stream
+from tritonrec.kernels.launch import random_indices
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from tritonrec.data.parquet_rows import ParquetRows
+
+CATALOGUE_FILE = "_catalogue.parquet"
+COLUMNS = ("item", "timestamp")
+
+
+class NextItemStream(Stream[JaggedBatch]):
+    """Next-item training and leave-one-out evaluation from Parquet rows of sequences.
+
+    Args:
+        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these.
+        batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
+        max_seq_len: largest number of tokens of a sample.
+        num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
+        catalogue: (I,) int64, distinct and ascending, the items that negatives are drawn from and that are
+            ranked; by default ``_catalogue.parquet`` in the folder `rows`. popularity: (I,) int64, their
+            occurrences.
+
+    Raises the errors of `Stream`, and ValueError for columns that are no lists of integers and where there
+    is no catalogue.
+    """
+
+    def __init__(
+        self,
+        rows: ParquetRows | str | Path,
+        batch_size: int,
+        max_seq_len: int,
+        num_negatives: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        catalogue: Tensor | None = None,
+        popularity: Tensor | None = None,
+        shuffle: bool = True,
+        buffer_rows: int = 1 << 18,
+        readers: int = 64,
+    ) -> None:
+        from tritonrec.data.parquet_rows import ParquetRows
+
+        check_at_least("max_seq_len", max_seq_len, 1)
+        check_at_least("num_negatives", num_negatives, 0)
+        rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
+        _check_lists(rows)
+        super().__init__(
+            rows, self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers
+        )
+        self.max_seq_len, self.num_negatives = max_seq_len, num_negatives
+        if catalogue is None:
+            catalogue, popularity = read_catalogue(rows)
+        elif catalogue.dtype != torch.int64 or bool((catalogue.diff() <= 0).any()):
+            raise ValueError("catalogue must be int64, distinct and ascending: sort it with torch.unique")
+        self.catalogue = catalogue
+        self.popularity = torch.ones_like(catalogue) if popularity is None else popularity
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        return len(self.catalogue)
+
+    def tokens_of(self, table: pa.Table) -> np.ndarray:
+        """(b,) int64: tokens of each row's sample."""
+        return self._tokens(lists_of(table)[3])[1].numpy()
+
+    def _tokens(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row (b,): training items, and tokens."""
+        trained = lengths - (lengths >= 2).long()
+        return trained, (trained - 1).clamp(min=0, max=self.max_seq_len)
+
+    def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
+        items, timestamps, starts, lengths = lists_of(table)
+        trained, kept = self._tokens(lengths)
+        tokens, offsets = token_indices(starts + trained - 1 - kept, kept)
+        ids = items[tokens]
+        batch = JaggedBatch.from_sequences(
+            step, sample_ids, offsets, ids, timestamps[tokens], items[tokens + 1], ids.new_empty(len(ids), 0)
+        )
+        with work("negatives"):
+            drawn = random_indices(
+                self.seed,
+                NEGATIVES,
+                step,
+                batch.token_sample_ids(),
+                batch.token_positions(),
+                self.num_negatives,
+                self.num_items,
+            )
+            return replace(batch, negatives=self.catalogue[drawn])
+
+    def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
+        """All rows with a held-out item, in their order, read again; at most `batch_size` at a time."""
+        check_at_least("batch_size", batch_size, 1)
+        for numbers, table in self.rows.batches(batch_size):
+            items, timestamps, starts, lengths = lists_of(table)
+            chosen = lengths >= 2
+            if not bool(chosen.any()):
+                continue
+            starts, trained = starts[chosen], lengths[chosen] - 1
+            kept = trained.clamp(max=self.max_seq_len)
+            tokens, offsets = token_indices(starts + trained - kept, kept)
+            ids = items[tokens]
+            none = ids.new_empty(len(ids), 0)
+            history = JaggedBatch.from_sequences(
+                0, torch.from_numpy(numbers)[chosen], offsets, ids, timestamps[tokens], ids, none
+            )
+            seen, _ = token_indices(starts, trained)
+            users = torch.repeat_interleave(torch.arange(len(starts)), trained)
+            places = self._places(items[seen])
+            yield EvaluationBatch(
+                history, self._places(items[starts + trained]), users[places >= 0], places[places >= 0]
+            )
+
+    def _places(self, items: Tensor) -> Tensor:
+        """Positions of `items` in the catalogue, -1 where absent."""
+        places = torch.searchsorted(self.catalogue, items).clamp(max=self.num_items - 1)
+        return torch.where(self.catalogue[places] == items, places, -1)
+
+
+def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Items (L,) and timestamps (L,), and the start and length (b,) of each row's; all int64.
+
+    Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
+    """
+    items, starts, lengths = _list_of(table, "item")
+    timestamps, _, of_times = _list_of(table, "timestamp")
+    if not np.array_equal(lengths, of_times):
+        row = int((lengths != of_times).nonzero()[0][0])
+        raise ValueError(
+            f"a row has {lengths[row]} values in 'item' and {of_times[row]} in 'timestamp': its lists must "
+            "be of one length"
+        )
+    return (
+        torch.from_numpy(items),
+        torch.from_numpy(timestamps),
+        torch.from_numpy(starts),
+        torch.from_numpy(lengths),
+    )
+
+
+def _list_of(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, and start and length of each row's, from 0 on."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = table.column(name).combine_chunks()
+    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    if column.null_count or (values := column.flatten()).null_count:
+        raise ValueError(f"column {name!r} has nulls")
+    lengths = pc.list_value_length(column).cast(pa.int64()).to_numpy()
+    try:
+        values = values.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"column {name!r} does not fit: {error}") from error
+    return values.to_numpy().copy(), np.cumsum(lengths) - lengths, lengths.copy()
+
+
+def holds_sequences(schema: pa.Schema) -> bool:
+    """Whether a dataset of this schema has rows of sequences, rather than of events."""
+    import pyarrow as pa
+
+    kind = schema.field("item").type if "item" in schema.names else None
+    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
+    """Items (I,) ascending and their occurrences (I,), int64, from the folder of a dataset.
+
+    Raises ValueError where the file is missing or has other columns.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = f"{rows.root}/{CATALOGUE_FILE}"
+    try:
+        with rows.filesystem.open_input_file(file) as source:
+            table = pq.read_table(source, columns=["item", "count"])
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{rows.path}: no catalogue to draw negatives from: give catalogue=, or write the data with "
+            f"python -m tritonrec.data.convert SOURCE OUT --sequences ({error})"
+        ) from error
+    columns = [table.column(name).cast(pa.int64()).to_numpy() for name in ("item", "count")]
+    return torch.from_numpy(columns[0].copy()), torch.from_numpy(columns[1].copy())
+
+
+def _check_lists(rows: ParquetRows) -> None:
+    import pyarrow as pa
+
+    for name in COLUMNS:
+        if name not in rows.schema.names:
+            raise ValueError(f"{rows.path}: no column {name!r}; found {', '.join(rows.schema.names)}")
+        kind = rows.schema.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if not is_list or not pa.types.is_integer(kind.value_type):
+            raise ValueError(
+                f"{rows.path}: column {name!r} must hold lists of integers, a row for each sequence, got "
+                f"{kind}: python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a log"
+            )
