@@ -69,9 +69,9 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in LOW else tensor
 
 
-def is_low(arguments: Iterable[Any]) -> bool:
-    """Whether any of them is a tensor of bfloat16 or float16."""
-    return any(isinstance(each, torch.Tensor) and each.dtype in LOW for each in arguments)
+def is_low(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether any of them is of bfloat16 or float16."""
+    return any(each is not None and each.dtype in LOW for each in tensors)
 
 
 def run_widened(

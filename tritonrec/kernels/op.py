@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -206,7 +207,7 @@ class Op:
             check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
             self._check_memory(arguments)
-        if self._widens and chosen != "triton" and is_low(arguments):
+        if self._widens and chosen != "triton" and is_low(arguments[at] for at, _ in self._tensors):
             like = None if self._outputs is None else self._outputs(arguments)
             function = partial(self._implementation(chosen), **self._options)
             return run_widened(function, arguments, like, [at for at, _ in self._written])
@@ -218,7 +219,7 @@ class Op:
         # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
         # whether it interprets.
         module, function = self._places[chosen]
-        return getattr(import_module(module), function)
+        return getattr(sys.modules.get(module) or import_module(module), function)
 
     def _refuse(self, arguments: tuple[Any, ...]) -> bool:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tritonrec.kernels.autocast import widen
-from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
 
@@ -45,6 +45,11 @@ def add_rows(
 ) -> None:
     """Round terms (n, *shape) of the gradient of parameter `name` and add them to int64 `sums` (*shape)."""
     values = values.flatten(1)
+    if implementation(impl, values) == "cpu":
+        from tritonrec.kernels.rows.numba_segment_sum import add_rows as add_rows_on_cpu
+
+        add_rows_on_cpu(sums, widen(values), fraction_bits, f"gradient of {name}")
+        return
     rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
     options = "batch", fraction_bits, f"gradient of {name}"
     SEGMENT_SUM_INTO.launch(sums.view(1, -1), values, rows, 1, *options, impl=impl)
