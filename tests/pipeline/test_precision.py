@@ -22,6 +22,7 @@ JOB = Job(
 )
 MOVING = LossScaling(2.0**24, growth_interval=2)
 """Too large at the start, so that it falls, and then rises again."""
+FALLING = LossScaling(2.0**18, 4.0, 0.25, 2)
 PRECISIONS = {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16", "loss_scaling": MOVING}}
 
 
@@ -166,7 +167,7 @@ def bytes_of(places):
 
 SHARED = {
     "bf16": {"precision": "bf16", "exchange_precision": "bf16"},
-    "fp16": {"precision": "fp16", "exchange_precision": "fp16", "loss_scaling": LossScaling(2.0**30)},
+    "fp16": {"precision": "fp16", "exchange_precision": "fp16", "loss_scaling": FALLING},
     "first use": {"exchange_precision": "bf16", "first_use": True, "skip_fetch": True},
 }
 
@@ -178,9 +179,9 @@ def test_any_number_of_ranks_is_the_reference(pool, world_size, replicas, option
     window = WindowConfig(3, seed=4, **SHARED[options])
     alone = replace(window, micro_batches=1, first_use=False, skip_fetch=False)
     expected, weights, (ids, rows), _ = of_ranks(Communicators.local(), JOB, alone, "reference")
-    assert any(end[2] for end in expected) == (options == "fp16")
+    assert len({end[2] for end in expected}) == (2 if options == "fp16" else 1)
     for ends, own, (own_ids, own_rows), _ in pool.run(of_ranks, world_size, JOB, window, replicas=replicas):
-        assert ends == expected and same(own, weights)
+        assert repr(ends) == repr(expected) and same(own, weights)  # of a nan, too
         places = torch.searchsorted(ids, own_ids)
         assert torch.equal(ids[places], own_ids) and torch.equal(rows[places], own_rows)
 
