@@ -1,5 +1,5 @@
 """SASRec of torch's modules, trained as people do: AdamW, warm-up and cosine, clipping, bfloat16, averaged
-weights, evaluation every epoch, early stopping, TensorBoard, checkpoints that any number of ranks resumes.
+weights, evaluation every epoch, early stopping, TensorBoard, checkpoints for any number of ranks.
 
     python docs/examples/sasrec.py out/sasrec
     torchrun --nproc-per-node 2 docs/examples/sasrec.py out/sasrec     # the same bits

@@ -44,6 +44,7 @@ QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one 
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
+    "overflow-of-one-rank", "own-rows-not-rounded",
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class LookupCounts:
         lookups: table lookups made, one for each table that is not merged into another.
         rows: embeddings that left this rank, and gradients.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
+        embedding_bytes: of `row_bytes`, the embeddings.
     """
 
     occurrences: int = 0
@@ -57,6 +58,7 @@ class LookupCounts:
     rows: int = 0
     key_bytes: int = 0
     row_bytes: int = 0
+    embedding_bytes: int = 0
 
     def add(self, other: LookupCounts) -> None:
         """Add another's counts to these."""

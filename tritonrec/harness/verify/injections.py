@@ -14,21 +14,26 @@ import torch
 
 from ... import ops
 from ...data import JaggedBatch, NextItemStream
+from ...distributed import Communicator
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
     Context,
+    DenseMeans,
     Embeddings,
+    GradientNorm,
     Gradients,
     MeanGradient,
     OwnedRows,
+    ReduceGroup,
     Routes,
     RowGradient,
 )
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
+from ...pipeline.stages import gradient_norm
 from ..job import Loader
 
 
@@ -185,15 +190,19 @@ def correction_per_micro_batch(program: Program) -> None:
 
 
 def norm_of_one_rank(program: Program) -> None:
-    reduce = program.communicators.reduce
-    all_reduce = reduce.all_reduce
+    def alone(
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        mean_gradient: Write[MeanGradient],
+        means: Read[DenseMeans],
+    ) -> GradientNorm:
+        assert gradient_norm.function is not None
+        single = ReduceGroup(Communicator())
+        return gradient_norm.function(context, routes, owned, row_gradient, mean_gradient, means, single)
 
-    def own(values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
-        mine = values.clone()
-        all_reduce(values, name, bounded)
-        return mine if name == "squares of the gradients" else values
-
-    reduce.all_reduce = own  # type: ignore[method-assign]
+    program.replace("gradient_norm", alone)
 
 
 def missed_decay_forgotten(program: Program) -> None:

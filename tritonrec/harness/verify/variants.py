@@ -74,7 +74,7 @@ POLICIES = TablePolicy(
 )
 
 
-MOVING = LossScaling(2.0**32, backoff_factor=2.0**-4, growth_interval=2)
+MOVING = LossScaling(2.0**18, growth_interval=2)
 """Too large at the start, so that it falls, and then rises again."""
 
 

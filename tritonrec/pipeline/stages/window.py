@@ -59,6 +59,7 @@ def exchange(
         splits, slots = sent.splits[micro_batch], embeddings[number][table.slots(micro_batch)]
         counted_all_to_all(counts, communication, rows, splits, table.splits[micro_batch], out=slots)
         counts.rows += sum(splits) - splits[communication.rank]
+    counts.embedding_bytes = counts.row_bytes
 
 
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
