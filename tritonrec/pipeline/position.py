@@ -32,8 +32,8 @@ def positions(communicators: Communicators, loader: SupportsState, step: int) ->
     read = getattr(loader, "step", step)
     if read != step:
         raise ValueError(
-            f"the loader is at step {read} and the training at step {step}: train on every batch that is read "
-            "before a save"
+            f"the loader is at step {read} and the training at step {step}: train on every batch that is "
+            "read before a save"
         )
     plain, tensors = flatten(loader.state_dict(), LOADER)
     raw = save({name: tensor.contiguous() for name, tensor in tensors.items()}) if tensors else b""
@@ -51,9 +51,9 @@ def set_position(communicators: Communicators, loader: SupportsState, saved: lis
         raise ValueError("the checkpoint has no position of a loader: it was saved without loader=")
     if len(saved) not in (1, communicators.world_size):
         raise ValueError(
-            f"each of {len(saved)} ranks saved a position of its own, and here are {communicators.world_size}: "
-            "go on with as many ranks, or use a loader whose position holds for any, such as "
-            "tritonrec.data.Stream"
+            f"each of {len(saved)} ranks saved a position of its own, and here are "
+            f"{communicators.world_size}: go on with as many ranks, or use a loader whose position holds for "
+            "any, such as tritonrec.data.Stream"
         )
     found = json.loads(saved[communicators.rank if len(saved) > 1 else 0])
     raw = base64.b64decode(found["tensors"])
