@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tritonrec.data import parquet
 from tritonrec.data.convert import convert, write
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.parquet import ParquetShards
+from tritonrec.data.parquet import parts
 from tritonrec.data.sources import load
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -110,25 +109,13 @@ def test_partitions_are_days_and_keep_every_sequence(tmp_path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    rows=st.integers(1, 60),
-    per_file=st.integers(1, 25),
-    per_group=st.integers(1, 25),
-    world=st.integers(1, 5),
-)
-def test_ranks_share_the_shards_in_order(tmp_path_factory, rows, per_file, per_group, world):
-    log, out = made_log(max(rows, 2)), tmp_path_factory.mktemp("data") / "out"
+@given(rows=st.integers(2, 60), per_file=st.integers(1, 25), per_group=st.integers(1, 25))
+def test_the_parts_of_a_log_are_its_row_groups_in_order(tmp_path_factory, rows, per_file, per_group):
+    log, out = made_log(rows), tmp_path_factory.mktemp("data") / "out"
     write(log, out, rows_per_file=per_file, rows_per_group=per_group)
-    ranks = [list(ParquetShards(out, rank, world)) for rank in range(world)]
-    total = sum(map(len, ranks))
-    assert [len(own) for own in ranks] == [len(range(rank, total, world)) for rank in range(world)]
-    in_order = [ranks[at % world][at // world] for at in range(total)]
-    assert same(parquet.concat(in_order), log)
-    assert all(1 <= len(shard) <= min(per_file, per_group) for shard in in_order)
-    again = ParquetShards(out, 0, world)
-    assert [same(*pair) for pair in zip(again.read(1), ranks[0][1:], strict=True)] == [True] * (
-        len(again) - 1
-    )
+    found = list(parts(out))
+    assert same(parquet.concat(found), log)
+    assert all(1 <= len(part) <= min(per_file, per_group) for part in found)
 
 
 def test_more_than_ten_files_stay_in_order(tmp_path):
@@ -151,22 +138,6 @@ def test_a_single_file_and_narrow_integers(tmp_path):
     log = load(f"parquet:{tmp_path / 'log.parquet'}")
     assert (log.user.tolist(), log.item.tolist(), log.timestamp.tolist()) == ([3, 4], [-1, 2], [5, 6])
     assert log.rating.tolist() == [1.0, 2.0] and log.feedback == {}
-
-
-def test_shards_are_read_while_another_is_in_use(tmp_path, monkeypatch):
-    write(made_log(), tmp_path / "out", rows_per_group=50)
-    shards = ParquetShards(tmp_path / "out", depth=3)
-    read_shard, started = shards.read_shard, [threading.Event() for _ in range(10)]
-
-    def counted(shard):
-        started[shard.row_group].set()
-        return read_shard(shard)
-
-    monkeypatch.setattr(shards, "read_shard", counted)
-    stream = iter(shards)
-    first = next(stream)
-    assert all(event.wait(60) for event in started[:4])
-    assert same(parquet.concat([first, *stream]), made_log())
 
 
 def columns(**changes) -> dict[str, pa.Array]:
@@ -226,27 +197,14 @@ def test_an_empty_or_broken_dataset_is_named(tmp_path):
 
 def test_a_shard_that_is_damaged_later_is_named(tmp_path):
     write(made_log(), tmp_path / "out", rows_per_file=100)
-    shards = ParquetShards(tmp_path / "out")
     path = tmp_path / "out" / "part-00003.parquet"
+    found = parts(tmp_path / "out")
+    next(found)
     path.write_bytes(path.read_bytes()[:200])
-    stream = iter(shards)
-    for _ in range(3):
-        next(stream)
+    for _ in range(2):
+        next(found)
     with pytest.raises(ValueError, match=r"part-00003\.parquet: row group 0 cannot be read"):
-        next(stream)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(rank=2, world_size=2), r"rank must be in \[0, 2\), got 2"),
-        (dict(world_size=0), "world_size must be at least 1, got 0"),
-        (dict(depth=0), "depth must be at least 1, got 0"),
-    ],
-)
-def test_bad_arguments_are_named(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ParquetShards(tmp_path, **arguments)
+        next(found)
 
 
 def test_an_output_with_anything_in_it_is_refused(tmp_path):

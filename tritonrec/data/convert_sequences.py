@@ -49,14 +49,14 @@ def write_sequences(
             report(len(part))
         files = 0
         for bucket in range(buckets):
-            dealt = scratch.read(bucket)
-            if dealt is None:
+            rows = scratch.read(bucket)
+            if rows is None:
                 continue
-            found, times = _trained(dealt)
+            found, times = _trained(rows)
             both = np.concatenate([items, found])
             items, places = np.unique(both, return_inverse=True)
             counts = np.bincount(places, np.concatenate([counts, times]), len(items)).astype(np.int64)
-            table = _rows(dealt)
+            table = _rows(rows)
             for first in range(0, len(table), rows_per_file):
                 file = out / f"part-{files:05}.parquet"
                 pq.write_table(table.slice(first, rows_per_file), file, row_group_size=rows_per_group)

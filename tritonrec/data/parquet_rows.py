@@ -33,7 +33,8 @@ BUFFER_BYTES = 1 << 16
 """Of each column of a row group that is being read."""
 BATCH_ROWS = 1024
 """Rows that are decoded at once."""
-KEPT_FOOTERS = 64
+KEPT_CHUNKS = 100_000
+"""Column chunks whose places are kept in memory, of the files used last; other footers are read again."""
 
 
 @dataclass
@@ -72,14 +73,20 @@ class ParquetRows:
         self.path = str(path)
         self.filesystem, place = filesystem_of(self.path, filesystem)
         self.root, self.files = shards(self.filesystem, place, self.path)
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._chunks = 0
+        footers = []
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(self._footer, self.files))
-        self.schema = self._checked([schema for schema, _rows in footers], columns)
+            for file, (schema, about) in zip(self.files, pool.map(self._footer, self.files), strict=True):
+                sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+                footers.append((schema, sizes))
+                self.keep_footer(file, about)
+        self.schema = self._checked([schema for schema, _sizes in footers], columns)
         self.columns = self.schema.names
         groups = [
             (file, number, rows)
-            for file, (_schema, groups) in enumerate(footers)
-            for number, rows in enumerate(groups)
+            for file, (_schema, sizes) in enumerate(footers)
+            for number, rows in enumerate(sizes)
             if rows
         ]
         if not groups:
@@ -97,7 +104,7 @@ class ParquetRows:
         """The same for the same files, by name below the path, with the same row groups."""
         digest = sha256()
         for file in self.files:
-            digest.update(f"{file.removeprefix(self.root)}\n".encode())
+            digest.update(f"{_below(self.root, file)}\n".encode())
         for column in (self.group_file, self.group_number, self.group_rows):
             digest.update(column.tobytes())
         return digest.hexdigest()[:16]
@@ -119,13 +126,27 @@ class ParquetRows:
                 part = Stretch(whole.group, first, min(first + rows, whole.last))
                 yield self.numbers(part), reader.read(part)
 
-    def _footer(self, file: str) -> tuple[pa.Schema, list[int]]:
+    def keep_footer(self, file: str, about: pq.FileMetaData) -> None:
+        """Keep a footer, unless it is kept already, and forget those used least recently."""
+        if file in self._footers:
+            return
+        self._footers[file] = about
+        self._chunks += about.num_row_groups * about.num_columns
+        while self._chunks > KEPT_CHUNKS and len(self._footers) > 1:
+            _file, gone = self._footers.popitem(last=False)
+            self._chunks -= gone.num_row_groups * gone.num_columns
+
+    def kept_footer(self, file: str) -> pq.FileMetaData | None:
+        """The footer of a file, if it is kept."""
+        if file in self._footers:
+            self._footers.move_to_end(file)
+        return self._footers.get(file)
+
+    def _footer(self, file: str) -> tuple[pa.Schema, pq.FileMetaData]:
         try:
             with self.filesystem.open_input_file(file) as source:
                 found = pq.ParquetFile(source)
-                about = found.metadata
-                rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
-                return found.schema_arrow.remove_metadata(), rows
+                return found.schema_arrow.remove_metadata(), found.metadata
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{self.path}: not a Parquet dataset: {file}: {error}") from error
 
@@ -160,7 +181,6 @@ class RowReader:
         self._source: _CountedFile | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
-        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
     def read(self, *stretches: Stretch) -> pa.Table:
         """The rows of the stretches, in their order; an error names the file and its row group."""
@@ -198,13 +218,13 @@ class RowReader:
     def _open(self, group: int, file: str, number: int) -> None:
         self.close()
         self._source = _CountedFile(self.rows.filesystem.open_input_file(file), self.counts)
-        known = self._footers.get(file)
         found = pq.ParquetFile(
-            pa.PythonFile(self._source, mode="r"), metadata=known, buffer_size=BUFFER_BYTES, pre_buffer=False
+            pa.PythonFile(self._source, mode="r"),
+            metadata=self.rows.kept_footer(file),
+            buffer_size=BUFFER_BYTES,
+            pre_buffer=False,
         )
-        self._footers[file] = found.metadata
-        if len(self._footers) > KEPT_FOOTERS:
-            self._footers.popitem(last=False)
+        self.rows.keep_footer(file, found.metadata)
         about = found.metadata.row_group(number)
         if about.num_rows != self.rows.group_rows[group]:
             raise OSError(f"it has {about.num_rows} rows, and had {self.rows.group_rows[group]} before")
@@ -287,6 +307,11 @@ def _without_wildcards(path: str) -> tuple[str, list[str]]:
     return "/".join(parts[:wild]), parts[wild:]
 
 
+def _below(folder: str, file: str) -> str:
+    """The path of a file from its folder on; some file systems add a slash in front."""
+    return file.strip("/").removeprefix(folder.strip("/")).strip("/")
+
+
 def shards(filesystem: pafs.FileSystem, place: str, path: str) -> tuple[str, list[str]]:
     """The folder of a dataset, and its files, sorted; errors name `path`."""
     base, wild = _without_wildcards(place)
@@ -301,7 +326,7 @@ def shards(filesystem: pafs.FileSystem, place: str, path: str) -> tuple[str, lis
         raise ValueError(f"{path}: {error}") from error
     files = []
     for info in found:
-        below = info.path.removeprefix(base).strip("/").split("/")
+        below = _below(base, info.path).split("/")
         if info.type != pafs.FileType.File or any(part[:1] in ("_", ".") for part in below):
             continue
         if not wild or (len(wild) == len(below) and all(map(fnmatchcase, below, wild))):

@@ -7,7 +7,7 @@ pulled: in the trainer's ``prefetch`` lane, with the slices ``read``, ``decode``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -69,7 +69,7 @@ class Stream(Generic[BatchType]):
         self.collate, self.batch_size, self.seed = collate, batch_size, seed
         self.rank, self.world_size = rank, world_size
         self.plan = StreamPlan(self.rows.group_rows, batch_size, seed, shuffle, buffer_rows, readers)
-        self.readers = self.plan.readers_of(rank, world_size)
+        self.readers: Sequence[int] = self.plan.readers_of(rank, world_size)
         self.step = 0
         self.counts: ReadCounts = ReadCounts()
         self._blocks: dict[int, _Blocks] = {}

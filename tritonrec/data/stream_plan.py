@@ -135,7 +135,7 @@ class StreamPlan:
         return found
 
     def shuffled(self, epoch: int, numbers: np.ndarray) -> np.ndarray:
-        """(n,) int64: places of rows with these numbers (n,), in the order of a random word each."""
+        """(n,) int64: places of a block's rows, whose numbers are (n,), by a random word of each."""
         if not self.shuffle:
             return np.arange(len(numbers))
         return self._order(ROWS, epoch, torch.from_numpy(numbers))

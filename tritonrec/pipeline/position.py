@@ -32,8 +32,8 @@ def positions(communicators: Communicators, loader: SupportsState, step: int) ->
     read = getattr(loader, "step", step)
     if read != step:
         raise ValueError(
-            f"the loader is at step {read} and the training at step {step}: train on every batch that "
-            "is read before a save"
+            f"the loader is at step {read} and the training at step {step}: train on every batch that is "
+            "read before a save"
         )
     plain, tensors = flatten(loader.state_dict(), LOADER)
     raw = save({name: tensor.contiguous() for name, tensor in tensors.items()}) if tensors else b""

@@ -220,13 +220,13 @@ FAULTS = [
     ),
     Fault(
         "shard-read-by-two-ranks",
-        "rank 1 also streams the rows of the last reader of rank 0",
+        "rank 1 also streams the rows of the first reader of rank 0",
         replace(_case(), variant=STREAM),
         Injection(loader=injections.shard_read_by_two_ranks),
     ),
     Fault(
         "position-one-batch-late",
-        "the position of a stream is saved one batch behind the training",
+        "after a restart a stream goes on one batch late",
         replace(_case(), variant=STREAM, steps=8, restart=1),
         Injection(loader=injections.position_one_batch_late),
     ),

@@ -401,19 +401,19 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
 
 def shard_read_by_two_ranks(loader: Loader) -> None:
     assert isinstance(loader, NextItemStream)
-    first = max(loader.readers.start - 1, 0)
-    loader.readers = range(first, loader.readers.stop)
+    if loader.rank:
+        loader.readers = [0, *loader.readers]
 
 
 def position_one_batch_late(loader: Loader) -> None:
     assert isinstance(loader, NextItemStream)
-    state_dict = loader.state_dict
+    load_state_dict, rows_of = loader.load_state_dict, loader.rows_of
 
-    def late() -> dict[str, Any]:
-        state = state_dict()
-        return {**state, "step": state["step"] + 1}
+    def late(state: Mapping[str, Any]) -> None:
+        load_state_dict(state)
+        loader.rows_of = lambda step: rows_of(step + 1)  # type: ignore[method-assign]
 
-    loader.state_dict = late  # type: ignore[method-assign]
+    loader.load_state_dict = late  # type: ignore[method-assign]
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

@@ -1,0 +1,114 @@
+"""Promise: an epoch has each row once, in an order of the data, the seed and the settings alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.data.stream_plan import StreamPlan, Stretch
+
+
+def samples(plan, step, readers):
+    """Row numbers of a step's samples, read by plain loops over the plan."""
+    firsts = np.cumsum(plan.group_rows) - plan.group_rows
+    found = []
+    for reader in readers:
+        epoch, first, last = plan.part(step, reader)
+        for place in range(first, last):
+            begin, end = plan.block(reader, place)
+            assert begin <= place < end
+            stretches = plan.rows(epoch, reader, begin, end)
+            numbers = np.concatenate([np.arange(a, b) + firsts[group] for group, a, b in stretches])
+            assert len(numbers) == end - begin
+            found.append(int(numbers[plan.shuffled(epoch, numbers)][place - begin]))
+    return found
+
+
+PLANS = st.builds(
+    StreamPlan,
+    st.lists(st.integers(1, 9), min_size=1, max_size=9).map(np.array),
+    batch_size=st.integers(1, 13),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    shuffle=st.booleans(),
+    buffer_rows=st.integers(1, 40),
+    readers=st.sampled_from([1, 2, 4, 8]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(PLANS, st.integers(1, 8))
+def test_each_epoch_has_each_row_once_and_ranks_divide_each_batch(plan, world_size):
+    world_size = min(world_size, plan.readers)
+    for epoch in range(2):
+        seen = []
+        for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
+            whole = samples(plan, step, range(plan.readers))
+            ranks = [samples(plan, step, plan.readers_of(rank, world_size)) for rank in range(world_size)]
+            assert [number for part in ranks for number in part] == whole
+            assert len(whole) == plan.num_samples(step) <= plan.batch_size
+            seen += whole
+        assert sorted(seen) == list(range(plan.num_rows))
+
+
+def test_the_drawing_of_the_module():
+    plan = StreamPlan(np.array([3, 3, 5]), 4, 0, shuffle=False, readers=4)
+    plan._recent.append((0, np.array([2, 0, 1]), np.array([5, 8, 11])))  # c, a, b
+    assert [plan.part(step, reader)[1:] for step in range(3) for reader in range(4)] == [
+        (0, 1), (0, 1), (0, 1), (0, 1),
+        (1, 2), (1, 2), (1, 2), (1, 2),
+        (2, 3), (2, 3), (2, 3), (2, 2),
+    ]  # fmt: skip
+    assert [plan.rows(0, reader, 0, last) for reader, last in enumerate((3, 3, 3, 2))] == [
+        [Stretch(2, 0, 3)],
+        [Stretch(2, 3, 5), Stretch(0, 0, 1)],
+        [Stretch(0, 1, 3), Stretch(1, 0, 1)],
+        [Stretch(1, 1, 3)],
+    ]
+
+
+def test_epochs_seeds_and_settings_have_other_orders():
+    rows = np.full(40, 7)
+
+    def first(step=0, **changes):
+        made = {"seed": 3, "batch_size": 20, "readers": 8, "buffer_rows": 64, **changes}
+        plan = StreamPlan(rows, **made)
+        return samples(plan, step, range(plan.readers))
+
+    orders = [first(), first(14), first(seed=4), first(readers=4), first(buffer_rows=128)]
+    assert len({tuple(order) for order in orders}) == 5
+    assert first() == first()
+    in_order = first(shuffle=False, readers=1)
+    assert in_order == list(range(20))
+
+
+def test_readers_do_not_begin_new_blocks_all_at_once():
+    plan = StreamPlan(np.full(64, 100), 64, 0, buffer_rows=1024, readers=64)
+    begins = [0] * plan.steps_per_epoch
+    for reader in range(64):
+        for step in range(plan.steps_per_epoch):
+            place = plan.part(step, reader)[1]
+            begins[step] += plan.block(reader, place)[0] == place
+    assert max(begins[1:-1]) <= 8 and begins[0] == 64
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        (dict(buffer_rows=0), "buffer_rows must be at least 1, got 0"),
+        (dict(readers=6), "readers must be a power of two, got 6"),
+    ],
+)
+def test_bad_numbers_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        StreamPlan(np.array([3]), **{"batch_size": 4, "seed": 0, **changes})
+
+
+def test_bad_ranks_are_named():
+    plan = StreamPlan(np.array([3]), 4, 0, readers=2)
+    with pytest.raises(ValueError, match="3 ranks cannot divide 2 readers: set readers"):
+        plan.readers_of(0, 3)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
+        plan.readers_of(2, 2)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        plan.num_samples(-1)
