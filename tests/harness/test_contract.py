@@ -30,6 +30,10 @@ CASES = [
     Case("dbp", "batch", 2, 3, True, "adam", 8, variant="lazy-decay", storage="cached", restart=1),
     Case("fwp", "batch", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
     Case("nestpipe", "batch", 2, 4, False, "momentum_sgd", 6, variant="weight-decay", storage="device"),
+    # uneven shards: some ranks have no row of a parameter
+    Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
+    Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),
+    Case("nestpipe", "batch", 2, 3, False, "adam", 4, variant="checkpoint"),
 ]
 QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
 QUICK_FAULTS = (

@@ -128,6 +128,8 @@ class Trainer:
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
         self.dense = DenseModel(model, optimizer, scheduler, average)
+        if self.dense.shards is not None:
+            self.dense.shards.validate(communicators.rank, communicators.world_size, mode)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
             for each in self.dense.optimizers:
