@@ -39,6 +39,10 @@ CASES = [
     Case("dbp", "batch", 4, 3, True, "sgd", 6, variant="mixed", storage="cached", replicas=2, restart=1),
     Case("nestpipe", "batch", 4, 3, True, "sgd", 6, variant="exchange-bf16", storage="device"),
     Case("fwp", "batch", 2, 3, True, "adam", 5, variant="exchange-bf16", replicas=2),
+    # uneven shards: some ranks have no row of a parameter
+    Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
+    Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),
+    Case("nestpipe", "batch", 2, 3, False, "adam", 4, variant="checkpoint"),
 ]
 QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
 QUICK_FAULTS = (

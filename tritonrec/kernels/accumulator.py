@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,19 +91,20 @@ class GradientAccumulator(Accumulator):
         """
         return self.views(self.take_flat())
 
-    def take_flat(self) -> torch.Tensor:
-        """`take` as one tensor (S,): the sums of all parameters, one after the other."""
+    def take_flat(self, names: Collection[str] | None = None) -> torch.Tensor:
+        """`take` as one tensor (S,): the sums of all parameters, or of those, one after the other."""
+        chosen = self._chosen(names)
         if self.fraction_bits is None:
             gradients = [
                 torch.zeros(each.shape, dtype=each.dtype, device=each.device)
                 if each.grad is None
                 else each.grad
-                for each in self._trained.values()
+                for each in chosen.values()
             ]
-            for parameter in self._parameters.values():
+            for parameter in self._parameters.values() if names is None else chosen.values():
                 parameter.grad = None
             if not gradients:
-                return self._flat.float()
+                return self._flat[:0].float()
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             return flat * 2.0**-self.scale_exponent if self.scale_exponent else flat
         for name, parameter in self._parameters.items():
@@ -113,22 +114,35 @@ class GradientAccumulator(Accumulator):
                     "cut; batch consistency needs it from a module of tritonrec.nn, or use "
                     "consistency='window'"
                 )
-        taken = self._flat.clone()
-        self._flat.zero_()
+        if names is None:
+            taken = self._flat.clone()
+            self._flat.zero_()
+            return taken
+        sums = [self.sums[name].view(-1) for name in chosen]
+        taken = torch.cat(sums) if sums else self._flat[:0].clone()
+        for each in sums:
+            each.zero_()
         return taken
 
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, flat: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """By name the parts of `flat` (S,), which is laid out as `take_flat`, in the parameters' shapes.
 
         They are contiguous, whatever a parameter's order in memory.
         """
-        sizes = [parameter.numel() for parameter in self._trained.values()]
-        parts = zip(self._trained.items(), torch.split(flat, sizes), strict=True)
+        chosen = self._chosen(names)
+        sizes = [parameter.numel() for parameter in chosen.values()]
+        parts = zip(chosen.items(), torch.split(flat, sizes), strict=True)
         return {name: part.view(parameter.shape) for (name, parameter), part in parts}
 
-    def name_at(self, position: int) -> str:
+    def _chosen(self, names: Collection[str] | None) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters, or those of `names`, in the module's order."""
+        if names is None:
+            return self._trained
+        return {name: parameter for name, parameter in self._trained.items() if name in names}
+
+    def name_at(self, position: int, names: Collection[str] | None = None) -> str:
         """The parameter at a position of `take_flat`, with the index in it."""
-        for name, parameter in self._trained.items():
+        for name, parameter in self._chosen(names).items():
             if position < parameter.numel():
                 index = torch.unravel_index(torch.tensor(position, dtype=torch.int64), parameter.shape)
                 return f"{name}: gradient at {tuple(int(each) for each in index)}"

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,13 +21,19 @@ from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .dense_checks import (
+    is_sharded,
     listed,
+    reshard,
     validate_average,
     validate_optimizers,
     validate_schedulers,
     validate_shapes,
+    validate_sharded,
 )
 from .precision import LossScaler
+
+if TYPE_CHECKING:
+    from .sharded import Shards
 
 _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 
@@ -35,7 +41,8 @@ _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 class DenseModel:
     """A dense model and what updates it.
 
-    All ranks have the same gradients in every bit, so equal updates keep their models equal.
+    All ranks have the same gradients in every bit, so equal updates keep their models equal. Where
+    `fully_shard` has sharded parameters, a rank has the gradients of its shards and updates those.
 
     Args:
         model: its trained parameters are float32.
@@ -49,12 +56,14 @@ class DenseModel:
 
     Attributes:
         parameters: by name, those that the optimizers hold.
+        shards: of the sharded parameters; None: none is.
         in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
         rates: for each update in flight, oldest first, the learning rates of the optimizers' groups.
         scales: for each update in flight, oldest first, the scale of its loss, None without a scaler.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
-    whose step needs a closure; ValueError for a scheduler or an average of something else.
+    whose step needs a closure; ValueError for a scheduler or an average of something else, and for sharded
+    parameters under an optimizer that looks at whole ones.
     """
 
     def __init__(
@@ -67,9 +76,16 @@ class DenseModel:
     ):
         self.model, self.average, self.scaler = model, average, scaler
         self.optimizers, self.schedulers = listed(optimizer), listed(scheduler)
+        reshard(model)
         self.parameters = validate_optimizers(model, self.optimizers)
         validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
+        self.shards: Shards | None = None
+        if any(is_sharded(each) for each in self.parameters.values()):
+            from .sharded import Shards  # with DTensors, which cost half a second of import
+
+            self.shards = Shards(model, self.parameters)
+            validate_sharded(self.optimizers, average)
         self.in_flight = [_guard_of(each) for each in self.optimizers] or [InFlight("the optimizer")]
         self.rates: deque[tuple[Any, ...]] = deque()
         self.scales: deque[float | None] = deque()
@@ -82,10 +98,16 @@ class DenseModel:
 
     def validate(self) -> None:
         """Raise ValueError where the caller has replaced parameters of the model or of the optimizer."""
+        reshard(self.model)
         validate_optimizers(self.model, self.optimizers)
 
+    def gather(self) -> None:
+        """Sharded parameters are whole for the model's next call; collective after an update."""
+        if self.shards is not None:
+            self.shards.gather()
+
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Update the parameters from ``gradients[name]``, each shaped like its parameter.
+        """Update the parameters from ``gradients[name]``, each shaped like its parameter, or its shard here.
 
         A parameter without a gradient stays as it is, as in torch.
 
@@ -94,9 +116,11 @@ class DenseModel:
         self._check("a step")
         self.check_unchanged()
         self._note()
+        if self.shards is not None:
+            self.shards.scatter()
         try:
             for name, gradient in gradients.items():
-                self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
+                self.parameters[name].grad = _as_gradient(gradient, self.parameters[name])
             for optimizer in self.optimizers:
                 optimizer.step()
         finally:
@@ -135,6 +159,9 @@ class DenseModel:
             for guard in self.in_flight:
                 guard.begin(steps)
                 begun.callback(guard.end)
+            if self.shards is not None:
+                begun.callback(self.shards.end)
+                self.shards.begin()
             begun.pop_all()
         self.rates.clear()
         self.scales.clear()
@@ -142,6 +169,8 @@ class DenseModel:
 
     def end(self) -> None:
         """End the guard."""
+        if self.shards is not None:
+            self.shards.end()
         for guard in self.in_flight:
             guard.end()
         self._sums = None
@@ -168,8 +197,8 @@ class DenseModel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What updates change: ``NAME`` a parameter, ``NAME/exp_avg`` and so on the optimizer's state of it,
-        ``average/NAME`` its average. They share the memory of model and optimizer. ``scaler/scale`` and
-        ``scaler/growth_tracker`` are () float64.
+        ``average/NAME`` its average. They share the memory of model and optimizer; those of sharded
+        parameters are `DTensor`. ``scaler/scale`` and ``scaler/growth_tracker`` are () float64.
         """
         self._check("reading the state")
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -184,10 +213,15 @@ class DenseModel:
                 found[f"scaler/{name}"] = torch.tensor(value, dtype=torch.float64)
         return found
 
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """`tensors`, of which sharded ones are gathered; collective where there are some."""
+        return self.tensors() if self.shards is None else self.shards.whole(self.tensors())
+
     def state_dict(self) -> dict[str, Any]:
         """Of model, optimizers, schedulers, average and scaler, as their own ``state_dict`` gives them.
 
-        In the optimizers' the parameters' names stand in place of their numbers.
+        In the optimizers' the parameters' names stand in place of their numbers. Sharded tensors are whole
+        in it, on every rank, as those of a model that was never sharded; then it is collective.
         """
         self._check("state_dict")
         parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizers": []}
@@ -199,7 +233,7 @@ class DenseModel:
             parts["average"] = dict(self.average.state_dict())
         if self.scaler is not None:
             parts["scaler"] = self.scaler.state_dict()
-        return parts
+        return parts if self.shards is None else self.shards.whole(parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, the settings of the optimizer's groups among it.
@@ -224,14 +258,26 @@ class DenseModel:
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
             number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
             # a copy: torch's would share the tensors
-            optimizer.load_state_dict(_with_params(copy.deepcopy(packed), number))
-        self.model.load_state_dict(state["model"])
+            packed = copy.deepcopy(packed)
+            if self.shards is not None:
+                packed["state"] = {
+                    name: self.shards.own_state(values, self.parameters[name])
+                    for name, values in packed["state"].items()
+                }
+            optimizer.load_state_dict(_with_params(packed, number))
+        self._load_module(self.model, state["model"])
         for scheduler, its in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(its)
         if self.average is not None:
-            self.average.load_state_dict(state["average"])
+            self._load_module(self.average, state["average"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _load_module(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        if self.shards is not None:
+            held = module.state_dict()
+            state = {name: self.shards.own_state(state[name], own) for name, own in held.items()}
+        module.load_state_dict(state)
 
     def _check(self, action: str) -> None:
         for guard in self.in_flight:
@@ -258,9 +304,8 @@ class DenseModel:
 
     def _sum_bits(self) -> torch.Tensor:
         """(P,) int64, for each parameter the sum of its values' bits."""
-        return torch.stack(
-            [parameter.detach().view(torch.int32).sum() for parameter in self.parameters.values()]
-        )
+        held = (_local(parameter).detach() for parameter in self.parameters.values())
+        return torch.stack([parameter.view(torch.int32).sum() for parameter in held])
 
 
 def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:
@@ -276,6 +321,20 @@ def _learning_rates(optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
     """Of the optimizers' groups; a rate that is a tensor is copied, because a scheduler writes into it."""
     rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
     return tuple(rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a sharded tensor, any other one itself."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def _as_gradient(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """The gradient of a parameter or of its shard, as ``.grad`` takes it."""
+    if not is_sharded(parameter):
+        return _strided_like(gradient, parameter)
+    from .sharded import sharded_like
+
+    return sharded_like(_strided_like(gradient, _local(parameter)), cast(Any, parameter))
 
 
 def _strided_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -65,10 +65,11 @@ class TrainingSaver:
         Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
         text.
         """
+        state = self.dense.state_dict()  # also where it is not written: sharded parameters are gathered
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         if self._saver is None:
             return
-        plain, shared = flatten(self.dense.state_dict(), DENSE)
+        plain, shared = flatten(state, DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
         values = {**self.meta, **(meta or {}), **at, DENSE: plain}

@@ -152,6 +152,8 @@ class Trainer:
             )
         scaler = LossScaler(self.config.loss_scaling) if self.config.precision == "fp16" else None
         self.dense = DenseModel(model, optimizer, scheduler, average, scaler)
+        if self.dense.shards is not None:
+            self.dense.shards.validate(communicators.rank, communicators.world_size, mode)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
             for each in self.dense.optimizers:

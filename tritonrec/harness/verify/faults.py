@@ -117,6 +117,12 @@ FAULTS = [
         Injection(injections.stale_dense_parameter),
     ),
     Fault(
+        "parameters-of-the-last-window",
+        "sharded parameters are not gathered again after an update",
+        replace(_case(), variant="fsdp"),
+        Injection(injections.parameters_of_the_last_window),
+    ),
+    Fault(
         "local-token-count",
         "gradients are divided by this rank's tokens instead of the global batch's",
         _case(),

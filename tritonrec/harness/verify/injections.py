@@ -167,6 +167,22 @@ def stale_dense_parameter(program: Program) -> None:
     dense.step = without_one  # type: ignore[method-assign]
 
 
+def parameters_of_the_last_window(program: Program) -> None:
+    shards = program.dense.shards
+    assert shards is not None
+    gather, last = shards.gather, dict[str, torch.Tensor]()
+
+    def stale() -> None:
+        fresh = not shards.gathered
+        gather()
+        for name, parameter in program.model.named_parameters() if fresh else ():
+            now = parameter.detach().clone()
+            parameter.data.copy_(last.get(name, now))
+            last[name] = now
+
+    shards.gather = stale  # type: ignore[method-assign]
+
+
 def local_token_count(program: Program) -> None:
     def local(window: Window, routes: Read[Routes]) -> Routes:
         return replace(routes, loss_normalizer=window.loss_terms, row_normalizer=window.loss_terms)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -32,6 +33,7 @@ from .cases import Case, Reference
 from .faults import injection_of
 from .injections import Injection
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
+from .wrapping import wrap
 
 MAX_DELAY = 0.004
 """Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
@@ -302,7 +304,7 @@ def prepared(
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     injected = injected or Injection()
     job = case.job(job)
-    model, tables, optimizer = job.build(case.optimizer)
+    model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False)  # the reference keeps nothing

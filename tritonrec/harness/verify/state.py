@@ -30,7 +30,7 @@ def dense_state(dense: DenseModel) -> State:
     """Dense parameters and their optimizer's state, copied to the host."""
     return {
         f"dense/{name}": values.clone(memory_format=torch.contiguous_format).cpu()
-        for name, values in dense.tensors().items()
+        for name, values in dense.whole_tensors().items()
     }
 
 

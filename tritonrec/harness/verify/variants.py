@@ -165,6 +165,18 @@ VARIANTS: dict[str, Variant] = {
         reference={"sizes": HSTUConfig(recompute=())},
         shows=("lookups",),
     ),
+    "checkpoint": Variant(
+        "the dense layers under torch.utils.checkpoint",
+        case={"wrapping": "checkpoint"},
+        shows=("lookups",),
+    ),
+    "fsdp": Variant(
+        "the dense model sharded by fully_shard, clipped by the norm",
+        {"fused": False},
+        case={"wrapping": "fully_shard"},
+        window={"max_grad_norm": 0.02},
+        shows=("lookups",),
+    ),
     "first-use": Variant(
         "rows are sent with their first use, gradients with their last",
         window={"first_use": True},
