@@ -14,6 +14,8 @@ from .dense import DenseModel
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
+EMBEDDING = "embedding"
+"""The key of `HashTableCollection.describe` there, by which an export knows weights from optimizer states."""
 
 
 class TrainingSaver:
@@ -36,8 +38,9 @@ class TrainingSaver:
         meta: Mapping[str, Any],
         full_every: int = 1,
     ):
-        if DENSE in meta:
-            raise ValueError(f"metadata of a checkpoint has the key {DENSE!r}, which the trainer uses")
+        for key in (DENSE, EMBEDDING):
+            if key in meta:
+                raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
         self.tables, self.dense, self.meta = tables, dense, meta
         self._incremental = full_every > 1
         self._saver: checkpoint.Saver | None = None
@@ -65,7 +68,7 @@ class TrainingSaver:
         plain, shared = flatten(self.dense.state_dict(), DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        values = {**self.meta, **(meta or {}), DENSE: plain}
+        values = {**self.meta, **(meta or {}), DENSE: plain, EMBEDDING: self.tables.describe()}
         if full:
             if self._incremental:
                 self.tables.track_changes()
@@ -102,6 +105,7 @@ def restore(
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     meta = dict(loaded.meta)
     plain = meta.pop(DENSE, None)
+    meta.pop(EMBEDDING, None)
     accept(meta)
     if plain is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")

@@ -20,7 +20,7 @@ def outputs(
     x: torch.Tensor, weight: torch.Tensor, keep_normed: bool, keep_linear: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
-    tokens, columns = len(x), len(weight)
+    tokens, columns = x.shape[0], weight.shape[0]
     z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
     means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     return x.new_empty(tokens, columns), z, normed, means, rstds
