@@ -15,7 +15,6 @@ from speeds import slow_except
 
 from tritonrec import checkpoint, nn, ops
 from tritonrec.checkpoint import CheckpointError
-from tritonrec.checkpoint import reader as checkpoint_reader
 from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup, NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
@@ -278,12 +277,11 @@ def test_files_are_a_function_of_the_rows_whatever_layers_they_come_from(tmp_pat
     assert shards[0] == shards[1] and len(shards[0]) == 5
 
 
-def test_a_table_is_never_whole_in_memory(tmp_path, monkeypatch):
+def test_a_table_is_never_whole_in_memory(tmp_path):
     """Counted: the rows that the reader hands out at a time."""
     save_rows(tmp_path / "c", 40_000, dim=15)
-    monkeypatch.setattr(checkpoint_reader, "SLICE_BYTES", 1 << 17)
     stream = checkpoint.CheckpointStream(tmp_path / "c")
-    sizes = [len(columns["keys"]) for columns in stream.rows("a/b", 1 << 17)]
+    sizes = [len(columns["keys"]) for columns in stream.rows("a/b", stream.slices_of("a/b", 1 << 17))]
     assert sum(sizes) == 40_000 and max(sizes) < 40_000 // 8 and len(sizes) == 32
 
 

@@ -121,7 +121,7 @@ def test_what_a_model_cannot_do_is_one_sentence():
     click = make({"kind": "click", "features": ["item", "ad"]})
     with pytest.raises(ValueError, match="give the ids of features item, ad"):
         click.predict(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="ids of feature 'ad' are missing, there are .'item'."):
+    with pytest.raises(ValueError, match=r"ids of feature 'ad' are missing, there are .'item'."):
         click.predict(torch.zeros(2, 3), {"item": torch.tensor([1, 2])})
     with pytest.raises(ValueError, match=r"ids of feature 'item' must be \(2,\) like the dense features"):
         click.predict(torch.zeros(2, 3), {"item": torch.tensor([1])})

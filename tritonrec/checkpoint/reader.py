@@ -107,13 +107,13 @@ def load(
 
 
 class CheckpointStream:
-    """A checkpoint whose tables are read slice by slice; never a whole table is in memory.
+    """A checkpoint whose tables are read in parts; never a whole table is in memory.
 
     Args:
         directory, step: as of `load`.
 
     Attributes:
-        step: number of steps of the saved state. meta: as saved.
+        step: number of steps of the saved state. meta: as saved. world_size: of the run that saved.
         columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
 
     Raises CheckpointError as `load`.
@@ -124,6 +124,7 @@ class CheckpointStream:
         _, self._body, self._advice = _opened(self._directory, step)
         self.step: int = self._body["step"]
         self.meta: dict[str, Any] = self._body["meta"]
+        self.world_size: int = self._body["world_size"]
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {
             name: {column: (dtype, shape) for column, (dtype, shape) in table["columns"].items()}
             for name, table in self._body["tables"].items()
@@ -133,21 +134,26 @@ class CheckpointStream:
         """Replicated tensors by name."""
         return self._reader(0, 1).dense(self._body)
 
-    def rows(self, table: str, slice_bytes: int = SLICE_BYTES) -> Iterator[dict[str, Tensor]]:
-        """Columns of a table's rows, some of the hash's slices at a time, ``"keys"`` by (slice, key).
-
-        The order of all rows is a function of the keys, whatever world size and incremental checkpoints
-        wrote them. At most `MAX_PARTS` times, so that each file is read once, or twice where it was saved at
-        a world size that is no power of two.
-
-        Args:
-            slice_bytes: of files, to be read at a time.
-        """
+    def slices_of(self, table: str, slice_bytes: int = SLICE_BYTES) -> int:
+        """Parts of a table, at most `MAX_PARTS`, to read about `slice_bytes` of files at a time."""
         layers = self._body["tables"][table]["layers"]
         total = sum(part["bytes"] for layer in layers for part in layer["parts"])
         count = 1
         while count < slices.MAX_PARTS and count * slice_bytes < total:
             count *= 2
+        return count
+
+    def rows(self, table: str, count: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """Columns of a table's rows, some of the hash's slices at a time, ``"keys"`` by (slice, key).
+
+        The order of all rows is a function of the keys, whatever world size and incremental checkpoints
+        wrote them. Each file is read once, or twice where it was saved at a world size that is no power of
+        two.
+
+        Args:
+            count: parts, a power of two up to `MAX_PARTS`; by default `slices_of`.
+        """
+        count = count or self.slices_of(table)
         for number in range(count):
             columns = self._reader(number, count).table(table, self._body["tables"][table])
             order = slices.order_of(columns["keys"])

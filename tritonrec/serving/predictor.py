@@ -48,7 +48,7 @@ class ExportedTable:
     def rows(self, ids: Tensor) -> Tensor:
         """(n, d) float32 of ids (n,) int64, repeats allowed."""
         dim = self.weights.shape[1]
-        places = torch.searchsorted(self.ids, ids)
+        places = torch.searchsorted(self.ids, ids.contiguous())
         known = torch.zeros(len(ids), dtype=torch.bool)
         if len(self.ids):
             places = places.clamp_(max=len(self.ids) - 1)

@@ -15,6 +15,7 @@ from rich.console import Console
 from ...checkpoint import CheckpointStream
 from ...nn import GRM
 from ...serving import export as export_to
+from ...settings import MOST
 from ..job import Job
 from ..train.config import CONFIG, from_tables
 from ..train.run import Run
@@ -32,13 +33,15 @@ class Format(StrEnum):
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to make.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Of the checkpoint; by default the newest.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=MOST, help="Of the checkpoint; by default the newest.")
+    ] = None,
     format: Annotated[Format, typer.Option(help="Of the tables' files.")] = Format.PARQUET,
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Also optimizer states and the numbers of policies.")
     ] = False,
     shard_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows of a file; by default those of 64 MiB.")
+        int | None, typer.Option(min=1, max=MOST, help="Rows of a file; by default those of 64 MiB.")
     ] = None,
     tables_only: Annotated[
         bool, typer.Option("--tables-only", help="Leave out the dense model; for grm, or models of your own.")

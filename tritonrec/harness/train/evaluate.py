@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ... import ops
@@ -49,19 +51,26 @@ def evaluate_model(model: torch.nn.Module, tables: HashTableCollection, loader: 
         assert isinstance(model, GRM)
         return evaluate_impressions(lambda batch: model.predict(batch, tables.peek(batch.lookups())), loader)
     assert isinstance(model, NextItemModel)
-    items = tables.peek({"item": Lookup(loader.catalogue)})["item"]
+    model.eval()
+    metrics = evaluate(next_item_scores(model, tables, loader.catalogue), loader, KS)
+    model.train()
+    return metrics
+
+
+def next_item_scores(
+    model: torch.nn.Module, tables: HashTableCollection, catalogue: torch.Tensor
+) -> Callable[[JaggedBatch], torch.Tensor]:
+    """The scores (B, I) of items (I,) for each history, of a model in evaluation mode."""
+    items = tables.peek({"item": Lookup(catalogue)})["item"]
 
     def scores(history: JaggedBatch) -> torch.Tensor:
         rows = tables.peek({"item": Lookup(history.ids)})["item"]
         with torch.no_grad():
-            hidden = model.encode(history, rows)
+            hidden = model.encode(history, rows)  # type: ignore[operator]
         # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
         return ops.linear(hidden[history.offsets[1:] - 1], items, None)
 
-    model.eval()
-    metrics = evaluate(scores, loader, KS)
-    model.train()
-    return metrics
+    return scores
 
 
 def baseline(loader: Epochs) -> Metrics:
