@@ -33,7 +33,7 @@ class SASRec(torch.nn.Module):
     def forward(self, x, hidden):
         x = self.drop(x * DIM**0.5 + self.positions(torch.arange(LENGTH)[None]))
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return self.encoder(x, mask=causal, src_key_padding_mask=hidden)
+        return self.encoder(x, mask=causal, src_key_padding_mask=hidden, is_causal=False)
 
 
 def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16"):

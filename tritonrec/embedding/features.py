@@ -243,6 +243,25 @@ class HashTableCollection:
             rows.append(found.to(keys.device))
         return self.by_feature(rows, lookups)
 
+    def describe(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What a reader of `state` needs, as JSON keeps it.
+
+        ``"tables"``: by logical table its ``dim``, and the ``seed``, ``table_id`` and ``scale`` of the
+        initial values (`ops.initial_rows`); ``"features"``: by feature its ``table`` and ``pooling``.
+        """
+        tables = {}
+        for group in self.groups:
+            for name, table_id in zip(group.layout.names, group.layout.table_ids, strict=True):
+                table = group.table
+                tables[name] = {
+                    "dim": table.dim, "seed": table.seed, "table_id": table_id, "scale": table.scale,
+                }  # fmt: skip
+        features = {
+            name: {"table": each.table or name, "pooling": each.pooling}
+            for name, each in self.features.items()
+        }
+        return {"tables": tables, "features": features}
+
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and rows (n, row_width) float32, copied."""
         exported = {}

@@ -187,8 +187,13 @@ class Op:
         return self.registered(*arguments, impl)
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
-        """The implementation that `impl` names, without `check`, derivative and dispatcher."""
+        """The implementation that `impl` names, without `check`, derivative and dispatcher.
+
+        While torch traces a graph it is the registered op, which has a fake kernel.
+        """
         arguments += (None,) * (self._size - len(arguments))
+        if torch.compiler.is_compiling():
+            return self.registered(*arguments, impl)
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])

@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from ..kernels.autocast import autocast_dtype, to_dtype, widen, without_autocast
 from .losses import binary_cross_entropy, sigmoid
@@ -153,7 +154,7 @@ def _layers(widths: Sequence[int]) -> torch.nn.ModuleList:
 
 def _one_each(x: torch.Tensor) -> torch.Tensor:
     """Offsets (B + 1,) that make every row of `x` a sample."""
-    return torch.arange(len(x) + 1, device=x.device)
+    return torch.arange(x.shape[0] + 1, device=x.device)
 
 
 def _apply(layers: torch.nn.ModuleList, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
@@ -195,9 +196,8 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         # `bmm` picks its code for the end of a row by the row's address, which differs between samples of,
         # say, 27 x 6: so rows begin on cache lines.
         inner, columns = _padded(b.shape[1]), _padded(b.shape[2])
-        left, right = a.new_zeros(*a.shape[:2], inner), b.new_zeros(len(b), inner, columns)
-        left[:, :, : a.shape[2]] = a
-        right[:, : b.shape[1], : b.shape[2]] = b
+        left = F.pad(a, (0, inner - a.shape[2])).contiguous()
+        right = F.pad(b, (0, columns - b.shape[2], 0, inner - b.shape[1])).contiguous()
         return torch.bmm(left, right)[:, :, : b.shape[2]]
     total = a[:, :, :1] * b[:, :1]  # libraries of accelerators choose their order of additions by the batch
     for at in range(1, a.shape[2]):

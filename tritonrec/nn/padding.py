@@ -24,7 +24,7 @@ from ..kernels.autocast import widen, without_autocast
 from . import context
 from .layers import LayerNorm, refuse
 from .losses import binary_cross_entropy
-from .tokens import sum_by_sample
+from .tokens import check_longest, sum_by_sample
 
 Side = Literal["left", "right"]
 
@@ -37,11 +37,8 @@ def padded_places(seq_offsets: torch.Tensor, max_seq_len: int, num_tokens: int, 
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', got {side!r}")
     lengths = seq_offsets.diff()
-    if not seq_offsets.is_cpu:
-        torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
-    elif len(lengths) and int(lengths.max()) > max_seq_len:
-        raise ValueError(f"a sample has {int(lengths.max())} tokens, more than {max_seq_len=}")
-    starts = torch.arange(len(lengths), device=lengths.device) * max_seq_len
+    check_longest(lengths, max_seq_len)
+    starts = torch.arange(lengths.shape[0], device=lengths.device) * max_seq_len
     if side == "left":
         starts = starts + max_seq_len - lengths
     shift = torch.repeat_interleave(starts - seq_offsets[:-1], lengths, output_size=num_tokens)
@@ -59,8 +56,8 @@ def pad(
     Returns:
         Differentiable in float rows; a move, so no bit changes.
     """
-    places = padded_places(seq_offsets, max_seq_len, len(rows), side)
-    samples = len(seq_offsets) - 1
+    places = padded_places(seq_offsets, max_seq_len, rows.shape[0], side)
+    samples = seq_offsets.shape[0] - 1
     flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
     wide = flat.new_zeros(samples * max_seq_len, flat.shape[1])
     ops.scatter_rows(wide, places, flat)
@@ -101,7 +98,7 @@ class Padded(torch.nn.Module):
             raise TypeError(
                 "the encoder must return (B, T, D'), it returned a tuple: wrap it and take the first"
             )
-        return unpad(out, seq_offsets, len(rows), self.side)
+        return unpad(out, seq_offsets, rows.shape[0], self.side)
 
 
 class PaddedNextItem(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 from .check import ScheduleError, check
 from .dense import DenseModel
-from .evaluation import rank_held_out
+from .evaluation import next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
@@ -69,6 +69,7 @@ __all__ = [
     "base_schedule",
     "check",
     "keep_rows",
+    "next_item_scores",
     "rank_held_out",
     "restore",
     "run_sequentially",

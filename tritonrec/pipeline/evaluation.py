@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +28,26 @@ def rank_held_out(
         tables: hold every rank's rows of the feature ``item``. precision: of the model's arithmetic; scores
             are float32, of which few are equal.
     """
-    items = tables.peek({"item": Lookup(loader.catalogue)})["item"]
+    training = model.training
+    model.eval()
+    try:
+        return evaluate(next_item_scores(model, tables, loader.catalogue, precision), loader, ks)
+    finally:
+        model.train(training)
+
+
+def next_item_scores(
+    model: Any, tables: HashTableCollection, catalogue: torch.Tensor, precision: Precision = "float32"
+) -> Callable[[JaggedBatch], torch.Tensor]:
+    """The scores (B, I) float32 of items (I,) for each history, of a model as `rank_held_out` takes it."""
+    items = tables.peek({"item": Lookup(catalogue)})["item"]
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
 
     def scores(history: JaggedBatch) -> torch.Tensor:
         rows = tables.peek({"item": Lookup(history.ids)})["item"]
-        with autocast(precision, device):
+        with torch.no_grad(), autocast(precision, device):
             hidden = model.encode(history, rows).to(torch.float32)
         # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
         return ops.linear(hidden[history.offsets[1:] - 1], items, None)
 
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return evaluate(scores, loader, ks)
-    finally:
-        model.train(training)
+    return scores

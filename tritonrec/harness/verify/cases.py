@@ -117,6 +117,11 @@ class Case:
         return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
 
     @property
+    def exports(self) -> bool:
+        """Whether its last state is exported, and the export compared."""
+        return self._variant.exports
+
+    @property
     def _variant(self) -> Variant:
         return VARIANTS[self.variant] if self.variant else Variant("")
 

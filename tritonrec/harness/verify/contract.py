@@ -76,6 +76,10 @@ class Verifier:
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.name, fault)
+        if case.exports:
+            with ScratchFolder() as folder:
+                stretch = Stretch(0, case.steps, export=folder)
+                return self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
         if not case.restart:
             return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
         half = case.steps // 2

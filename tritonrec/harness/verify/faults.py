@@ -304,6 +304,12 @@ FAULTS = [
         ),
     ),
     Fault(
+        "export-of-a-stale-row",
+        "a row is exported from the step of an earlier checkpoint",
+        replace(_case(), variant="export", steps=8),
+        Injection(injections.stale_row_in_changes),
+    ),
+    Fault(
         "lost-gradient-at-window-consistency",
         "as above, where the reference is the same cut run sequentially",
         _case(mode="fwp", optimizer="sgd", consistency="window"),

@@ -315,6 +315,18 @@ def own_rows_not_rounded(program: Program) -> None:
     program.replace("exchange", exchange)
 
 
+def stale_row_in_changes(program: Program) -> None:
+    table = program.tables.groups[0].table
+    take_changes = table.take_changes
+
+    def without_one():
+        state, erased = take_changes()
+        rows = state["rows"]
+        return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
+
+    table.take_changes = without_one  # type: ignore[method-assign]
+
+
 def merged_tables_share_ids(program: Program) -> None:
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]

@@ -30,6 +30,7 @@ from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
+from .exported import compare_export, saved_between
 from .faults import injection_of
 from .injections import Injection
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
@@ -41,12 +42,16 @@ MAX_DELAY = 0.004
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none."""
+    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none.
+
+    `export`: a folder for a checkpoint and its export, compared at the end.
+    """
 
     first: int
     last: int
     load: str = ""
     save: str = ""
+    export: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,15 +186,21 @@ def _compared(
 
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
         batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
-        skipped = compare_run(
-            trainer, [batches] if watch is None else _classified(watch, loader, steps), comparison, expected,
-            steps[-1],
-        )  # fmt: skip
+        stretches: Iterable[Iterable[Batch]] = [batches]
+        if watch is not None:
+            stretches = _classified(watch, loader, steps)
+        if stretch.export:
+            stretches = saved_between(trainer, [*batches], stretch.export, steps[0])
+        skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
+        if stretch.export:
+            last = steps[-1]
+            compare_export(trainer, loader, comparison, expected(last), last, stretch.export)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
     due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    due |= {(steps[-1], "export")} if stretch.export else set()
     if comparison.first is None and due - comparison.steps_seen:
         missing = sorted(due - comparison.steps_seen)
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")

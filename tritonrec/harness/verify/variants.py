@@ -36,6 +36,8 @@ class Variant:
         shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
             case proves nothing, and fails it.
         modes: those that can do it.
+        exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
+            and scores compared.
     """
 
     what: str
@@ -46,6 +48,7 @@ class Variant:
     per_world: bool = False
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
+    exports: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -256,6 +259,12 @@ VARIANTS: dict[str, Variant] = {
         {"batch_size": 12, "num_negatives": 1, "data": f"shards:{MADE}", "dynamic": True},
         per_world=True,
         shows=("shard_bytes",),
+    ),
+    "export": Variant(
+        "rows and scores of an export of the last checkpoint, which holds changes since another",
+        {**SMALL, "policy": POLICIES},
+        shows=("rejected",),
+        exports=True,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

@@ -20,7 +20,7 @@ def outputs(
     x: torch.Tensor, weight: torch.Tensor, keep_normed: bool, keep_linear: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
-    tokens, (columns, inputs) = len(x), weight.shape
+    tokens, (columns, inputs) = x.shape[0], weight.shape
     y, z, normed = (
         torch.empty(rows, size, dtype=weight.dtype, device=x.device)
         for rows, size in (

@@ -25,7 +25,7 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
         check_offsets_shape("key_offsets", key_offsets)
         if key_offsets.shape[0] != sequences + 1:
             raise ValueError(f"key_offsets must be ({sequences + 1},), got {tuple(key_offsets.shape)}")
-    elif len(q) != len(k):
+    elif q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {len(q)} rows and k {len(k)}: give key_offsets")
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
