@@ -23,10 +23,10 @@ DIM, LENGTH, LR, WARMUP = 64, 50, 1e-3, 20
 class SASRec(torch.nn.Module):
     """Kang and McAuley 2018: x (B, T, D) embedding rows, hidden (B, T) True where there is no token."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.2):
         super().__init__()
-        self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(0.2)
-        layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, 0.2, batch_first=True, norm_first=True)
+        self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(dropout)
+        layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, dropout, batch_first=True, norm_first=True)
         norm = torch.nn.LayerNorm(DIM)
         self.encoder = torch.nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
 
@@ -55,26 +55,27 @@ def logger(folder, step, tensorboard):
     return tritonrec.CSVLogger(folder / "log.csv", step)
 
 
-def main(folder, data, epochs, patience, mode, micro_batches, tensorboard=False):
-    torch.manual_seed(0)
+def main(folder, data, epochs, patience, mode, micro_batches, tensorboard=False, seed=0):
+    torch.manual_seed(seed)
     model = nn.PaddedNextItem(SASRec(), LENGTH)
     nn.convert(model)  # torch's modules become ours of the same names
     with tritonrec.from_environment() as ranks:
-        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, 0, ranks.rank, ranks.world_size)
+        log = load_interactions(data)
+        loader = NextItemLoader(log, 128, LENGTH, 32, seed, ranks.rank, ranks.world_size)
         steps = epochs * loader.steps_per_epoch
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
         warmup, cosine = LinearLR(optimizer, 0.1, total_iters=WARMUP), CosineAnnealingLR(optimizer, steps)
         scheduler = SequentialLR(optimizer, [warmup, cosine], [WARMUP])
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()
         rows = tritonrec.RowOptimizer("adamw", WarmupCosine(LR, WARMUP, WARMUP + steps), weight_decay=0.01)
-        tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows)
-        window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0)
+        tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows, seed=seed)
+        window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0, seed=seed)
         options = {"scheduler": scheduler, "average": average}
         stopping = tritonrec.EarlyStopping("NDCG@10", patience, communicators=ranks)
         with tritonrec.Trainer(model, tables, optimizer, ranks, mode, window, **options) as trainer:
             if checkpoint.steps(folder):  # go on, whatever number of ranks has saved it
                 trainer.load(folder, stopping.load_state_dict)
-            log = logger(folder, trainer.next_step + 1, tensorboard) if ranks.rank == 0 else None
+            lines = logger(folder, trainer.next_step + 1, tensorboard) if ranks.rank == 0 else None
             while trainer.next_step < steps and not stopping.should_stop:
                 epoch = range(trainer.next_step, trainer.next_step + loader.steps_per_epoch)
                 for result in trainer.run(loader.batch(step) for step in epoch):
@@ -83,13 +84,13 @@ def main(folder, data, epochs, patience, mode, micro_batches, tensorboard=False)
                         "norm": result.grad_norm,
                         "rate": result.learning_rates[0],
                     }
-                    if log:
-                        log.log(result.step + 1, numbers)
+                    if lines:
+                        lines.log(result.step + 1, numbers)
                 found = metrics(average.module, trainer.whole_tables(), loader)
                 stopping.on_evaluation_end(trainer.next_step, found)
                 trainer.save(folder, stopping.state_dict())
-                if log:
-                    log.log(trainer.next_step, found)
+                if lines:
+                    lines.log(trainer.next_step, found)
                     last = {name: round(value, 6) for name, value in (numbers | found).items()}
                     print(f"step {trainer.next_step}: {last}", flush=True)
 
@@ -102,5 +103,6 @@ if __name__ == "__main__":
     parser.add_argument("--patience", type=int, default=3)
     parser.add_argument("--mode", default="nestpipe")
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tensorboard", action="store_true", help="instead of log.csv")
     main(**vars(parser.parse_args()))
