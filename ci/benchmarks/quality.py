@@ -247,6 +247,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="ml-100k")
+    parser.add_argument("--only", default=",".join(SYSTEMS), help="systems between commas")
     parser.add_argument("--json", type=Path, help="write here, and go on with what is there")
     parser.add_argument("--table", type=Path, help="print the table of this file and end")
     args = parser.parse_args()
@@ -262,9 +263,9 @@ def main() -> None:
             (rows.of(Setting(system, *each, TUNING_SEED), split) for each in TUNED),
             key=lambda row: row["valid"],
         )
-        for system in SYSTEMS
+        for system in args.only.split(",")
     }
-    for seed, system in product(SEEDS, SYSTEMS):
+    for seed, system in product(SEEDS, best):
         rows.of(Setting(system, best[system]["lr"], best[system]["dropout"], seed), split)
     report(rows.all)
 
