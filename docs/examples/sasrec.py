@@ -23,10 +23,10 @@ DIM, LENGTH, LR, WARMUP = 64, 50, 1e-3, 20
 class SASRec(torch.nn.Module):
     """Kang and McAuley 2018: x (B, T, D) embedding rows, hidden (B, T) True where there is no token."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.2):
         super().__init__()
-        self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(0.2)
-        layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, 0.2, batch_first=True, norm_first=True)
+        self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(dropout)
+        layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, dropout, batch_first=True, norm_first=True)
         norm = torch.nn.LayerNorm(DIM)
         self.encoder = torch.nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
 
@@ -36,20 +36,20 @@ class SASRec(torch.nn.Module):
         return self.encoder(x, mask=causal, src_key_padding_mask=hidden, is_causal=False)
 
 
-def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16"):
-    torch.manual_seed(0)
+def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16", seed=0):
+    torch.manual_seed(seed)
     model = nn.PaddedNextItem(SASRec(), LENGTH)
     nn.convert(model)  # torch's modules become ours of the same names
     with tritonrec.from_environment() as ranks:
-        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, 0, ranks.rank, ranks.world_size)
+        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, seed, ranks.rank, ranks.world_size)
         steps = epochs * loader.steps_per_epoch
         rate = WarmupCosine(LR, WARMUP, WARMUP + steps)  # of rows and dense parameters
         rows = tritonrec.RowOptimizer("adamw", rate, weight_decay=0.01)
-        tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows)
+        tables = tritonrec.HashTableCollection([tritonrec.FeatureConfig("item", DIM)], rows, seed=seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
         scheduler = LambdaLR(optimizer, lambda done: rate(done + 1) / LR)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
-        window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0, precision=precision)
+        window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0, precision=precision, seed=seed)
         options = {"scheduler": scheduler, "average": average}
         stopping = tritonrec.EarlyStopping("NDCG@10", patience, communicators=ranks)
         with tritonrec.Trainer(model, tables, optimizer, ranks, mode, window, **options) as trainer:
@@ -80,4 +80,5 @@ if __name__ == "__main__":
     parser.add_argument("--mode", default="nestpipe")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))
