@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from ... import ops
 from ...data import Batch, ClickLoader, Lookup
-from ...distributed import Communicators
+from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
 from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
@@ -28,7 +29,7 @@ from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
-from .faults import injection_of
+from .corpus import injection_of
 from .injections import Injection
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 
@@ -289,6 +290,11 @@ def prepared(
 ) -> Iterator[tuple[Trainer, Loader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     injected = injected or Injection()
+    if injected.program is not None:  # it may change them, and later cases have the same groups
+        own: dict[str, Any] = {
+            name: copy(each) for name, each in vars(communicators).items() if isinstance(each, Communicator)
+        }
+        communicators = replace(communicators, **own)
     job = case.job(job)
     model, tables, optimizer = job.build(case.optimizer)
     config = case.window(job.seed)
