@@ -25,11 +25,6 @@ class Fault:
     injection: Injection
 
 
-def injection_of(name: str) -> Injection:
-    """The injection of the fault called `name`."""
-    return next(fault.injection for fault in FAULTS if fault.name == name)
-
-
 def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
     return Case(mode, consistency, world_size, micro_batches, False, optimizer, steps=5)
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 from ... import ops
 from ...data import Batch, ClickLoader, DynamicStream, Lookup, NextItemStream
-from ...distributed import Communicators
+from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
 from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
@@ -30,8 +31,8 @@ from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
+from .corpus import injection_of
 from .exported import compare_export, saved_between
-from .faults import injection_of
 from .injections import Injection
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
@@ -314,6 +315,11 @@ def prepared(
 ) -> Iterator[tuple[Trainer, Loader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     injected = injected or Injection()
+    if injected.program is not None:  # it may change them, and later cases have the same groups
+        own: dict[str, Any] = {
+            name: copy(each) for name, each in vars(communicators).items() if isinstance(each, Communicator)
+        }
+        communicators = replace(communicators, **own)
     job = case.job(job)
     model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)

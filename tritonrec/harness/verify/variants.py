@@ -102,9 +102,9 @@ VARIANTS: dict[str, Variant] = {
         "dedup before the lookup only", window={"dedup": "lookup"}, shows=("exchanged", "read")
     ),
     "dedup-both": Variant("dedup at both places", shows=("exchanged", "read")),
-    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=80)),
+    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=170)),
     "lfu": _policy(
-        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=80, every=2)
+        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=170, every=2)
     ),
     "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
