@@ -40,7 +40,11 @@ def bug(
     def added(break_: ProgramFault) -> ProgramFault:
         name = break_.__name__.replace("_", "-")
         first = (break_.__doc__ or "").splitlines()[0].rstrip(".")
-        CORPUS.append(Fault(name, first[:1].lower() + first[1:], case, Injection(break_, schedule, delay)))
+        CORPUS.append(
+            Fault(
+                name, first[:1].lower() + first[1:], case, Injection(break_, schedule=schedule, delay=delay)
+            )
+        )
         SOURCES[name] = source
         return break_
 
