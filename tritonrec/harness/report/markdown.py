@@ -8,10 +8,12 @@ from .section import Section, Table
 
 LEFT_OUT = ("Every case", "Kernels")
 """Titles of tables that only the HTML page has; docs/platforms.md has the kernels."""
+ESCAPED = str.maketrans({"|": "\\|", "*": "\\*", "<": "&lt;", "\n": " "})
 HEAD = """# Recorded results
 
 This page has the figures that are committed as JSON, by `tritonrec report`; nothing in it is written by hand.
-The HTML page (`--html`) also has every case, every kernel, the traces' pictures and charts over commits.
+The HTML page (`--html`) also has every case, every kernel, the traces' pictures and charts over commits. Bold rows are
+losses, misses or failures.
 
 ```
 tritonrec report --folder ci/baselines --markdown docs/results.md
@@ -32,7 +34,7 @@ def page(sections: Sequence[Section]) -> str:
 def _table(table: Table) -> str:
     lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
     for number, row in enumerate(table.rows):
-        first, *others = (cell.replace("|", "\\|").replace("\n", " ") for cell in row)
+        first, *others = (cell.translate(ESCAPED) for cell in row)
         first = f"**{first}**" if number in table.bad else first
         lines.append("| " + " | ".join([first, *others]) + " |")
     return "\n".join(lines) + "\n"

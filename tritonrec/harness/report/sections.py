@@ -104,8 +104,8 @@ def benchmarks(report: dict[str, Any], source: str) -> Section:
     return Section(
         "Benchmarks",
         f"{len(rows) - len(lost)} of {len(rows)} ratios are wins, {len(lost)} are losses. A ratio is a "
-        f"peer's median time over ours in the same run on the same input. {made['machine']}, {made['cores']} cores, "
-        f"{made.get('timer', 'wall')} clock; {versions}; commit {made['commit']}; {made['date'][:10]}.",
+        f"peer's median time over ours in the same run on the same input. {made['machine']}, "
+        f"{made['cores']} cores, {made.get('timer', 'wall')} clock; {versions}; commit {made['commit']}; {made['date'][:10]}.",
         source,
         [
             Table(
@@ -201,8 +201,8 @@ def compiled(report: dict[str, Any], source: str) -> Section:
     return Section(
         "Compiled kernels",
         f"{len(kernels)} launches of {len(by_kernel)} kernels compile for {', '.join(TARGETS)}, without a "
-        f"GPU. Triton {made['triton']}, ptxas {made['ptxas']}, {made['date']}. Cells are registers of a thread "
-        "/ bytes of stack / bytes of shared memory, each the most of all launches."
+        f"GPU. Triton {made['triton']}, ptxas {made['ptxas']}, {made['date']}. Cells are registers of a "
+        "thread / bytes of stack / bytes of shared memory, each the most of all launches."
         + (f" No launch reaches {', '.join(uncovered)}." if uncovered else ""),
         source,
         [Table("Kernels", ("kernel", *TARGETS), rows, long=True)],
@@ -256,7 +256,8 @@ def simulated(report: dict[str, Any], source: str) -> Section:
     return Section(
         "Simulator",
         f"{unseen['cells']} cells of the paper that the fit has not seen: median error "
-        f"{unseen['median']:.1%}, worst {unseen['worst']:.1%}, {unseen['within']:.0%} within {report['aim']:.0%}.",
+        f"{unseen['median']:.1%}, worst {unseen['worst']:.1%}, {unseen['within']:.0%} within "
+        f"{report['aim']:.0%}.",
         source,
         [
             Table(
