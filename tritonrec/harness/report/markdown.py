@@ -12,8 +12,8 @@ ESCAPED = str.maketrans({"|": "\\|", "*": "\\*", "<": "&lt;", "\n": " "})
 HEAD = """# Recorded results
 
 This page has the figures that are committed as JSON, by `tritonrec report`; nothing in it is written by hand.
-The HTML page (`--html`) also has every case, every kernel, the traces' pictures and charts over commits. Bold rows are
-losses, misses or failures.
+The HTML page (`--html`) also has every case, every kernel, the traces' pictures and charts over commits.
+Bold rows are losses, misses or failures.
 
 ```
 tritonrec report --folder ci/baselines --markdown docs/results.md

@@ -105,7 +105,8 @@ def benchmarks(report: dict[str, Any], source: str) -> Section:
         "Benchmarks",
         f"{len(rows) - len(lost)} of {len(rows)} ratios are wins, {len(lost)} are losses. A ratio is a "
         f"peer's median time over ours in the same run on the same input. {made['machine']}, "
-        f"{made['cores']} cores, {made.get('timer', 'wall')} clock; {versions}; commit {made['commit']}; {made['date'][:10]}.",
+        f"{made['cores']} cores, {made.get('timer', 'wall')} clock; {versions}; "
+        f"commit {made['commit']}; {made['date'][:10]}.",
         source,
         [
             Table(
