@@ -1,10 +1,11 @@
 """What a release needs beside a tag.
 
     python ci/release.py check v0.1.0 out/verify.json     the versions agree, and so do the contracts
-    python ci/release.py metadata v0.1.0 URL              absolute links and project URLs, in place, before a build
+    python ci/release.py metadata v0.1.0 URL              absolute links, project URLs, before a build
 
-`check` compares the digest of a report of this run with that of ci/baselines/verify.json, and prints it. `metadata`
-is for a clone that is thrown away: a package index shows README.md where its relative links lead nowhere.
+`check` compares the digest of a report of this run with that of ci/baselines/verify.json, and prints it.
+`metadata` changes files of a clone that is thrown away: a package index shows README.md where its relative links
+lead nowhere.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def check(tag: str, report: Path) -> str:
     recorded = contract_digest(json.loads((ROOT / "ci/baselines/verify.json").read_text()))
     if found != recorded:
         raise ValueError(
-            f"{report} has the contract {found}, ci/baselines/verify.json {recorded}: run make verify, copy its "
-            "out/verify.json there, run make results, and commit"
+            f"{report} has the contract {found}, ci/baselines/verify.json {recorded}: run make verify, "
+            "copy its out/verify.json there, run make results, and commit"
         )
     return found
 

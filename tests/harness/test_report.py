@@ -1,5 +1,5 @@
-"""Promise: `tritonrec report` shows what is recorded, needs no network, names what is missing, fails where one
-of its figures did; docs/results.md is what it makes of the committed files."""
+"""Promise: `tritonrec report` shows what is recorded, needs no network, names what is missing, fails where
+one of its figures did; docs/results.md is what it makes of the committed files."""
 
 import copy
 import json
