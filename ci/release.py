@@ -4,8 +4,8 @@
     python ci/release.py metadata v0.1.0 URL              absolute links, project URLs, before a build
 
 `check` compares the digest of a report of this run with that of ci/baselines/verify.json, and prints it.
-`metadata` changes files of a clone that is thrown away: a package index shows README.md where its relative links
-lead nowhere.
+`metadata` changes files of a clone that is thrown away: a package index shows README.md where its relative
+links lead nowhere.
 """
 
 from __future__ import annotations
