@@ -1,7 +1,10 @@
 """Mixed precision: modules and models under autocast, over float32 parameters with exact gradients."""
 
 import pytest
+import test_dlrm as dlrm
+import test_grm as grm
 import test_hstu_layer as fused
+import test_mmoe as mmoe
 import test_torch_modules as plain
 import torch
 from speeds import slow_except
@@ -88,3 +91,22 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name, dtype):
         pairs += [(ops.from_fixed_point(sums[key]), named[key]) for key in sums]
     for got, want in pairs:
         assert (got - want).square().mean().sqrt() < 6 * eps * want.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["criteo", "no_dense"])
+def test_dlrm_in_any_batch(accumulate, name, dtype):
+    config = dlrm.CONFIGS[name]
+    with mixed(dtype):
+        dlrm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, True)
+        dlrm.test_exact_sums_do_not_depend_on_the_split(accumulate, config)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_grm_and_experts_in_any_batch(accumulate, dtype):
+    split = [[5, 1, 3], [], [4, 0, 2]]
+    with mixed(dtype):
+        grm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, "full", True)
+        grm.test_exact_sums_do_not_depend_on_the_split(accumulate, split, grm.CONFIGS["biased"])
+        mmoe.test_a_sample_keeps_its_bits_in_any_batch(accumulate, 3, True)
+        mmoe.test_exact_sums_do_not_depend_on_the_split(accumulate, split)
