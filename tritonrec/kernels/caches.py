@@ -22,6 +22,12 @@ compiling: list[Callable[[], None]] = []
 """Called once each, when numba compiles a kernel that it does not find in its cache."""
 
 
+def note_compilation() -> None:
+    """Something is compiled now, that the steps to come will not compile again."""
+    while compiling:
+        compiling.pop()()
+
+
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit``, whose `cache` never fails."""
     import numba
@@ -55,8 +61,7 @@ def _watch_numba() -> None:
 
     class Compiling(event.Listener):
         def on_start(self, _event: event.Event) -> None:
-            while compiling:
-                compiling.pop()()
+            note_compilation()
 
         def on_end(self, _event: event.Event) -> None:
             pass
