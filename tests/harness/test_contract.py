@@ -30,11 +30,18 @@ CASES = [
     Case("dbp", "batch", 2, 3, True, "adam", 8, variant="lazy-decay", storage="cached", restart=1),
     Case("fwp", "batch", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
     Case("nestpipe", "batch", 2, 4, False, "momentum_sgd", 6, variant="weight-decay", storage="device"),
+    # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
+    Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
+    Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),
+    Case("sequential", "batch", 1, 3, False, "adam", 5, variant="hash-embedding"),
+    Case("sequential", "batch", 4, 20, False, "rowwise_adagrad", 6, variant="hash-embedding"),
 ]
-QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
+# each mode, both consistencies, on one and two ranks; both of what a user writes
+QUICK = [CASES[1], CASES[4], CASES[5], CASES[-4], CASES[-2]]
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
+    "gradients-of-the-last-pass",
 )  # fmt: skip
 
 

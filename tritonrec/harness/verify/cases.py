@@ -12,7 +12,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
-from .variants import RESTART, VARIANTS, Variant
+from .variants import OWN_LOOP, RESTART, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -111,6 +111,11 @@ class Case:
     def shows(self) -> tuple[str, ...]:
         """Counts that tell what the variant did."""
         return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether it trains by `OwnLoop`; its mode is "sequential" then, and N counts backward passes."""
+        return self._variant.own_loop
 
     @property
     def _variant(self) -> Variant:
@@ -274,6 +279,7 @@ def extra_cases(
             for index, name in enumerate(VARIANTS)
             if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
+    cases += loop_cases(size, world_sizes, micro_batches, length)
     if size != "quick":
         cases += rule_cases(modes, largest, length)
     cases += storage_cases(size, modes, largest, micro_batches, length)
@@ -283,6 +289,19 @@ def extra_cases(
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     return cases
+
+
+def loop_cases(size: str, world_sizes: Sequence[int], micro_batches: Sequence[int], steps: int) -> list[Case]:
+    """Loops of one's own: every world size with an N, and `HOSTILE`; ``"quick"`` runs the last one."""
+    cases = [
+        Case(
+            "sequential", "batch", ranks, micro_batches[index % len(micro_batches)], False,
+            OPTIMIZERS[-1 - index % 3], steps, variant=OWN_LOOP,
+        )
+        for index, ranks in enumerate(world_sizes)
+    ]  # fmt: skip
+    cases.append(replace(cases[-1], micro_batches=max(micro_batches), data=HOSTILE))
+    return cases[-1:] if size == "quick" else cases
 
 
 def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:

@@ -12,7 +12,7 @@ from ...pipeline import Edge
 from . import injections
 from .cases import Case
 from .injections import Injection
-from .variants import RESTART
+from .variants import OWN_LOOP, RESTART
 
 
 @dataclass(frozen=True)
@@ -266,6 +266,18 @@ FAULTS = [
             ).with_edges("replica_reduce", Edge("compute", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
+    ),
+    Fault(
+        "padded-to-the-longest",
+        "a converted model's micro-batch is padded to its longest sample",
+        replace(_case(), variant="converted"),
+        Injection(injections.padded_to_the_longest),
+    ),
+    Fault(
+        "gradients-of-the-last-pass",
+        "in a loop of one's own the rows forget the gradients of earlier backward passes of the step",
+        replace(_case(mode="sequential"), variant=OWN_LOOP),
+        Injection(loop=injections.gradients_of_the_last_pass),
     ),
     Fault(
         "lost-gradient-at-window-consistency",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,15 +26,20 @@ from ...pipeline.places import (
     RowGradient,
 )
 from ...pipeline.stage import From, Previous, Read, Update, Write
+from .own_code import OwnLoop
 
 
 @dataclass(frozen=True)
 class Injection:
-    """How a fault is injected: by changing the program, the schedule, or the timing that brings it out."""
+    """How a fault is injected: by changing the program, the schedule, or the timing that brings it out.
+
+    `loop` changes an `OwnLoop`, which has none of these.
+    """
 
     program: Callable[[Program], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
+    loop: Callable[[OwnLoop], None] | None = None
 
 
 def nothing() -> None:
@@ -224,6 +230,28 @@ def dropout_by_position(program: Program) -> None:
         return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
 
     program.model.forward = by_position
+
+
+def padded_to_the_longest(program: Program) -> None:
+    body: Any = program.model.body
+    forward = body.forward
+
+    def to_the_longest(rows: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+        body.max_seq_len = max(int(seq_offsets.diff().max()), 1)
+        padded: torch.Tensor = forward(rows, seq_offsets)
+        return padded
+
+    body.forward = to_the_longest
+
+
+def gradients_of_the_last_pass(loop: OwnLoop) -> None:
+    backward = loop.backward
+
+    def forgetful(batch: JaggedBatch, seed: int) -> torch.Tensor:
+        loop.row_optimizer.zero_grad()
+        return backward(batch, seed)
+
+    loop.backward = forgetful  # type: ignore[method-assign]
 
 
 def low_precision_not_rounded(program: Program) -> None:
