@@ -20,6 +20,7 @@ COMMANDS = {
     "bisect": "Find the first difference of two runs: step, tensor or table, key, column, both values.",
     "trace": "Time per lane, exposed communication, hidden lookup; check that every dependency was honoured.",
     "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",
+    "report": "Recorded figures on one page: contract, faults, benchmarks over commits, kernels, traces.",
     "profile": "Show where a training step goes: a trace with lanes and operators, and a flame graph.",
     "lab": "Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.",
     "simulate": "Model the cluster of the NestPipe paper; print paper, model and error side by side.",
