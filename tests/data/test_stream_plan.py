@@ -81,6 +81,14 @@ def test_epochs_seeds_and_settings_have_other_orders():
     assert in_order == list(range(20))
 
 
+def test_each_epoch_has_another_order_of_row_groups_and_of_the_rows_of_a_block():
+    plan, numbers = StreamPlan(np.full(40, 7), 20, 3, readers=1), np.arange(30)
+    groups = [[stretch.group for stretch in plan.rows(epoch, 0, 0, plan.num_rows)] for epoch in (0, 1, 0)]
+    assert groups[0] == groups[2] != groups[1] and sorted(groups[0]) == sorted(groups[1]) == list(range(40))
+    blocks = [plan.shuffled(epoch, numbers).tolist() for epoch in (0, 1)]
+    assert blocks[0] != blocks[1] and sorted(blocks[0]) == sorted(blocks[1]) == list(range(30))
+
+
 def test_readers_do_not_begin_new_blocks_all_at_once():
     plan = StreamPlan(np.full(64, 100), 64, 0, buffer_rows=1024, readers=64)
     begins = [0] * plan.steps_per_epoch

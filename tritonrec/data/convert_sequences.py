@@ -23,6 +23,8 @@ from tritonrec.files import ScratchFolder
 from tritonrec.kernels.launch import random_indices
 
 BUCKET_ROWS = 4_000_000
+PAGE_BYTES = 1 << 16
+"""A reader of a stream holds a page of each column."""
 
 
 def write_sequences(
@@ -44,22 +46,23 @@ def write_sequences(
     """
     items, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     with _Buckets(out, buckets) as scratch:
-        for part in log:
-            scratch.add(part)
-            report(len(part))
+        for rows in log:
+            scratch.add(rows)
+            report(len(rows))
         files = 0
         for bucket in range(buckets):
-            rows = scratch.read(bucket)
-            if rows is None:
+            own = scratch.read(bucket)
+            if own is None:
                 continue
-            found, times = _trained(rows)
+            found, times = _trained(own)
             both = np.concatenate([items, found])
             items, places = np.unique(both, return_inverse=True)
             counts = np.bincount(places, np.concatenate([counts, times]), len(items)).astype(np.int64)
-            table = _rows(rows)
+            table = _rows(own)
             for first in range(0, len(table), rows_per_file):
                 file = out / f"part-{files:05}.parquet"
-                pq.write_table(table.slice(first, rows_per_file), file, row_group_size=rows_per_group)
+                part = table.slice(first, rows_per_file)
+                pq.write_table(part, file, row_group_size=rows_per_group, data_page_size=PAGE_BYTES)
                 files += 1
     pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE)
 
@@ -103,7 +106,7 @@ class _Buckets:
         if self._count == 1:
             self._parts.append(log)
             return
-        users = torch.from_numpy(log.user)
+        users = torch.from_numpy(log.user.copy())  # Arrow's memory is read-only
         which = random_indices(0, 0, 0, users, torch.zeros_like(users), 1, self._count)[:, 0].numpy()
         table = table_of(log)
         for bucket in np.unique(which).tolist():

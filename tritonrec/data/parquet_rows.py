@@ -6,7 +6,7 @@ and row groups in their order; a row's number is its place in this order. Names 
 are no shards, nor are files in such folders. Any compression of Parquet will do.
 
 Opening a dataset reads the footers of its files. `RowReader` reads pages as it decodes them, so its memory is
-that of a few thousand rows and of a buffer for each column, not of a row group.
+that of a few hundred rows and of a page of each column, not of a row group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tritonrec.data.stream_plan import Stretch
 FOOTER_THREADS = 16
 BUFFER_BYTES = 1 << 16
 """Of each column of a row group that is being read."""
-BATCH_ROWS = 1024
+BATCH_ROWS = 256
 """Rows that are decoded at once."""
 KEPT_CHUNKS = 100_000
 """Column chunks whose places are kept in memory, of the files used last; other footers are read again."""

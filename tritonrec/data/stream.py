@@ -42,7 +42,8 @@ class Stream(Generic[BatchType]):
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the part that `batch` returns.
         shuffle, buffer_rows, readers: see `StreamPlan`. A rank's memory is ``buffer_rows / world_size``
-            rows, and for each of its ``readers / world_size`` readers 1024 rows and 64 KiB a column.
+            rows, and for each of its ``readers / world_size`` readers 256 rows and a page of each column (1
+            MiB, unless the writer has chosen another size).
 
     Attributes:
         step: of the next batch. counts: bytes and rows that this rank has read.

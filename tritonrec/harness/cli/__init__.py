@@ -12,7 +12,6 @@ from typer.main import get_command
 
 from ...host_memory import keep_freed_memory
 from ...version import __version__
-from ..progress import announce_compilation
 
 COMMANDS = {
     "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
@@ -28,6 +27,7 @@ COMMANDS = {
     "plan": "Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.",
     "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
     "emulate": "Run tests or a script with Triton's kernels compiled for a GPU and executed on the CPU.",
+    "warmup": "Compile the kernels of training and serving, so that the first run does not.",
     "doctor": "Describe this machine, and test whether batch invariance holds on it.",
 }
 """By name the first sentence of its help; the function of that name is in the module of that name."""
@@ -55,7 +55,6 @@ app = typer.Typer(
     name="tritonrec",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 for _name, _help in COMMANDS.items():
@@ -75,7 +74,6 @@ def options(
     ] = False,
 ) -> None:
     """Train large recommendation models with nested pipelining, and prove it bit for bit."""
-    announce_compilation()
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -1,0 +1,86 @@
+"""Promise: a stream of a log of ten times the memory that data may take."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux")
+
+LENGTH, SHARE = 50, 10
+
+PROGRAM = """
+import gc, resource, sys, torch
+from tritonrec.data import NextItemStream
+folder, warm, allowed, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+
+def stream(path):
+    items = torch.arange(1000)
+    return NextItemStream(path, 256, 50, 2, 3, catalogue=items, buffer_rows=1024, readers=4)
+
+def train(made):
+    return sum(next(made).num_samples for _ in range(made.steps_per_epoch))
+
+train(stream(warm))
+made = stream(folder)
+gc.collect()
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+here = int(status["VmData"].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (here + allowed, here + allowed))
+if how == "stream":
+    assert train(made) == made.num_samples
+else:
+    log = [table for _numbers, table in made.rows.batches(4096)]
+print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """A folder, its bytes in memory, and a small folder."""
+    random = np.random.default_rng(0)
+
+    def written(rows):
+        path = tmp_path_factory.mktemp("log")
+        offsets = pa.array(np.arange(0, rows * LENGTH + 1, LENGTH))
+        table = pa.table(
+            {
+                name: pa.LargeListArray.from_arrays(
+                    offsets, pa.array(random.integers(0, 2**62, rows * LENGTH))
+                )
+                for name in ("item", "timestamp")
+            }
+        )
+        pq.write_table(
+            table, path / "a.parquet", row_group_size=4096, use_dictionary=False, compression="none",
+            data_page_size=1 << 16,
+        )  # fmt: skip
+        return path, table.nbytes
+
+    folder, size = written(70_000)
+    return folder, size, written(3000)[0]
+
+
+@pytest.mark.parametrize("how", ["stream", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_log_of_ten_times_the_memory(logs, how):
+    folder, size, small = logs
+    arguments = [str(folder), str(small), str(size // SHARE), how]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+            "MALLOC_ARENA_MAX": "1",
+            "PYTHONPATH": ":".join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if how == "stream":
+        assert done.stdout == "done\n", done.stderr
+    else:
+        assert done.returncode and "malloc" in done.stderr, done.stderr
