@@ -51,8 +51,8 @@ lint: .venv/installed-dev
 
 bench: .venv/installed
 	mkdir -p out
-	$(BIN)/python -m pytest -q ci/benchmarks/bench_*.py --benchmark-json out/bench.json
-	$(BIN)/python ci/benchmarks/ratios.py out/bench.json
+	$(BIN)/python -m pytest -q ci/benchmarks/bench_*.py --benchmark-json out/times.json
+	$(BIN)/python ci/benchmarks/ratios.py out/times.json
 
 compile-matrix: .venv/installed
 	$(BIN)/python ci/compile/compile_matrix.py --check

@@ -117,6 +117,17 @@ def test_a_failure_fails(change, title, tmp_path, alone):
     assert f"No {tmp_path / 'bench.json'}: tritonrec bench --json" in result.output
 
 
+def test_a_contract_without_cases_has_not_passed():
+    assert not sections.contract({**VERIFIED, "cases": []}, "x").passed
+
+
+def test_a_lab_that_emulates_nothing_says_nothing_of_it():
+    report = json.loads((ROOT / "ci/baselines/lab.json").read_text())
+    assert "emulated" in sections.lab(report, "x").text
+    report["emulated"]["seconds_per_step"] = {}
+    assert "emulated" not in sections.lab(report, "x").text
+
+
 def test_a_run_without_faults_says_so():
     assert "--inject-faults" in sections.faults({**VERIFIED, "faults": []}, "x").text
 

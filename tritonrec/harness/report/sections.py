@@ -60,7 +60,7 @@ def contract(report: dict[str, Any], source: str) -> Section:
                 long=True,
             ),
         ],
-        passed=identical == len(cases),
+        passed=identical == len(cases) > 0,  # a proof that was left out is none
     )  # fmt: skip
 
 
@@ -229,7 +229,8 @@ def lab(report: dict[str, Any], source: str) -> Section:
         )
         for row in report["rows"]
     ]  # fmt: skip
-    stages = f" Stages {', '.join(emulated['seconds_per_step'])} are emulated." if emulated else ""
+    slowed = emulated["seconds_per_step"]
+    stages = f" Stages {', '.join(slowed)} are emulated." if slowed else ""
     return Section(
         "Overlap over slow links",
         f"{made['world_size']} ranks in network namespaces, links of {made['link_mbit_per_second']:g} "
