@@ -1,6 +1,7 @@
 """Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tritonrec import nn, ops
 from tritonrec.kernels import caches
 from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
 from tritonrec.pipeline import StageFailedError
+from tritonrec.pipeline.compiled import Compilation
 
 
 class Plain(Ranker):
@@ -73,6 +75,13 @@ def test_other_bits_are_refused_and_named(mode):
     with pytest.raises((ValueError, StageFailedError), match=words):
         trained(made, mode, "batch", batches(1))
     assert same(before, list(made[0].parameters()))
+
+
+def test_two_sizes_of_each_kind_and_one_are_compared():
+    sizes = [(7, 40), (7, 40), (7, 41), (9, 40), (1, 3), (2, 1), (1, 1), (8, 30)]
+    watch = Compilation(Ranker(), 36)
+    new = [watch._is_new(SimpleNamespace(num_samples=b, num_tokens=n)) for b, n in sizes]
+    assert new == [True, False, True, True, True, True, False, False]
 
 
 @pytest.mark.slow
