@@ -176,6 +176,33 @@ def test_a_checkpoint_goes_on_at_another_world_size_sharded_or_not(pool, tmp_pat
     assert got[0] == want[0][2:] and not differing((want[0], got[1]), want)
 
 
+def frozen(made):
+    model = made[0]
+    for parameter in (model.norm.weight, model.layers[0].uvqk.weight):
+        parameter.requires_grad_(False)
+    return made
+
+
+def frozen_of_ranks(communicators):
+    """A run that begins with frozen parameters, and one in which they are frozen half way."""
+    mesh = mesh_of(communicators)
+    return frozen_runs(communicators, mesh, "nestpipe", WindowConfig(3))
+
+
+def frozen_runs(communicators, mesh, mode, window):
+    later = parts(mesh=mesh)
+    first = run(frozen(parts(mesh=mesh)), communicators, mode, window)
+    before = run(later, communicators, mode, window, 0, 2)
+    return first, before, run(frozen(later), communicators, mode, window, 2, STEPS)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_stay(pool):
+    want = frozen_runs(Communicators.local(), None, "reference", WindowConfig())
+    for got in pool.run(frozen_of_ranks, 2):
+        assert not any(map(differing, got, want))
+
+
 def shares(communicators):
     """Values of whole parameters, of this rank's shards, and of the optimizer's state of those."""
     made = parts(mesh=mesh_of(communicators))
