@@ -91,6 +91,7 @@ def test_window_consistency_takes_other_bits():
     assert not same(got, want)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_one_sentence_says_so():
     with pytest.raises(RuntimeError, match=r"could not compile the model .*No working C\+\+ compiler.*g\+\+"):
         trained(compiled(failing), "sequential", "window", batches(1))

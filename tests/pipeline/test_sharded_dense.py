@@ -152,6 +152,7 @@ def averaged_of_ranks(communicators):
     return run(made, communicators, "nestpipe", WindowConfig(2), average=average)
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_whole_model(pool):
     made = parts()
     want = run(made, Communicators.local(), "reference", WindowConfig(), average=averaged(made[0]))
@@ -257,6 +258,7 @@ def given_back(communicators):
     return before, gradients, [isinstance(each, DTensor) for each in model.parameters()]
 
 
+@pytest.mark.slow
 def test_outside_of_a_flight_the_model_is_fsdp2s(pool):
     found = pool.run(given_back, 2)
     before, gradients, types = found[0]
