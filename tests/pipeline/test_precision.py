@@ -8,6 +8,7 @@ import pytest
 import torch
 from speeds import slow_except
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
@@ -56,6 +57,20 @@ def test_every_mode_is_its_reference(mode, consistency, precision):
     assert not same(got, run(mode, consistency)[0])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert {each for each in seen if isinstance(each, (torch.dtype, bool))} == {dtype, False}
+
+
+class Checkpointed(Cast):
+    """Computes its forward again in backward, where autocast is off."""
+
+    def hidden(self, batch, rows):
+        return checkpoint(super().hidden, batch, rows, use_reentrant=False)
+
+
+@pytest.mark.parametrize("precision", slow_except(["fp16"], PRECISIONS))
+def test_what_backward_computes_again_is_in_the_precision_of_forward(precision):
+    plain, ends, _ = run("nestpipe", **PRECISIONS[precision])
+    got, found, _ = run("nestpipe", model=Checkpointed, **PRECISIONS[precision])
+    assert same(got, plain) and found == ends
 
 
 def test_the_scale_falls_after_an_overflow_and_rises_after_a_while():
