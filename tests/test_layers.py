@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "checkpoint": {"ops", "kernels"},
     "loggers": set(),
     "callbacks": {"distributed"},
-    "serving": {"ops", "kernels", "nn", "distributed"},
+    "serving": {"ops", "kernels", "nn", "distributed", "checkpoint", "data", "embedding"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
     "harness": {

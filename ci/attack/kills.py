@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
-from tritonrec.distributed.rank_process import end_with_parent
+from tritonrec.distributed.signals import end_with_parent
 from tritonrec.files import ScratchFolder
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
@@ -55,7 +55,8 @@ class Kill:
 
     Args:
         mesh: world size and replicas. micro_batches, save_every, full_every: of the run.
-        victim: ``"rank"``, ``"launcher"`` or ``"all"``. number: the signal's name.
+        victim: ``"rank"``, ``"server"`` (the process that forks ranks), ``"launcher"`` or ``"all"``.
+        number: the signal's name.
         phase: ``"start"``, ``"run"`` or ``"save"``. delay: seconds after that moment.
         resume: world size, replicas and micro-batches of the run that goes on.
     """
@@ -80,7 +81,7 @@ def drawn(draw: random.Random) -> Kill:
         micro_batches=draw.choice((1, 2, 3)),
         save_every=draw.choice((1, 2, 5)),
         full_every=draw.choice((1, 3)),
-        victim=draw.choice(("rank", "launcher", "all")),
+        victim=draw.choice(("rank", "server", "launcher", "all")),
         number=draw.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGHUP")),
         phase=phase,
         delay={"start": 4.0, "run": 1.0, "save": 0.01}[phase] * draw.random(),
@@ -116,9 +117,18 @@ def processes_of(token: str) -> dict[int, str]:
 
 
 def ranks_of(token: str, launcher: int) -> list[int]:
-    """The ranks that the launcher has started; the launcher itself where it is the only rank."""
-    found = processes_of(token)
-    return [pid for pid, words in found.items() if "spawn_main" in words] or [launcher]
+    """The launcher's ranks, forked or spawned; the launcher itself where it is the only rank."""
+    started = [pid for pid, words in processes_of(token).items() if "spawn_main" in words]
+    forked = [pid for pid in started if parent_of(pid) in started]
+    return forked or started or [launcher]
+
+
+def parent_of(pid: int) -> int | None:
+    """Its parent's process id; None if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def in_a_save(folder: Path) -> bool:
@@ -141,8 +151,13 @@ def wait_for_phase(kill: Kill, folder: Path, process: subprocess.Popen[str]) -> 
 
 def hit(kill: Kill, token: str, launcher: int, draw: random.Random) -> None:
     ranks = ranks_of(token, launcher)
-    victims = {"rank": [draw.choice(ranks)], "launcher": [launcher], "all": [launcher, *ranks]}[kill.victim]
-    for pid in dict.fromkeys(victims):
+    victims = {
+        "rank": [draw.choice(ranks)],
+        "server": [] if ranks == [launcher] else [parent_of(ranks[0])],
+        "launcher": [launcher],
+        "all": [launcher, *ranks],
+    }[kill.victim] or [launcher]
+    for pid in filter(None, dict.fromkeys(victims)):
         try:
             os.kill(pid, getattr(signal, kill.number))
         except ProcessLookupError:
@@ -176,7 +191,7 @@ def perform(kill: Kill, draw: random.Random, pool: RankPool, expected: str, plac
         problem = problem or f"processes are left after {PATIENCE:g} s: {left}"
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-    elif folders := sorted(entry.name for entry in temporary.iterdir()):
+    elif folders := sorted(entry.name for entry in temporary.glob("tritonrec-*")):
         problem = f"left in the temporary folder: {folders}"
     saved = checkpoint.steps(folder)
     report: dict[str, object] = {

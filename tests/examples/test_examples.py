@@ -91,3 +91,14 @@ def test_torchrec():
     found = losses(text)
     assert len(found) == 3 and found[0] > found[1] > found[2]
     assert "{'clicked': [3, 0, 1], 'bought': [1, 2, 0]}" in text
+
+
+def test_torchrec_sasrec(tmp_path):
+    """Two runs: the second goes on from the first's checkpoint."""
+    pytest.importorskip("torchrec", reason="not installed: bash ci/benchmarks/torchrec.sh installs it")
+    arguments = (str(tmp_path), "--data", "zipf:users=60,items=90,seed=2", "--patience", "9", "--epochs")
+    lines = run("torchrec_sasrec.py", *arguments, "2").splitlines()
+    lines += run("torchrec_sasrec.py", *arguments, "4").splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in range(1, 5)]
+    found = [float(line.split("'loss': ")[1].split(",")[0]) for line in lines]
+    assert 3.8 > found[0] > found[-1] > 3.3 and all("NDCG@10" in line for line in lines)

@@ -30,11 +30,25 @@ CASES = [
     Case("dbp", "batch", 2, 3, True, "adam", 8, variant="lazy-decay", storage="cached", restart=1),
     Case("fwp", "batch", 1, 4, True, "adamw", 8, variant="lazy-decay", restart=2),
     Case("nestpipe", "batch", 2, 4, False, "momentum_sgd", 6, variant="weight-decay", storage="device"),
+    *(
+        Case("nestpipe", "batch", 2, 4, True, "adam", 8, 1, variant=name)
+        for name in ("bf16", "fp16", "mixed")
+    ),
+    Case("dbp", "window", 2, 3, True, "adam", 6, variant="fp16"),
+    Case("fwp", "batch", 4, 2, True, "adam", 8, variant="fp16", restart=1),
+    Case("dbp", "batch", 4, 3, True, "sgd", 6, variant="mixed", storage="cached", replicas=2, restart=1),
+    Case("nestpipe", "batch", 4, 3, True, "sgd", 6, variant="exchange-bf16", storage="device"),
+    Case("fwp", "batch", 2, 3, True, "adam", 5, variant="exchange-bf16", replicas=2),
+    # uneven shards: some ranks have no row of a parameter
+    Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
+    Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),
+    Case("nestpipe", "batch", 2, 3, False, "adam", 4, variant="checkpoint"),
 ]
 QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
+    "overflow-of-one-rank", "own-rows-not-rounded",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from speeds import slow_except
 
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
@@ -83,6 +84,15 @@ def test_an_inexact_gradient_is_named(batches):
     report = verify(PlainLinear, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
     assert "parameter plain.weight" in str(report)
+
+
+@pytest.mark.parametrize("precision", slow_except(["bf16"], ["bf16", "fp16"]))
+def test_a_model_is_proved_in_16_bits(batches, precision):
+    options = {"modes": ("nestpipe",), "micro_batches": (3,), "world_sizes": (2,), "precision": precision}
+    report = verify(Sound, batches, FEATURES, **options)
+    assert report.passed, str(report)
+    unsound = verify(PlainLinear, batches, FEATURES, **options)
+    assert unsound.not_invariant == "plain" and "parameter plain" in str(unsound)
 
 
 def test_bad_batches_are_refused(batches):

@@ -236,12 +236,12 @@ def test_one_name_to_recompute_is_a_name():
 
 
 def test_a_norm_is_in_float32():
-    with pytest.raises(ValueError, match=r"weight and bias must be torch.float32 like x, got torch.float64"):
+    message = r"weight and bias must be torch.float32 like x, or float32, got torch.float64"
+    with pytest.raises(ValueError, match=message):
         call(ops.norm_mul_dropout, weight=some(3).double())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_of_another_dtype_have_no_gradient(dtype):
-    rows = ops.gather_rows(some(4, 3).to(dtype).requires_grad_(), whole(2))
-    with pytest.raises(ValueError, match=f"gather_rows is differentiable in a float32 source, got {dtype}"):
+def test_rows_of_float64_have_no_gradient():
+    rows = ops.gather_rows(some(4, 3).double().requires_grad_(), whole(2))
+    with pytest.raises(ValueError, match=r"gather_rows is differentiable .*, got torch\.float64"):
         rows.sum().backward()

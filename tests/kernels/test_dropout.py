@@ -48,7 +48,7 @@ def test_nothing_is_dropped_at_zero_nor_from_nothing(impl):
     ("change", "message"),
     [
         ({"p": 1.0}, r"p must lie in \[0, 1\), got 1.0"),
-        ({"x": torch.ones(4, 2, 1)}, r"x must be \(L, D\) float32, got \(4, 2, 1\)"),
+        ({"x": torch.ones(4, 2, 1)}, r"x must be \(L, D\) float32, bfloat16 or float16, got \(4, 2, 1\)"),
         ({"x": torch.ones(4, 2).double()}, "torch.float64"),
         ({"positions": torch.arange(3)}, r"positions must be \(4,\) int64, got \(3,\)"),
         ({"sample_ids": torch.ones(4)}, r"sample_ids must be \(4,\) int64, got \(4,\) torch.float32"),

@@ -289,7 +289,8 @@ def test_any_shape_has_the_bits_of_the_three_ops(tokens, inputs, outputs, biased
         ({"norm_weight": torch.zeros(4)}, r"norm_weight must be \(3,\), got \(4,\)"),
         ({"norm_bias": torch.zeros(1)}, r"norm_bias must be \(3,\), got \(1,\)"),
         ({"bias": torch.zeros(3)}, r"bias must be \(5,\), got \(3,\)"),
-        ({"bias": torch.zeros(5).half()}, "bias must be torch.float32 like x, got torch.float16"),
+        ({"bias": torch.zeros(5).half()}, "bias must be torch.float32 like weight, got torch.float16"),
+        ({"weight": torch.zeros(5, 3).double()}, "weight must be torch.float32 like x or of lower precision"),
         ({"recompute": ("norms",)}, r"recompute takes some of \('norm', 'linear'\), got \['norms'\]"),
     ],
 )
@@ -303,8 +304,8 @@ def test_bad_arguments_are_named(change, message):
 
 
 def test_other_bad_arguments():
-    tensors = [tensor.half() for tensor in case("odd_dim")]
-    with pytest.raises(ValueError, match="on the CPU computes in float32"):
+    tensors = [tensor.double() for tensor in case("odd_dim")]
+    with pytest.raises(ValueError, match=r"on the CPU takes float32, .* got torch\.float64"):
         norm_linear_silu(*tensors[:5], impl="cpu")
     *inputs, dy = case("odd_dim")
     kept = op(*inputs, EPS, True, True, "cpu")[1:]

@@ -278,7 +278,7 @@ def test_a_row_alone(dim, ids, position, p, at):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(3)}, r"x must be \(L, D\) float32, got \(3,\)"),
+        ({"x": torch.zeros(3)}, r"x must be \(L, D\) float32, bfloat16 or float16, got \(3,\)"),
         ({"x": torch.zeros(4, 3).double()}, "float64"),
         ({"u": torch.zeros(4, 2)}, r"u must be \(4, 3\).*got \(4, 2\)"),
         ({"weight": torch.zeros(4)}, r"weight and bias must be \(3,\), got \(4,\) and \(3,\)"),

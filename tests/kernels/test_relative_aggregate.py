@@ -279,7 +279,10 @@ def test_every_element_is_written_and_nothing_else(impl, name):
         ({"max_seq_len": 2}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
         ({"v": torch.ones(5, 3, 2)}, r"v \(5, 3, 2\), table \(2, 4\)"),
         ({"table": torch.ones(2, 0)}, r"R >= 1, got v \(5, 2, 3\), table \(2, 0\)"),
-        ({"v": torch.ones(5, 2, 3).double()}, "must be float32, got torch.float64"),
+        (
+            {"v": torch.ones(5, 2, 3).double()},
+            "must be float32, bfloat16 or float16 and table float32, got torch.float64",
+        ),
         ({"timestamps": torch.arange(4)}, r"must be \(5,\) int64, got \(4,\)"),
         ({"timestamps": torch.arange(5.0)}, "got .* torch.float32"),
     ],

@@ -259,7 +259,10 @@ def test_every_element_is_written_and_nothing_else(impl, name):
         ({"key_offsets": torch.tensor([0, 5])}, r"key_offsets must be \(3,\), got \(2,\)"),
         ({"max_seq_len": 2}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
         ({"k": torch.ones(5, 3, 2)}, r"q \(5, 2, 3\), k \(5, 3, 2\)"),
-        ({"v": torch.ones(5, 2, 3).double()}, "must be float32, got .* torch.float64"),
+        (
+            {"v": torch.ones(5, 2, 3).double()},
+            "must share float32, bfloat16 or float16, got .* torch.float64",
+        ),
         ({"bias": torch.ones(2, 2, 2, 3)}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
         ({"bias": torch.ones(1, 2, 3, 3)}, r"bias must be \(2, 2, I, J\) float32, got \(1, 2, 3, 3\)"),
         ({"bias": torch.ones(2, 2, 3, 3, requires_grad=True)}, "bias gets no gradient"),

@@ -90,7 +90,10 @@ def test_a_move_of_another_dtype(dtype):
     tensors = operands("counted", dtype=dtype)
     found, expected = (gradients(move("counted"), *tensors) for move in (lambda c: ours(c, "cpu"), torchs))
     assert all(map(torch.equal, found, expected))
-    with pytest.raises(ValueError, match=f"scatter_rows with source is differentiable .*, got {dtype}"):
+    if dtype == torch.float64:
+        with pytest.raises(ValueError, match=r"scatter_rows with source .* torch\.float64"):
+            gradients(ours("source", "cpu"), *operands("source", dtype=dtype))
+    else:
         gradients(ours("source", "cpu"), *operands("source", dtype=dtype))
 
 

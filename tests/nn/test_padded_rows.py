@@ -29,7 +29,7 @@ def test_there_and_back_with_gradients(side):
 
 
 def test_wrong_lengths_and_sides_are_refused():
-    with pytest.raises(ValueError, match="a sample has 3 tokens, more than max_seq_len=2"):
+    with pytest.raises(ValueError, match="a sample has 3 tokens, the model takes 2"):
         nn.pad(ROWS, OFFSETS, 2)
     with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'top'"):
         nn.pad(ROWS, OFFSETS, 3, side="top")

@@ -340,7 +340,9 @@ REFUSED = {
     r"must be \(B, T, 4\), got .*nn.Padded": lambda: nn.GRU(4, 4)(X[0]),
     "must have 4 features, got 8": lambda: nn.MultiheadAttention(4, 2, batch_first=True)(X, X, X),
     r"\(5, 6, 8\) torch.float64": lambda: nn.RMSNorm(D)(X.double()),
-    r"must be \(L, D\) float32, got \(6, 8\) torch.float64": lambda: nn.LayerNorm(D)(X.double()[0]),
+    r"must be \(L, D\) float32, bfloat16 or float16, got \(6, 8\) torch.float64": lambda: nn.LayerNorm(D)(
+        X.double()[0]
+    ),
     "share a dtype": lambda: nn.Linear(D, 2)(X.double()),
 }
 

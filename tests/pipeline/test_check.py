@@ -83,7 +83,7 @@ def test_a_schedule_that_starts_no_batch_is_refused():
 @pytest.mark.parametrize(
     ("missing", "instead", "message"),
     [
-        ("write_back", "sparse_update", r"the update of batch 4 never reaches the tables"),
+        ("write_back", "sparse_update", r"the update of batch 0 never reaches the tables"),
         ("exchange", "copy_kept_rows", r"compute\(0, 0\) reads embeddings\[0, 0\], which nobody has written"),
     ],
 )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.cli import app
+from tritonrec.harness.slipstream.report import net_speedup, speedup, whole_speedup
 from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -42,6 +43,15 @@ def same(one, other):
     return [[run[name] for name in names] for run in one["runs"]] == [
         [run[name] for name in names] for run in other["runs"]
     ] and one["snapshots"]["changes"] == other["snapshots"]["changes"]
+
+
+def test_the_speed_up_of_the_whole_run_counts_the_steps_before_the_classification():
+    exact = {"drop": None, "at_random": False, "cpu_seconds": 6.0, "steps": 60}
+    chosen = {"drop": 0.6, "at_random": False, "cpu_seconds": 2.0, "steps": 20}
+    summary = {"runs": [exact], "classify_at": 40, "overhead_cpu_seconds": 1.0}
+    assert speedup(summary, chosen) == 3 and net_speedup(summary, chosen) == 2
+    assert whole_speedup(summary, chosen) == pytest.approx((4 + 6) / (4 + 2 + 1))
+    assert whole_speedup(summary, {**chosen, "at_random": True}) == pytest.approx((4 + 6) / (4 + 2))
 
 
 @pytest.mark.slow

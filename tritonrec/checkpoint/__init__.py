@@ -22,6 +22,7 @@ that they need. Nothing is pickled. One run writes into a directory at a time: i
          erased=None) -> Saved(step, path, sha256, bytes)                                       collective
     load(directory, step=None, *, rank=0, world_size=1, like=None, like_dense=None)
         -> Checkpoint(step, dense, tables, meta, saved_by, files, bytes_read, bytes_needed)     a rank's shard
+    CheckpointStream(directory, step=None).rows(table) -> columns of some slices at a time
     Saver(directory, *, rank=0, world_size=1, gather=single_rank, full_every=1)
         .next_is_full(), .save(step, dense, tables, meta, *, erased=None, owned=False), .wait(), .close()
     flatten(state_dict, name) -> (values for meta, tensors for dense)
@@ -33,7 +34,7 @@ that they need. Nothing is pickled. One run writes into a directory at a time: i
 from .agreement import Gather, single_rank
 from .files import NUM_KEPT, CheckpointError, steps
 from .manifest import VERSION
-from .reader import Checkpoint, load
+from .reader import Checkpoint, CheckpointStream, load
 from .saver import Saver
 from .slices import SLICES, range_of, slice_of
 from .trees import flatten, unflatten
@@ -45,6 +46,7 @@ __all__ = [
     "VERSION",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointStream",
     "Gather",
     "Saved",
     "Saver",

@@ -1,10 +1,10 @@
-"""Loading a checkpoint at any world size: a rank reads only the files that overlap its range."""
+"""Loading a checkpoint at any world size, or in slices: a rank reads only files that overlap its range."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,9 @@ from . import slices
 from .files import CheckpointError, describe, manifest_of, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
 from .writer import columns_of, difference
+
+SLICE_BYTES = 16 << 20
+"""Of files that `CheckpointStream.rows` reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,7 @@ def load(
     """
     check_rank(rank, world_size)
     directory = Path(directory)
-    available = steps(directory)
-    if step is None and not available:
-        raise CheckpointError(f"{directory} holds no checkpoint")
-    step = available[-1] if step is None else step
-    others = [other for other in available if other != step]
-    advice = f"; the directory also holds step {others[-1]}" if others else ""
-    path = manifest_of(directory, step)
-    body = read_manifest(path, advice)
-
+    path, body, advice = _opened(directory, step)
     if like is not None:
         saved = {name: table["columns"] for name, table in body["tables"].items()}
         expected = columns_of(like)
@@ -88,8 +83,7 @@ def load(
             raise ValueError(f"{path} does not fit this run's tables: {difference(saved, expected)}")
     reader = _Reader(directory, rank, world_size, advice)
     try:
-        tensors = reader.read(body["dense"], {})
-        dense = {name.removeprefix("dense/"): tensor for name, tensor in tensors.items()}
+        dense = reader.dense(body)
         different = "" if like_dense is None else _dense_difference(dense, like_dense)
         if different:
             raise ValueError(f"{path} does not fit this run's parameters: {different}")
@@ -101,8 +95,84 @@ def load(
     columns = [values for table in tables.values() for values in table.values()]
     needed = sum(tensor.nbytes for tensor in [*dense.values(), *columns])
     return Checkpoint(
-        step, dense, tables, body["meta"], body["world_size"], tuple(reader.files), reader.bytes_read, needed
+        body["step"],
+        dense,
+        tables,
+        body["meta"],
+        body["world_size"],
+        tuple(reader.files),
+        reader.bytes_read,
+        needed,
     )
+
+
+class CheckpointStream:
+    """A checkpoint whose tables are read in parts; never a whole table is in memory.
+
+    Args:
+        directory, step: as of `load`.
+
+    Attributes:
+        step: number of steps of the saved state. meta: as saved. world_size: of the run that saved.
+        columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
+
+    Raises CheckpointError as `load`.
+    """
+
+    def __init__(self, directory: Path | str, step: int | None = None):
+        self._directory = Path(directory)
+        _, self._body, self._advice = _opened(self._directory, step)
+        self.step: int = self._body["step"]
+        self.meta: dict[str, Any] = self._body["meta"]
+        self.world_size: int = self._body["world_size"]
+        self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {
+            name: {column: (dtype, shape) for column, (dtype, shape) in table["columns"].items()}
+            for name, table in self._body["tables"].items()
+        }
+
+    def dense(self) -> dict[str, Tensor]:
+        """Replicated tensors by name."""
+        return self._reader(0, 1).dense(self._body)
+
+    def slices_of(self, table: str, slice_bytes: int = SLICE_BYTES) -> int:
+        """Parts of a table, at most `MAX_PARTS`, to read about `slice_bytes` of files at a time."""
+        layers = self._body["tables"][table]["layers"]
+        total = sum(part["bytes"] for layer in layers for part in layer["parts"])
+        count = 1
+        while count < slices.MAX_PARTS and count * slice_bytes < total:
+            count *= 2
+        return count
+
+    def rows(self, table: str, count: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """Columns of a table's rows, some of the hash's slices at a time, ``"keys"`` by (slice, key).
+
+        The order of all rows is a function of the keys, whatever world size and incremental checkpoints
+        wrote them. Each file is read once, or twice where it was saved at a world size that is no power of
+        two.
+
+        Args:
+            count: parts, a power of two up to `MAX_PARTS`; by default `slices_of`.
+        """
+        count = count or self.slices_of(table)
+        for number in range(count):
+            columns = self._reader(number, count).table(table, self._body["tables"][table])
+            order = slices.order_of(columns["keys"])
+            yield {name: slices.take_rows(values, order) for name, values in columns.items()}
+
+    def _reader(self, rank: int, world_size: int) -> _Reader:
+        return _Reader(self._directory, rank, world_size, self._advice)
+
+
+def _opened(directory: Path, step: int | None) -> tuple[Path, dict[str, Any], str]:
+    """The manifest of a step, or of the newest, with its path, and advice for errors."""
+    available = steps(directory)
+    if step is None and not available:
+        raise CheckpointError(f"{directory} holds no checkpoint")
+    step = available[-1] if step is None else step
+    others = [other for other in available if other != step]
+    advice = f"; the directory also holds step {others[-1]}" if others else ""
+    path = manifest_of(directory, step)
+    return path, read_manifest(path, advice), advice
 
 
 def _dense_difference(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
@@ -184,6 +254,10 @@ class _Reader:
             raise CheckpointError(
                 f"{path} was altered, or is no file of a checkpoint: {describe(error)}{self.advice}"
             ) from error
+
+    def dense(self, body: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The replicated tensors by name."""
+        return {name.removeprefix("dense/"): tensor for name, tensor in self.read(body["dense"], {}).items()}
 
     def table(self, name: str, table: Mapping[str, Any]) -> dict[str, Tensor]:
         """Columns of this rank's rows of a table, keys ascending; newer layers replace older ones."""

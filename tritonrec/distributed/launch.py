@@ -13,11 +13,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
 
 from .communicator import TIMEOUT
+from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
 from .watch import RankDiedError, read_reports
@@ -119,29 +121,20 @@ class RankPool:
         ranks = self.meshes[-1][0]
         self._store = start_store() if ranks > 1 else None
         port = self._store.port if self._store is not None else 0
-        main = threading.current_thread() is threading.main_thread()
-        context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._lifelines: list[Connection] = []
-        self.processes = []
+        self.processes: list[ForkedProcess | BaseProcess] = []
         self._started = time.monotonic()
         with _one_thread_each():
             for rank in range(ranks):
-                here, there = context.Pipe()
-                lifeline, own = context.Pipe(duplex=False)
+                here, there = multiprocessing.Pipe()
+                lifeline, own = multiprocessing.Pipe(duplex=False)
                 task = RankTask(
-                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, os.getpid(), main,
-                    self._backend,
-                )  # fmt: skip
-                process = context.Process(
-                    target=serve, args=(task, there, lifeline), name=f"rank {rank}", daemon=True
+                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend
                 )
-                process.start()
-                there.close()
-                lifeline.close()
+                self.processes.append(start_process(f"rank {rank}", serve, (there, lifeline), task))
                 self._connections.append(here)
                 self._lifelines.append(own)
-                self.processes.append(process)
         # At the interpreter's end this runs before multiprocessing joins its processes.
         util.Finalize(self, _close_lifelines, (self._lifelines,), exitpriority=10)
         self._ready = False

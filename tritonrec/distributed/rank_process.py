@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,17 +18,13 @@ import torch.distributed as dist
 
 from ..host_memory import keep_freed_memory
 from .groups import Communicators
+from .signals import STOP_SIGNALS
 from .watch import Watch
 
 ENTERING = "in `enter`, before the rendezvous"
 RENDEZVOUS = "waiting for the other ranks to join"
 WORKING = "at work"
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 LOOPBACK = "127.0.0.1"
 
 
@@ -41,7 +35,6 @@ class RankTask:
     Args:
         rank: in the pool. meshes: (world size, replicas) of the groups to create.
         timeout, start_timeout, enter: see `RankPool`. store_port: of the launcher's `TCPStore`.
-        launcher: process id. from_main_thread: whether the launcher's main thread has started this process.
         backend: of the groups.
     """
 
@@ -51,19 +44,17 @@ class RankTask:
     start_timeout: timedelta
     enter: Callable[[int], None] | None
     store_port: int
-    launcher: int
-    from_main_thread: bool
     backend: str
 
 
-def serve(task: RankTask, connection: Connection, lifeline: Connection) -> None:
+def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
     """A rank's loop: receive (function, mesh, arguments), answer ("ok", result) or ("error", text).
 
     In between it sends ("phase", phase), to distinguish a rank that hangs from ranks that wait for it.
     `lifeline` closes when the launcher ends; a message on it is the number of a task to stop.
     """
     stop = _StopRequests()
-    _end_with_launcher(task, lifeline, stop)
+    _follow(lifeline, stop)
     stop.install_signal_handlers()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -136,13 +127,8 @@ def _rendezvous(store: dist.Store, task: RankTask, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=world, timeout=task.timeout)
 
 
-def _end_with_launcher(task: RankTask, lifeline: Connection, stop: _StopRequests) -> None:
-    """End this process when the launcher ends, by any signal.
-
-    On every Unix the pipe to the launcher closes then. On Linux the kernel also kills the rank, even one that
-    is stopped or holds the interpreter's lock. The kernel does so at the end of the thread that started this
-    process, so it is requested for the launcher's main thread only.
-    """
+def _follow(lifeline: Connection, stop: _StopRequests) -> None:
+    """End this process when the launcher closes the pipe, and receive the numbers of tasks to stop."""
 
     def follow() -> None:
         while True:
@@ -153,16 +139,6 @@ def _end_with_launcher(task: RankTask, lifeline: Connection, stop: _StopRequests
             stop.request(number)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
-    if task.from_main_thread:
-        end_with_parent()
-        if os.getppid() != task.launcher:  # it has ended already, so no signal will come
-            os._exit(1)
-
-
-def end_with_parent() -> None:
-    """On Linux, let the kernel kill this process when the thread that started it ends."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class _StopRequests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ import torch
 from .. import ops
 from ..kernels import launch
 from .key_layout import KeyLayout
+from .learning_rate import scaled
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
 from .state_check import check_state
@@ -44,6 +46,8 @@ class FeatureConfig:
         policy: eviction, admission and precision tiers.
         placement: where the table is; by default where the collection's are.
         merge: False keeps the table apart; then all 2**64 ids are legal.
+        learning_rate_scale: factor of the rule's learning rate in every update. A row has one rate, so
+            features that share a table need the same factor.
     """
 
     name: str
@@ -55,12 +59,18 @@ class FeatureConfig:
     policy: TablePolicy = field(default_factory=TablePolicy)
     placement: Placement | None = None
     merge: bool = True
+    learning_rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a feature needs a name")
         if self.dim < 1:
             raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
+        if not 0 < self.learning_rate_scale < math.inf:
+            raise ValueError(
+                f"feature {self.name!r}: learning_rate_scale must be positive and finite, got "
+                f"{self.learning_rate_scale}"
+            )
         if self.pooling not in ("none", "sum", "mean"):
             raise ValueError(
                 f"feature {self.name!r}: pooling must be none, sum or mean, got {self.pooling!r}"
@@ -123,6 +133,7 @@ class HashTableCollection:
         for feature in self.features.values():
             name = feature.table or feature.name
             own = feature.optimizer or rule
+            own = replace(own, lr=scaled(own.lr, feature.learning_rate_scale))
             feature = replace(feature, optimizer=own)
             if own.lazy_weight_decay and feature.policy.precision is not None:
                 raise ValueError(
@@ -130,6 +141,12 @@ class HashTableCollection:
                     "number of a row's last update; leave out one of them"
                 )
             known = tables.setdefault(name, feature)
+            if known.learning_rate_scale != feature.learning_rate_scale:
+                raise ValueError(
+                    f"features {known.name!r} and {feature.name!r} share table {name!r}, whose rows are "
+                    "updated once from the sum of both features' gradients, at one learning rate: give both "
+                    "the same learning_rate_scale, or each a table of its own"
+                )
             if _table_settings(known) != _table_settings(feature):
                 raise ValueError(
                     f"features {known.name!r} and {feature.name!r} share table {name!r} but differ in dim, "
@@ -225,6 +242,25 @@ class HashTableCollection:
             found = launch.gather_rows(values[:, : group.table.dim], inverse)
             rows.append(found.to(keys.device))
         return self.by_feature(rows, lookups)
+
+    def describe(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What a reader of `state` needs, as JSON keeps it.
+
+        ``"tables"``: by logical table its ``dim``, and the ``seed``, ``table_id`` and ``scale`` of the
+        initial values (`ops.initial_rows`); ``"features"``: by feature its ``table`` and ``pooling``.
+        """
+        tables = {}
+        for group in self.groups:
+            for name, table_id in zip(group.layout.names, group.layout.table_ids, strict=True):
+                table = group.table
+                tables[name] = {
+                    "dim": table.dim, "seed": table.seed, "table_id": table_id, "scale": table.scale,
+                }  # fmt: skip
+        features = {
+            name: {"table": each.table or name, "pooling": each.pooling}
+            for name, each in self.features.items()
+        }
+        return {"tables": tables, "features": features}
 
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and rows (n, row_width) float32, copied."""
@@ -384,4 +420,4 @@ def _part_name(table: str, part: str) -> str:
 
 def _table_settings(feature: FeatureConfig) -> FeatureConfig:
     """`feature` without the fields that do not concern its table."""
-    return replace(feature, name="-", table="", pooling="none")
+    return replace(feature, name="-", table="", pooling="none", learning_rate_scale=1.0)

@@ -97,6 +97,17 @@ class StepDecay:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """``factor`` times the rate of another schedule (`FeatureConfig.learning_rate_scale`)."""
+
+    schedule: Schedule
+    factor: float
+
+    def __call__(self, update: int) -> float:
+        return self.factor * rate_at(self.schedule, update)
+
+
+@dataclass(frozen=True)
 class FunctionSchedule:
     """A function of a user. Ranks and checkpoints compare its name and its rates at the updates `PROBED`."""
 
@@ -124,6 +135,13 @@ def comparable(lr: float | Schedule) -> float | Schedule:
         return lr
     named = lr if hasattr(lr, "__qualname__") else kind
     return FunctionSchedule(f"{named.__module__}.{named.__qualname__}", rates, lr)
+
+
+def scaled(lr: float | Schedule, factor: float) -> float | Schedule:
+    """The rate times a factor; itself for 1."""
+    if factor == 1:
+        return lr
+    return Scaled(lr, factor) if callable(lr) else factor * lr
 
 
 def rate_at(lr: float | Schedule, update: int) -> float:

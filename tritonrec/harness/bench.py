@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..distributed.rank_process import end_with_parent
+from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write, check_writable
 
 BENCHMARKS = "ci/benchmarks"

@@ -46,6 +46,7 @@ from .devices import Target
 if TYPE_CHECKING:
     from ..data.parquet_rows import ParquetRows
 
+Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
@@ -81,6 +82,9 @@ class Job:
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
+        wrapping: of `verify`'s cases only: what of torch is around the layers of the dense model: FSDP2's
+            `fully_shard`, or `torch.utils.checkpoint.checkpoint`.
+        fused: the dense optimizer is a fused one.
         placement: of the tables; their device is the target's.
         target: what it computes on, in `verify` and `train`; inside of `devices.kernels_of`.
     """
@@ -119,6 +123,8 @@ class Job:
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
+    wrapping: Wrapping = ""
+    fused: bool = True
     placement: Placement = field(default_factory=Placement)
     target: Target = field(default_factory=Target)
 
@@ -159,14 +165,18 @@ class Job:
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
 
     def build(
-        self, optimizer: OptimizerName
+        self, optimizer: OptimizerName, wrap: Callable[[torch.nn.Module], object] = lambda model: None
     ) -> tuple[torch.nn.Module, HashTableCollection, torch.optim.Optimizer | None]:
-        """A fresh model, an empty shard of its tables, and the dense parameters' optimizer."""
+        """A fresh model, an empty shard of its tables, and the dense parameters' optimizer.
+
+        `wrap` changes the model before its parameters are given to the optimizer.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self._model().to(self.target.device)
+        wrap(model)
         parameters = model.parameters()
-        dense = dense_optimizer(parameters, optimizer, self.lr, self.eps, self.weight_decay)
+        dense = dense_optimizer(parameters, optimizer, self.lr, self.eps, self.weight_decay, self.fused)
         return model, self.tables(optimizer), dense
 
     def recipe(self, model: torch.nn.Module, dense: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ class GradientAccumulator(Accumulator):
 
     Attributes:
         sums: by parameter name, of the parameter's shape, int64; empty for float32 sums.
+        scale_exponent: gradients come ``2**scale_exponent`` times too large, from a scaled loss; sums are
+            those of unscaled ones. It stays the same from one `take` to the next.
 
     Example::
 
@@ -35,7 +37,7 @@ class GradientAccumulator(Accumulator):
     """
 
     def __init__(self, module: torch.nn.Module, fraction_bits: int | None = FRACTION_BITS):
-        self.fraction_bits = fraction_bits
+        self.fraction_bits, self.scale_exponent = fraction_bits, 0
         self._parameters = dict(module.named_parameters())
         self._trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         exact = {} if fraction_bits is None else self._trained
@@ -78,7 +80,9 @@ class GradientAccumulator(Accumulator):
                 "out, or use consistency='window'"
             )
         assert self.fraction_bits is not None
-        return Targets(tuple(self.sums[name] for name in names), self.fraction_bits, names)
+        # round(g * 2**e * 2**(bits - e)) = round(g * 2**bits): the grid moves instead of the gradient
+        bits = self.fraction_bits - self.scale_exponent
+        return Targets(tuple(self.sums[name] for name in names), bits, names)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sums by name, of the parameters that require a gradient, and start again from zero.
@@ -87,22 +91,22 @@ class GradientAccumulator(Accumulator):
         """
         return self.views(self.take_flat())
 
-    def take_flat(self) -> torch.Tensor:
-        """`take` as one tensor (S,): the sums of all parameters, one after the other."""
+    def take_flat(self, names: Collection[str] | None = None) -> torch.Tensor:
+        """`take` as one tensor (S,): the sums of all parameters, or of those, one after the other."""
+        chosen = self._chosen(names)
         if self.fraction_bits is None:
             gradients = [
                 torch.zeros(each.shape, dtype=each.dtype, device=each.device)
                 if each.grad is None
                 else each.grad
-                for each in self._trained.values()
+                for each in chosen.values()
             ]
-            for parameter in self._parameters.values():
+            for parameter in self._parameters.values() if names is None else chosen.values():
                 parameter.grad = None
-            return (
-                torch.cat([gradient.reshape(-1) for gradient in gradients])
-                if gradients
-                else self._flat.float()
-            )
+            if not gradients:
+                return self._flat[:0].float()
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            return flat * 2.0**-self.scale_exponent if self.scale_exponent else flat
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise TypeError(
@@ -110,22 +114,35 @@ class GradientAccumulator(Accumulator):
                     "cut; batch consistency needs it from a module of tritonrec.nn, or use "
                     "consistency='window'"
                 )
-        taken = self._flat.clone()
-        self._flat.zero_()
+        if names is None:
+            taken = self._flat.clone()
+            self._flat.zero_()
+            return taken
+        sums = [self.sums[name].view(-1) for name in chosen]
+        taken = torch.cat(sums) if sums else self._flat[:0].clone()
+        for each in sums:
+            each.zero_()
         return taken
 
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, flat: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """By name the parts of `flat` (S,), which is laid out as `take_flat`, in the parameters' shapes.
 
         They are contiguous, whatever a parameter's order in memory.
         """
-        sizes = [parameter.numel() for parameter in self._trained.values()]
-        parts = zip(self._trained.items(), torch.split(flat, sizes), strict=True)
+        chosen = self._chosen(names)
+        sizes = [parameter.numel() for parameter in chosen.values()]
+        parts = zip(chosen.items(), torch.split(flat, sizes), strict=True)
         return {name: part.view(parameter.shape) for (name, parameter), part in parts}
 
-    def name_at(self, position: int) -> str:
+    def _chosen(self, names: Collection[str] | None) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters, or those of `names`, in the module's order."""
+        if names is None:
+            return self._trained
+        return {name: parameter for name, parameter in self._trained.items() if name in names}
+
+    def name_at(self, position: int, names: Collection[str] | None = None) -> str:
         """The parameter at a position of `take_flat`, with the index in it."""
-        for name, parameter in self._trained.items():
+        for name, parameter in self._chosen(names).items():
             if position < parameter.numel():
                 index = torch.unravel_index(torch.tensor(position, dtype=torch.int64), parameter.shape)
                 return f"{name}: gradient at {tuple(int(each) for each in index)}"

@@ -13,6 +13,7 @@ import torch
 from .caches import prepare_triton
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
+IMPLS = get_args(Impl)
 
 emulated: tuple[int, int] | None = None
 """Compute capability of the GPU that an emulator stands in for, on CPU tensors; None without an emulator."""
@@ -51,7 +52,7 @@ def default_impl() -> Impl:
 
 
 def _known(impl: Impl) -> Impl:
-    if impl not in get_args(Impl):
+    if impl not in IMPLS:
         raise ValueError(f"impl must be 'auto', 'triton', 'cpu' or 'reference', got {impl!r}")
     return impl
 

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +35,7 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
+from tritonrec.kernels.autocast import cast, casts_of, is_low, run_widened, without_autocast
 from tritonrec.kernels.dispatch import Impl, default_impl, implementation, use_impl
 from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
@@ -73,6 +76,9 @@ class Op:
         save: ``save(ctx, inputs, output)``, as `torch.autograd.Function.setup_context`; impl ends `inputs`.
         backward: ``backward(ctx, *gradients)`` returns a gradient, its `Terms` or None for each argument
             of the schema. An op that writes gets the gradients of the written arguments, in their order.
+        autocast: the rule of each argument that ``torch.autocast`` casts, by name (`kernels.autocast`).
+        widens: the CPU's implementation and the reference compute in float32 alone; in bfloat16 and float16
+            they get widened arguments, and their results are rounded to the dtypes that `fake` gives.
         options: keyword arguments of every implementation, for ops that share their implementations.
 
     `fake`, `check` and `check_memory` get those arguments that their parameters name; ``*rest`` gets all that
@@ -91,6 +97,8 @@ class Op:
         check_memory: Callable[..., None] | None = None,
         save: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
+        autocast: dict[str, str] | None = None,
+        widens: bool = False,
         **options: Any,
     ):
         found = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema)
@@ -110,6 +118,9 @@ class Op:
         names = [each.name for each in parameters]
         checks = [_selecting(each, names) for each in (check if isinstance(check, tuple) else (check,))]
         outputs = None if fake is None else _selecting(fake, names)
+        self.autocast = autocast or {}
+        self._rules = [(names.index(name), rule) for name, rule in self.autocast.items()]
+        self._widens, self._outputs = widens, outputs
         self._check_memory = None if check_memory is None else _selecting(check_memory, names)
 
         def validate(inputs: tuple[Any, ...]) -> None:
@@ -156,14 +167,17 @@ class Op:
         """
         arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
+        casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
         if impl == "auto" and not torch.compiler.is_compiling():
             impl = default_impl()  # the derivative gets it too, which may run on another thread
         if not torch.compiler.is_compiling() and current() is not None:
             if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
+                arguments = cast(arguments, casts)
                 self._validate((*arguments, impl))
                 return self.launch(*arguments, impl=impl)
             if self._step is not None:
-                return self._step.apply(*arguments, impl)
+                return self._step.apply(*arguments, impl, casts)
+        arguments = cast(arguments, casts)
         if has_floats and torch.is_grad_enabled():
             if self._written:
                 self._refuse_gradients(arguments)
@@ -173,8 +187,13 @@ class Op:
         return self.registered(*arguments, impl)
 
     def launch(self, *arguments: Any, impl: Impl = "auto") -> Any:
-        """The implementation that `impl` names, without `check`, derivative and dispatcher."""
+        """The implementation that `impl` names, without `check`, derivative and dispatcher.
+
+        While torch traces a graph it is the registered op, which has a fake kernel.
+        """
         arguments += (None,) * (self._size - len(arguments))
+        if torch.compiler.is_compiling():
+            return self.registered(*arguments, impl)
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
@@ -193,12 +212,19 @@ class Op:
             check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
             self._check_memory(arguments)
+        if self._widens and chosen != "triton" and is_low(arguments[at] for at, _ in self._tensors):
+            like = None if self._outputs is None else self._outputs(arguments)
+            function = partial(self._implementation(chosen), **self._options)
+            return run_widened(function, arguments, like, [at for at, _ in self._written])
+        return self._implementation(chosen)(*arguments, **self._options)
+
+    def _implementation(self, chosen: str) -> Callable[..., Any]:
         if chosen == "reference":
-            return self._reference(*arguments, **self._options)
+            return self._reference
         # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
         # whether it interprets.
         module, function = self._places[chosen]
-        return getattr(import_module(module), function)(*arguments, **self._options)
+        return getattr(sys.modules.get(module) or import_module(module), function)
 
     def _refuse(self, arguments: tuple[Any, ...]) -> bool:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""
@@ -302,7 +328,7 @@ def _function(
         def backward(ctx: Any, *gradients: Any) -> Any:
             if backward is None:
                 raise NotImplementedError(f"tritonrec::{name} has no derivative")
-            with _again(ctx.chosen):
+            with _again(ctx.chosen, gradients):
                 return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
 
     Differentiable.__name__ = Differentiable.__qualname__ = name
@@ -320,26 +346,36 @@ def _step(
     class Step(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
+            *given, casts = inputs
+            # the accumulator knows a parameter by its identity, which a cast one has not
+            ctx.accumulator, ctx.chosen = current(), given[-1]
+            ctx.parameters = find_parameters(ctx.accumulator, inputs)
+            inputs = cast(given, casts)
             op._validate(inputs)
             output = op.launch(*inputs[:-1], impl=inputs[-1])
-            ctx.accumulator, ctx.chosen = current(), inputs[-1]
-            ctx.parameters = find_parameters(ctx.accumulator, inputs)
             if save is not None:
                 save(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            with _again(ctx.chosen):
-                return *finish(ctx, backward(ctx, *gradients)), None  # impl has none
+            with _again(ctx.chosen, gradients):
+                # impl and the casts have none; autograd gives the others the dtypes of the arguments
+                return *finish(ctx, backward(ctx, *gradients)), None, None
 
     Step.__name__ = Step.__qualname__ = op.name
     return Step
 
 
-def _again(impl: Impl) -> AbstractContextManager[None]:
-    """Sums of terms run on the implementation of their op, too."""
-    return nullcontext() if torch.compiler.is_compiling() else use_impl(impl)
+def _again(impl: Impl, gradients: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Sums of terms run on the implementation of their op, too, and autocast casts nothing in backward."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(use_impl(impl))
+    for device in {each.device for each in gradients if each is not None}:
+        stack.enter_context(without_autocast(device))
+    return stack
 
 
 class _Parameter:

@@ -51,7 +51,8 @@ def contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 def flat(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor as a flat array, a view where it is contiguous."""
-    return tensor.detach().contiguous().view(-1).numpy()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.contiguous().numpy().reshape(-1)
 
 
 def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:

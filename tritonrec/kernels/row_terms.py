@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.autocast import widen
+from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
 
@@ -15,15 +16,15 @@ class RowTerms(Terms):
     """Terms (n, *shape) of a parameter's gradient, of the parameter's shape.
 
     Args:
-        values: float32. dtype: of the total, that of the parameter.
+        values: float32, bfloat16 or float16.
     """
 
-    def __init__(self, values: torch.Tensor, dtype: torch.dtype = torch.float32):
-        self._values, self._dtype = values, dtype
+    def __init__(self, values: torch.Tensor):
+        self._values = values
 
     def total(self) -> torch.Tensor:
         """The sum over the terms."""
-        return self._values.sum(0).to(self._dtype)
+        return widen(self._values).sum(0)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`; terms are added in fixed point, so their order does not show."""
@@ -44,6 +45,11 @@ def add_rows(
 ) -> None:
     """Round terms (n, *shape) of the gradient of parameter `name` and add them to int64 `sums` (*shape)."""
     values = values.flatten(1)
+    if implementation(impl, values) == "cpu":
+        from tritonrec.kernels.rows.numba_segment_sum import add_rows as add_rows_on_cpu
+
+        add_rows_on_cpu(sums, widen(values), fraction_bits, f"gradient of {name}")
+        return
     rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
     options = "batch", fraction_bits, f"gradient of {name}"
     SEGMENT_SUM_INTO.launch(sums.view(1, -1), values, rows, 1, *options, impl=impl)

@@ -38,4 +38,4 @@ def load_rows(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr
 @triton.jit
 def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     address, exists = tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D)
-    tl.store(address, value, mask=exists)
+    tl.store(address, value.to(ptr.dtype.element_ty), mask=exists)

@@ -188,10 +188,10 @@ class MultiheadAttention(torch.nn.Module):
             if key_padding_mask is not None:
                 raise ValueError("nn.MultiheadAttention has no key_padding_mask for jagged rows (L, E)")
             offsets, key_offsets = now.row_offsets(tuple(query.shape[:1]), self), None
-            longest = int(offsets.diff().max()) if len(offsets) > 1 else 0  # waits for an accelerator
+            longest = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0  # waits for an accelerator
             bias = None
             if attn_mask is not None:
-                bias = _hiding(attn_mask, hidden=True).expand(len(offsets) - 1, self.num_heads, -1, -1)
+                bias = _hiding(attn_mask, hidden=True).expand(offsets.shape[0] - 1, self.num_heads, -1, -1)
         out = self._attend(query, key, value, offsets, key_offsets, longest, bias, is_causal)
         return self.out_proj(out, offsets)
 
@@ -213,7 +213,7 @@ class MultiheadAttention(torch.nn.Module):
                 product(x, *weight, of_keys, n * e, (n + 1) * e) for n, x in enumerate((key, value), start=1)
             )
         q, k, v = (x.unflatten(1, (self.num_heads, e // self.num_heads)) for x in (q, k, v))
-        draws = _draws(self, self.dropout if self.training else 0.0, len(offsets) - 1, query.device)
+        draws = _draws(self, self.dropout if self.training else 0.0, offsets.shape[0] - 1, query.device)
         out = ops.softmax_attention(
             q, k, v, offsets, longest, causal=is_causal, key_offsets=key_offsets, bias=bias,
             **draws,

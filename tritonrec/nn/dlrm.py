@@ -27,7 +27,9 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
+from ..kernels.autocast import autocast_dtype, to_dtype, widen, without_autocast
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
 
@@ -120,9 +122,9 @@ class DLRM(torch.nn.Module):
 def interact(vectors: torch.Tensor) -> torch.Tensor:
     """Dot products of all pairs of a sample's vectors: (B, V, d) -> (B, P), P = V (V - 1) / 2.
 
-    In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable.
+    In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable. Autocast casts it as a matrix product.
     """
-    return _Interact.apply(vectors)
+    return _Interact.apply(to_dtype(vectors, autocast_dtype(vectors.device) or vectors.dtype))
 
 
 def partition_tables(table_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -152,7 +154,7 @@ def _layers(widths: Sequence[int]) -> torch.nn.ModuleList:
 
 def _one_each(x: torch.Tensor) -> torch.Tensor:
     """Offsets (B + 1,) that make every row of `x` a sample."""
-    return torch.arange(len(x) + 1, device=x.device)
+    return torch.arange(x.shape[0] + 1, device=x.device)
 
 
 def _apply(layers: torch.nn.ModuleList, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
@@ -166,17 +168,21 @@ class _Interact(torch.autograd.Function):
     def forward(ctx, vectors):
         ctx.save_for_backward(vectors)
         row, column = _pairs(vectors)
-        return _matmul(vectors, vectors.transpose(1, 2))[:, row, column]
+        wide = widen(vectors)
+        with without_autocast(vectors.device):
+            return _matmul(wide, wide.transpose(1, 2))[:, row, column].to(vectors.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         (vectors,) = ctx.saved_tensors
         row, column = _pairs(vectors)
         samples, count, _dim = vectors.shape
-        both = dy.new_zeros(samples, count, count)  # a pair's gradient reaches both of its vectors
-        both[:, row, column] = dy
-        both[:, column, row] = dy
-        return _matmul(both, vectors)
+        wide = widen(vectors)
+        both = wide.new_zeros(samples, count, count)  # a pair's gradient reaches both of its vectors
+        both[:, row, column] = dy.to(wide.dtype)
+        both[:, column, row] = dy.to(wide.dtype)
+        with without_autocast(dy.device):
+            return _matmul(both, wide).to(vectors.dtype)
 
 
 def _pairs(vectors: torch.Tensor) -> torch.Tensor:
@@ -190,9 +196,8 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         # `bmm` picks its code for the end of a row by the row's address, which differs between samples of,
         # say, 27 x 6: so rows begin on cache lines.
         inner, columns = _padded(b.shape[1]), _padded(b.shape[2])
-        left, right = a.new_zeros(*a.shape[:2], inner), b.new_zeros(len(b), inner, columns)
-        left[:, :, : a.shape[2]] = a
-        right[:, : b.shape[1], : b.shape[2]] = b
+        left = F.pad(a, (0, inner - a.shape[2])).contiguous()
+        right = F.pad(b, (0, columns - b.shape[2], 0, inner - b.shape[1])).contiguous()
         return torch.bmm(left, right)[:, :, : b.shape[2]]
     total = a[:, :, :1] * b[:, :1]  # libraries of accelerators choose their order of additions by the batch
     for at in range(1, a.shape[2]):

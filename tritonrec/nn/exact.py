@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.autocast import LOW, autocast_dtype, to_dtype, widen, without_autocast
 from ..kernels.dispatch import default_impl, use_impl
 from ..kernels.gradients import Terms, current, find_parameters, finish
 from ..kernels.linear.register import LINEAR, ProductTerms
@@ -43,16 +44,18 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x, weight, bias, seq_offsets, start: int, stop: int):
         ctx.accumulator, ctx.impl, ctx.rows = current(), default_impl(), (start, stop)
         ctx.parameters = find_parameters(ctx.accumulator, (x, weight, bias))
+        x = to_dtype(x, autocast_dtype(x.device) or x.dtype)
         ctx.save_for_backward(x, weight, bias, seq_offsets)
-        part = None if bias is None else bias[start:stop]
-        return LINEAR.launch(x, weight.flatten(1)[start:stop], part, impl=ctx.impl)
+        part = None if bias is None else bias[start:stop].to(x.dtype)
+        return LINEAR.launch(x, weight.flatten(1)[start:stop].to(x.dtype), part, impl=ctx.impl)
 
     @staticmethod
     def backward(ctx: Any, dy):
         x, weight, bias, seq_offsets = ctx.saved_tensors
         start, stop = ctx.rows
-        with use_impl(ctx.impl):
-            dx = LINEAR.launch(dy, weight.flatten(1)[start:stop].t()) if ctx.needs_input_grad[0] else None
+        with use_impl(ctx.impl), without_autocast(dy.device):
+            part = weight.flatten(1)[start:stop].to(x.dtype)
+            dx = LINEAR.launch(dy, part.t()) if ctx.needs_input_grad[0] else None
             dweight = _PartTerms(ProductTerms(dy, x, seq_offsets), weight, start, stop)
             dbias = None if bias is None else _PartTerms(RowTerms(dy), bias, start, stop)
             return *finish(ctx, (dx, dweight, dbias)), None, None, None
@@ -69,10 +72,14 @@ def product(
     """`ops.linear` by rows [start, stop) of the parameters: (n, in) -> (n, stop - start).
 
     Args:
-        weight: (out, ...) float32, seen as (out, in). bias: (out,). seq_offsets: (B + 1,) of the rows of x.
+        x: float32, or of lower precision as the weight is; autocast casts both.
+        weight: (out, ...), seen as (out, in). bias: (out,). seq_offsets: (B + 1,) of the rows of x.
     """
-    if not x.dtype == weight.dtype == torch.float32:
-        raise ValueError(f"x and weight must be float32, got {x.dtype} and {weight.dtype}")
+    taken, cast = (torch.float32, *LOW), autocast_dtype(x.device) is not None
+    if x.dtype not in taken or weight.dtype not in taken or (x.dtype != weight.dtype and not cast):
+        raise ValueError(
+            f"x and weight must share float32, bfloat16 or float16, got {x.dtype} and {weight.dtype}"
+        )
     return _Product.apply(x, weight, bias, seq_offsets, start, len(weight) if stop is None else stop)
 
 
@@ -117,8 +124,11 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def differentiable_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)), whose value at an element depends on that element alone; any shape."""
-    return _Sigmoid.apply(x)
+    """1 / (1 + exp(-x)), whose value at an element depends on that element alone; any shape.
+
+    In float32 inside, rounded once to x's dtype.
+    """
+    return _Sigmoid.apply(widen(x)).to(x.dtype)
 
 
 SQRT_HALF, SQRT_2_OVER_PI, INV_SQRT_2_PI = 0.5**0.5, (2 / math.pi) ** 0.5, (2 * math.pi) ** -0.5
@@ -156,8 +166,9 @@ def gelu(x: torch.Tensor, approximate: bool = False) -> torch.Tensor:
     """`torch.nn.functional.gelu`, whose value at an element depends on that element alone; any shape.
 
     torch's own takes another path for a tensor of one element, and in its tanh form for an array's end.
+    In float32 inside, rounded once to x's dtype.
     """
-    return _GELU.apply(x, approximate)
+    return _GELU.apply(widen(x), approximate).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

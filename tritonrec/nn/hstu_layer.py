@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
+from ..kernels.autocast import autocast_dtype, to_dtype, without_autocast
 from ..kernels.dispatch import default_impl
 from ..kernels.gradients import Accumulator, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
@@ -69,6 +70,13 @@ class Parameters(NamedTuple):
     ts_weights: torch.Tensor | None = None
     by_position: torch.Tensor | None = None  # of channels beside attention
     by_time: torch.Tensor | None = None
+
+    def cast(self, dtype: torch.dtype | None) -> Parameters:
+        """As autocast of this dtype has them, where there is one: those of products alone are lower."""
+        if dtype is None:
+            return self
+        lower = ("uvqk_weight", "uvqk_bias", "output_weight", "output_bias")
+        return self._replace(**{name: to_dtype(getattr(self, name), dtype) for name in lower})
 
 
 class Call(NamedTuple):
@@ -200,7 +208,14 @@ def _attend_backward(
 class _HSTULayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
-        p, again = Parameters(*parameters), call.recompute
+        ctx.low = autocast_dtype(x.device)
+        with without_autocast(x.device):
+            return _HSTULayer._forward(ctx, accumulator, call, x, *parameters)
+
+    @staticmethod
+    def _forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
+        own, again = Parameters(*parameters), call.recompute
+        p, x = own.cast(ctx.low), x if ctx.low is None else to_dtype(x, torch.float32)
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
         parts = call.parts(uvqk)
         attended = _attend(parts, p, call)
@@ -209,13 +224,13 @@ class _HSTULayer(torch.autograd.Function):
         stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
         kept = (None if name in again else value for name, value in stages.items())
         ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
-        ctx.accumulator, ctx.call, ctx.own = accumulator, call, p  # an accumulator knows these very tensors
+        ctx.accumulator, ctx.call, ctx.own = accumulator, call, own  # it knows these very tensors
         ctx.impl = default_impl()
-        return out.add_(x)
+        return out.add_(x) if out.dtype == x.dtype else x + out
 
     @staticmethod
     def backward(ctx, dy):
-        with ops.use_impl(ctx.impl):
+        with ops.use_impl(ctx.impl), without_autocast(dy.device):
             return _HSTULayer._backward(ctx, dy)
 
     @staticmethod
@@ -227,7 +242,8 @@ class _HSTULayer(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         if torch.is_grad_enabled():  # a derivative of these gradients is refused by the ops
             rest = [None if tensor is None else tensor.detach() for tensor in rest]
-        p = Parameters(*rest)
+        p = Parameters(*rest).cast(ctx.low)
+        dout = to_dtype(dy, p.output_weight.dtype)
         grads: dict[str, torch.Tensor | None] = {}
         kernel = _plain(accumulator)
 
@@ -252,13 +268,13 @@ class _HSTULayer(torch.autograd.Function):
         parts = call.parts(uvqk)
         attended = _attend(parts, p, call) if attended is None else attended
         gated = _gate(attended, parts[0], p, call)[0] if gated is None else gated
-        take_linear("output", dy, gated)
+        take_linear("output", dout, gated)
         del gated
 
         duvqk = torch.empty_like(uvqk)
         dparts = call.parts(duvqk)
         of_gate = (
-            dparts[0], ops.linear(dy, p.output_weight.t()), attended, parts[0], p.gate_weight, p.gate_bias,
+            dparts[0], ops.linear(dout, p.output_weight.t()), attended, parts[0], p.gate_weight, p.gate_bias,
             *call.draws(), gate_means, gate_rstds,
         )  # fmt: skip
         targets = targets_of(accumulator, own.gate_weight, own.gate_bias)
@@ -272,10 +288,10 @@ class _HSTULayer(torch.autograd.Function):
         take(**_attend_backward(kernel, dattended, parts, dparts, p, call))
         del uvqk, parts, dattended
 
-        z = x.new_empty(0, duvqk.shape[1]) if z is None else z
+        z = duvqk.new_empty(0, duvqk.shape[1]) if z is None else z
         of_front = (
             duvqk, x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, z,
-            x.new_empty(0, x.shape[1]) if normed is None else normed, means, rstds,
+            duvqk.new_empty(0, x.shape[1]) if normed is None else normed, means, rstds,
         )  # fmt: skip
         targets = targets_of(accumulator, own.norm_weight, own.norm_bias, own.uvqk_weight, own.uvqk_bias)
         if targets is None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from ..kernels.autocast import LOW, autocast_dtype, widen
 from . import context
 from .exact import differentiable_sigmoid, expand, gelu, rms_normed
 
@@ -133,14 +134,16 @@ class RMSNorm(torch.nn.Module):
             torch.nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) -> (..., dim)."""
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.dtype != torch.float32 or rows.shape[1] != self.normalized_shape[0]:
+        """(..., dim) -> (..., dim); float32 inside, and under autocast the result too."""
+        if x.dtype not in (torch.float32, *LOW) or x.shape[-1] != self.normalized_shape[0]:
             raise ValueError(
-                f"x must be (..., {self.normalized_shape[0]}) float32, got {tuple(x.shape)} {x.dtype}"
+                f"x must be (..., {self.normalized_shape[0]}) float32, bfloat16 or float16, got "
+                f"{tuple(x.shape)} {x.dtype}"
             )
+        rows = widen(x.reshape(-1, x.shape[-1]))
         y = rms_normed(rows, torch.finfo(torch.float32).eps if self.eps is None else self.eps)
-        return (y if self.weight is None else y * expand(self.weight, len(rows))).view(x.shape)
+        y = y if self.weight is None else y * expand(self.weight, len(rows))
+        return y.to(torch.float32 if autocast_dtype(x.device) else x.dtype).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
@@ -244,7 +247,7 @@ class SiLU(torch.nn.Module):
         super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape, float32."""
+        """Any shape."""
         return ops.silu(x)
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.autocast import widen
+
 
 @torch.no_grad()
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)) without overflow, precise in both tails; not differentiable."""
+    """1 / (1 + exp(-x)) without overflow, precise in both tails, float32 or float64; not differentiable."""
+    x = widen(x)
     e = torch.exp(-x.abs())
     return torch.where(x >= 0, torch.ones_like(e), e) / (1 + e)
 
@@ -22,7 +25,7 @@ def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     """Cross entropies -y log s(z) - (1 - y) log(1 - s(z)) of each row, added from the first task to the last.
 
     Args:
-        logits: z, (L, T) float32. labels: y, (L, T), any number type, in [0, 1].
+        logits: z, (L, T), float32 or of lower precision. labels: y, (L, T), any number type, in [0, 1].
     Returns:
         (L,) float32, >= 0. Differentiable in the logits.
     Raises:
@@ -32,6 +35,7 @@ def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
         raise ValueError(
             f"logits and labels must both be (L, T), got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
+    logits = widen(logits)
     return _BinaryCrossEntropy.apply(logits, labels.to(logits.dtype))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import ops
+from ..kernels.autocast import widen, without_autocast
 from .modules import MLP, Linear
 
 
@@ -52,6 +53,7 @@ class MMoE(torch.nn.Module):
 
         Of equal scores the lower expert wins: a stable sort keeps their order, `torch.topk` may not.
         """
+        scores = widen(scores)
         ranked = torch.sort(scores.detach(), dim=1, descending=True, stable=True).indices
         chosen = ranked[:, : self.top_k].sort(dim=1).values
         if self.renormalise:
@@ -101,4 +103,6 @@ class _ScaleRows(torch.autograd.Function):
     def backward(ctx, dy):
         x, factors = ctx.saved_tensors
         # Sums along rows by the invariant product: a torch reduction may regroup them by the number of rows.
-        return dy * factors[:, None], ops.linear(dy * x, x.new_ones(1, x.shape[1])).squeeze(1)
+        with without_autocast(dy.device):
+            along = ops.linear(dy * x, dy.new_ones(1, x.shape[1])).squeeze(1)
+        return dy * factors[:, None], along

@@ -20,10 +20,11 @@ from typing import Any, Literal
 import torch
 
 from .. import ops
+from ..kernels.autocast import widen, without_autocast
 from . import context
 from .layers import LayerNorm, refuse
 from .losses import binary_cross_entropy
-from .tokens import sum_by_sample
+from .tokens import check_longest, sum_by_sample
 
 Side = Literal["left", "right"]
 
@@ -36,11 +37,8 @@ def padded_places(seq_offsets: torch.Tensor, max_seq_len: int, num_tokens: int, 
     if side not in ("left", "right"):
         raise ValueError(f"side must be 'left' or 'right', got {side!r}")
     lengths = seq_offsets.diff()
-    if not seq_offsets.is_cpu:
-        torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
-    elif len(lengths) and int(lengths.max()) > max_seq_len:
-        raise ValueError(f"a sample has {int(lengths.max())} tokens, more than {max_seq_len=}")
-    starts = torch.arange(len(lengths), device=lengths.device) * max_seq_len
+    check_longest(lengths, max_seq_len)
+    starts = torch.arange(lengths.shape[0], device=lengths.device) * max_seq_len
     if side == "left":
         starts = starts + max_seq_len - lengths
     shift = torch.repeat_interleave(starts - seq_offsets[:-1], lengths, output_size=num_tokens)
@@ -58,8 +56,8 @@ def pad(
     Returns:
         Differentiable in float rows; a move, so no bit changes.
     """
-    places = padded_places(seq_offsets, max_seq_len, len(rows), side)
-    samples = len(seq_offsets) - 1
+    places = padded_places(seq_offsets, max_seq_len, rows.shape[0], side)
+    samples = seq_offsets.shape[0] - 1
     flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
     wide = flat.new_zeros(samples * max_seq_len, flat.shape[1])
     ops.scatter_rows(wide, places, flat)
@@ -100,7 +98,7 @@ class Padded(torch.nn.Module):
             raise TypeError(
                 "the encoder must return (B, T, D'), it returned a tuple: wrap it and take the first"
             )
-        return unpad(out, seq_offsets, len(rows), self.side)
+        return unpad(out, seq_offsets, rows.shape[0], self.side)
 
 
 class PaddedNextItem(torch.nn.Module):
@@ -155,8 +153,9 @@ def _label_against_negatives(
     rows = torch.cat([labels[:, None], negatives], 1)
     # a gather and a product with ones: torch's broadcasts and sums along a row may go by the number of rows
     owners = torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
-    products = rows.flatten(0, 1) * ops.gather_rows(hidden, owners)
-    logits = ops.linear(products, products.new_ones(1, products.shape[1])).view(rows.shape[:2])
+    products = widen(rows).flatten(0, 1) * widen(ops.gather_rows(hidden, owners))
+    with without_autocast(rows.device):  # scores of a loss stay float32
+        logits = ops.linear(products, products.new_ones(1, products.shape[1])).view(rows.shape[:2])
     wanted = torch.zeros_like(logits)
     wanted[:, 0] = 1
     # a logit of -100 against 0 costs nothing, and `where` gives it no gradient

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ..kernels.autocast import widen
 from . import context
 from .exact import differentiable_sigmoid, product
 from .layers import Dropout, new_parameter, refuse
@@ -164,23 +165,26 @@ class GRU(torch.nn.Module):
         return x if self.batch_first else x.transpose(0, 1), torch.stack(states)
 
     def _layer(self, x: torch.Tensor, state: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """r, z = sigmoid(..), n = tanh(in + r * hn), h = (1 - z) * n + z * h."""
+        """r, z = sigmoid(..), n = tanh(in + r * hn), h = (1 - z) * n + z * h.
+
+        Gates and states are float32 under autocast; the products are not.
+        """
         of_input, of_state = (getattr(self, f"weight_{name}_l{layer}") for name in ("ih", "hh"))
         biases = [getattr(self, f"bias_{name}_l{layer}") if self.bias else None for name in ("ih", "hh")]
         offsets = context.row_offsets(tuple(x.shape[:2]), of_input, self, x.device)
         one_each = context.row_offsets(tuple(x.shape[:1]), of_state, self, x.device)
         if one_each is None and offsets is not None:
             one_each = torch.arange(len(x) + 1, device=x.device)
-        inputs = product(x.flatten(0, 1), of_input, biases[0], offsets).unflatten(0, x.shape[:2])
-        outs = []
+        inputs = widen(product(x.flatten(0, 1), of_input, biases[0], offsets)).unflatten(0, x.shape[:2])
+        outs, state = [], state.to(of_state.dtype)
         for of_place in inputs.unbind(1):
             r, z, n = of_place.chunk(3, 1)
-            hr, hz, hn = product(state, of_state, biases[1], one_each).chunk(3, 1)
+            hr, hz, hn = widen(product(state, of_state, biases[1], one_each)).chunk(3, 1)
             r, z = differentiable_sigmoid(r + hr), differentiable_sigmoid(z + hz)
             n = torch.tanh(n + r * hn)
-            state = n + z * (state - n)
+            state = (n + z * (state - n)).to(of_state.dtype)
             outs.append(state)
-        return (torch.stack(outs, 1) if outs else x.new_zeros(*x.shape[:2], self.hidden_size)), state
+        return (torch.stack(outs, 1) if outs else state.new_zeros(*x.shape[:2], self.hidden_size)), state
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, dropout={self.dropout}"

@@ -42,16 +42,11 @@ class Tokens(NamedTuple):
         """
         lengths = seq_offsets.diff()
         if timestamps is not None:
-            num_tokens = len(timestamps)
-        if not seq_offsets.is_cpu:
-            torch._assert_async(
-                (lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens"
-            )
-        elif len(lengths) and int(lengths.max()) > max_seq_len:
-            raise ValueError(f"a sample has {int(lengths.max())} tokens, the model takes {max_seq_len}")
+            num_tokens = timestamps.shape[0]
+        check_longest(lengths, max_seq_len)
         owners = torch.repeat_interleave(sample_ids, lengths, output_size=num_tokens)
         starts = torch.repeat_interleave(seq_offsets[:-1], lengths, output_size=num_tokens)
-        positions = torch.arange(len(owners), device=starts.device) - starts
+        positions = torch.arange(owners.shape[0], device=starts.device) - starts
         return cls(seq_offsets, owners, positions, timestamps, num_targets)
 
     def with_next_query_timestamps(self) -> Tokens:
@@ -60,6 +55,18 @@ class Tokens(NamedTuple):
         last = self.positions.roll(-1) == 0
         times = torch.where(last, self.timestamps, self.timestamps.roll(-1))
         return self._replace(query_timestamps=times)
+
+
+def check_longest(lengths: torch.Tensor, max_seq_len: int) -> None:
+    """Raise ValueError for a sample of more than `max_seq_len` tokens, by lengths (B,).
+
+    An asynchronous assertion on an accelerator, and an assertion in a graph, which reads no value when it is
+    made.
+    """
+    if not lengths.is_cpu or torch.compiler.is_compiling():
+        torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
+    elif len(lengths) and int(lengths.max()) > max_seq_len:
+        raise ValueError(f"a sample has {int(lengths.max())} tokens, the model takes {max_seq_len}")
 
 
 def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from .check import ScheduleError, check
 from .dense import DenseModel
+from .evaluation import next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
 from .position import SupportsState
+from .precision import LossScaling, Precision, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .saver import TrainingSaver, restore
@@ -45,8 +47,10 @@ __all__ = [
     "Edge",
     "Executor",
     "LookupCounts",
+    "LossScaling",
     "Mode",
     "Model",
+    "Precision",
     "Program",
     "ReferenceTrainer",
     "Schedule",
@@ -61,9 +65,12 @@ __all__ = [
     "Window",
     "WindowConfig",
     "WindowPlaces",
+    "autocast",
     "base_schedule",
     "check",
     "keep_rows",
+    "next_item_scores",
+    "rank_held_out",
     "restore",
     "run_sequentially",
     "schedule_of",

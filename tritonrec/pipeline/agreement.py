@@ -14,6 +14,7 @@ from ..embedding import HashTableCollection
 from ..ops import Impl
 from ..version import __version__
 from .dense import DenseModel
+from .dense_checks import is_sharded
 from .schedule import Schedule
 from .window import WindowConfig
 
@@ -104,7 +105,9 @@ def _plain(state: object) -> str:
 
 
 def _of(values: torch.Tensor) -> str:
-    """dtype, shape and digest."""
+    """dtype, shape and digest, or how it is sharded."""
+    if is_sharded(values):
+        return f"{values.dtype} {tuple(values.shape)} as {values.placements}"  # type: ignore[attr-defined]
     held = values.detach().cpu().contiguous().reshape(-1)
     digest = _digest(held.view(torch.uint8).numpy().data) if held.numel() else "none"
     trains = ", frozen" if isinstance(values, torch.nn.Parameter) and not values.requires_grad else ""

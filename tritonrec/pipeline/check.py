@@ -1,49 +1,74 @@
-"""Proof that a schedule computes what its stages would compute one after another.
+"""Proof that a schedule computes what its stages would compute one after another, for any number of batches,
+of batches in flight and of micro-batches.
 
 The proof has two halves. First, no race: any two tasks that touch the same thing, one of them writing, must
 be ordered by edges and lanes. A schedule without races gives one result whatever the timing. Second, that
-result is the right one: the tasks are run symbolically, once in the schedule's order and once batch by
-batch, every value read must agree and have been written by somebody, and the last update of a row must reach
-the tables. What a stage accesses is taken from the table, which is derived from the stages' signatures; a
-stage is passed nothing else (`tritonrec.pipeline.program`).
+result is the right one: the tasks are run symbolically, in the order of their lanes, once with stale reads
+and once without; every value read must agree and have been written by somebody, and the last update of a row
+must reach the tables. What a stage accesses is taken from the table, which is derived from the stages'
+signatures; a stage is passed nothing else (`tritonrec.pipeline.program`). Embedding rows differ only in which
+batches use them.
 
-Embedding rows differ only in which batches use them, so the symbolic run takes one row for each subset of
-`BATCHES` consecutive batches. That covers rows kept from one batch to the next, rows that return after a
-pause (the table's copy must have been written back), and rows whose buffer is reused.
+Why a few batches and micro-batches are enough, for any table of this vocabulary:
+
+- *Batches in flight* order nothing here: only edges and lanes do.
+- *Micro-batches.* Take any three of N, in order. An edge of the table with 3 to the ``same``, to ``all`` or
+  to the ``previous`` micro-batch is a path in the table with N, since a lane runs those between in order. So
+  what is ordered with 3 is ordered with N. What tasks of micro-batches i and j share (``own``, ``up_to``,
+  ``from``, ``all``), they share in i or j. So two tasks that race with N race with any 3 that hold both, and
+  a value that nobody has written with N is missing with 3. Stages that move rows do not repeat in a window;
+  a table where they do is followed with all N.
+- *Distance of batches.* A lane runs a stage of batch u before that of u + 1. So tasks of batches t and t + d
+  that are ordered are ordered for every larger d. Which rows both access goes by the use of the row in
+  t - 1, t, t + d - 1 and t + d, four different batches from d = 2 on, and buffers alternate. So a race for
+  d > 3 is also one for d - 2, unless it is over a place of a batch. Tasks share that at one distance only,
+  `Access.batch` at most, which `_most_batches` covers.
+- *Number of batches* in the symbolic run. After a batch only equality matters, among the values that later
+  batches may still read. `_same_values` follows every use of a row until no such state is new: these states
+  are the invariant of an induction.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from functools import lru_cache
 from itertools import product
 
 from .schedule import Access, Schedule, Task
 
-BATCHES = 5
-"""Batches followed: two buffers and a write-back two batches back need four, one more closes the cycle."""
+MICRO_BATCHES = 3
+"""Those that a proof for any number looks at."""
 
 _STALE = "stale"
 _UNFETCHED = "unfetched"
+_INITIAL = "initial"
+
+Values = dict[Hashable, Hashable]
+"""What each place holds: the hash of how it was made."""
 
 
 class ScheduleError(ValueError):
     """A schedule may compute something else than its stages one after another."""
 
 
-def check(schedule: Schedule, micro_batches: int, batches: int = BATCHES) -> None:
+@lru_cache(maxsize=256)
+def check(schedule: Schedule, micro_batches: int) -> None:
     """Raise `ScheduleError` naming the tasks and the row unless `schedule` is race-free and equivalent.
 
-    Takes a few milliseconds at ``micro_batches=8``; the executor calls it before its first batch.
+    It is then proven for any number of batches, for any number of them in flight, and for any number of
+    micro-batches from `micro_batches` on, if that is 3 or more. The executor calls it before its first batch.
     """
     _well_formed(schedule)
-    # Two and three micro-batches already show every relation between first, middle and last one.
-    micro_batches = min(micro_batches, 3)
-    tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
-    before = _happens_before(schedule, tasks, micro_batches)
-    for used_by in product((False, True), repeat=batches):
-        _no_race(schedule, tasks, before, used_by, micro_batches)
-        _same_values(schedule, tasks, used_by, micro_batches)
+    if not any(stage.moves and stage.per_micro_batch for stage in schedule.stages):
+        micro_batches = min(micro_batches, MICRO_BATCHES)
+    _no_race(schedule, micro_batches, _most_batches(schedule))
+    _same_values(schedule, micro_batches)
+
+
+def _most_batches(schedule: Schedule) -> int:
+    """Batches among which every race shows."""
+    back = max((access.batch for stage in schedule.stages for access in stage.touches), default=0)
+    return max(back, 1) + max(back, 3) + 1
 
 
 def _well_formed(schedule: Schedule) -> None:
@@ -110,10 +135,13 @@ def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]
 
 
 def _accesses(
-    schedule: Schedule, task: Task, used_by: tuple[bool, ...], micro_batches: int
+    schedule: Schedule, task: Task, before: bool, now: bool, micro_batches: int
 ) -> Iterable[tuple[Access, Hashable, bool]]:
-    """(access, location, whether it may be stale) of a task as far as the row followed is concerned."""
-    now, before = used_by[task.batch], task.batch > 0 and used_by[task.batch - 1]
+    """(access, location, whether it may be stale) of a task as far as a row is concerned.
+
+    Args:
+        before, now: whether the batch before the task's uses the row, and whether its own does.
+    """
     holds = {
         "none": True,
         "batch": now,
@@ -128,90 +156,180 @@ def _accesses(
                 yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
 
 
-def _no_race(
-    schedule: Schedule,
-    tasks: list[Task],
-    before: dict[Task, int],
-    used_by: tuple[bool, ...],
-    micro_batches: int,
-) -> None:
-    touched: dict[Hashable, list[tuple[int, Task, bool]]] = defaultdict(list)
+def _no_race(schedule: Schedule, micro_batches: int, batches: int) -> None:
+    """Raise for the race with the fewest uses of its row, and then the earliest, among so many batches."""
+    tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
+    before = _happens_before(schedule, tasks, micro_batches)
+    uses = [(False, False), (False, True), (True, False), (True, True)]
+    touched = [{use: _touched(schedule, task, use, micro_batches) for use in uses} for task in tasks]
+    everywhere = [set().union(*each.values()) for each in touched]
+    found = []
     for n, task in enumerate(tasks):
-        for access, location, stale in _accesses(schedule, task, used_by, micro_batches):
-            if stale:
+        for m in range(n):
+            if before[task] >> m & 1 or everywhere[n].isdisjoint(everywhere[m]):
                 continue
-            writes = access.mode != "read"
-            for m, other, other_writes in touched[location]:
-                if m != n and (writes or other_writes) and not before[task] >> m & 1:
-                    verb, other_verb = ("writes" if w else "reads" for w in (writes, other_writes))
-                    raise ScheduleError(
-                        f"{schedule.name}: {task} {verb} {_name(location)} while {other}, which {other_verb} "
-                        f"it, may still run{_row(used_by)}; add an edge from {other.stage} to {task.stage}"
-                    )
-            touched[location].append((n, task, writes))
+            for used_by in _uses(tasks[m].batch, task.batch, batches):
+                here, there = (touched[k][_use(used_by, tasks[k].batch)] for k in (n, m))
+                for location, writes in here.items():
+                    if location in there and (writes or there[location]):
+                        found.append((used_by, n, m, location))
+    if found:
+        used_by, n, m, location = min(found, key=lambda each: each[:3])
+        verb, other_verb = (
+            "writes" if touched[k][_use(used_by, tasks[k].batch)][location] else "reads" for k in (n, m)
+        )
+        raise ScheduleError(
+            f"{schedule.name}: {tasks[n]} {verb} {_name(location)} while {tasks[m]}, which {other_verb} "
+            f"it, may still run{_row(used_by)}; add an edge from {tasks[m].stage} to {tasks[n].stage}"
+        )
 
 
-def _same_values(
-    schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], micro_batches: int
-) -> None:
-    expected, _ = _run(schedule, tasks, used_by, micro_batches, pipelined=False)
-    got, value = _run(schedule, tasks, used_by, micro_batches, pipelined=True)
-    for task in tasks:
-        if got[task] != expected[task]:
-            what = "a stale row" if _STALE in got[task] else "another value"
+def _touched(
+    schedule: Schedule, task: Task, use: tuple[bool, bool], micro_batches: int
+) -> dict[Hashable, bool]:
+    """Locations that a task accesses, and whether it writes them; stale reads left out."""
+    touched: dict[Hashable, bool] = {}
+    for access, location, stale in _accesses(schedule, task, *use, micro_batches):
+        if not stale:
+            touched[location] = touched.get(location, False) or access.mode != "read"
+    return touched
+
+
+def _uses(first: int, second: int, batches: int) -> Iterable[tuple[bool, ...]]:
+    """Every use of a row by two batches and those before them; no other batch uses it."""
+    concerned = sorted({batch for batch in (first - 1, first, second - 1, second) if batch >= 0})
+    for uses in product((False, True), repeat=len(concerned)):
+        used_by = dict(zip(concerned, uses, strict=True))
+        yield tuple(used_by.get(batch, False) for batch in range(batches))
+
+
+def _use(used_by: tuple[bool, ...], batch: int) -> tuple[bool, bool]:
+    """Whether the batch before and the batch itself use the row."""
+    return batch > 0 and used_by[batch - 1], used_by[batch]
+
+
+def _same_values(schedule: Schedule, micro_batches: int) -> None:
+    """Follow every use of a row, batch by batch, until each state has been seen before."""
+    seen: set[Hashable] = set()
+    ends: list[tuple[tuple[bool, ...], Values, Values]] = [((), {}, {})]
+    while ends:
+        further: list[tuple[tuple[bool, ...], Values, Values]] = []
+        for used_by, expected, got in ends:
+            for now in (False, True):
+                uses = (*used_by, now)
+                values = _after_batch(schedule, uses, expected, got, micro_batches)
+                _reaches_the_tables(schedule, uses, values[1])
+                state = _state(schedule, uses, *values)
+                if state not in seen:
+                    seen.add(state)
+                    further.append((uses, *values))
+        ends = further
+
+
+def _after_batch(
+    schedule: Schedule, used_by: tuple[bool, ...], expected: Values, got: Values, micro_batches: int
+) -> tuple[Values, Values]:
+    """The values after the last batch of `used_by`, without and with stale reads, which must not differ."""
+    expected, got = dict(expected), dict(got)
+    for task in schedule.tasks(len(used_by) - 1, micro_batches):
+        reads = [
+            _run_task(schedule, task, used_by, values, micro_batches, stale_reads)
+            for values, stale_reads in ((expected, False), (got, True))
+        ]
+        if reads[0] != reads[1]:
+            what = "a stale row" if _STALE in reads[1] else "another value"
             raise ScheduleError(
                 f"{schedule.name}: {task} reads {what} than stages run one after another would give it"
                 f"{_row(used_by)}"
             )
+    return expected, got
+
+
+def _run_task(
+    schedule: Schedule,
+    task: Task,
+    used_by: tuple[bool, ...],
+    values: Values,
+    micro_batches: int,
+    stale_reads: bool,
+) -> tuple[Hashable, ...]:
+    """What a task reads; its results are put into `values`.
+
+    Rows pass through a stage that moves them; whatever computes with them must see the right ones. The tables
+    and dense parameters have initial values, everything else must be written.
+    """
+    stage = schedule[task.stage]
+    reads: list[Hashable] = []
+    writes: list[tuple[Hashable, bool]] = []  # with whether rows are written
+    moved: Hashable = _UNFETCHED
+    use = _use(used_by, task.batch)
+    for access, location, stale in _accesses(schedule, task, *use, micro_batches):
+        moves = stage.moves and access.rows != "none"
+        if access.mode != "write":
+            made_here = access.per != "run" or access.place == "buffer"
+            if access.mode == "read" and made_here and location not in values:
+                raise ScheduleError(
+                    f"{schedule.name}: {task} reads {_name(location)}, which nobody has written"
+                    f"{_row(used_by)}"
+                )
+            found = _STALE if stale and stale_reads else values.get(location, _INITIAL)
+            if found == _UNFETCHED and not stage.moves:
+                raise ScheduleError(
+                    f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
+                )
+            if moves:
+                moved = found
+            else:
+                reads.append(found)
+        if access.mode != "read":
+            writes.append((location, moves))
+    made = hash((task, tuple(reads)))
+    for location, moves in writes:
+        values[location] = moved if moves else made
+    return tuple(reads)
+
+
+def _reaches_the_tables(schedule: Schedule, used_by: tuple[bool, ...], values: Values) -> None:
+    """Raise unless the tables hold the row as the last batch that uses it has left it, if no other follows.
+
+    A row that stays in the buffer of the very last batch is written when the pipeline runs empty.
+    """
     last = max((batch for batch, used in enumerate(used_by) if used), default=None)
-    if schedule.keeps_rows and last == len(used_by) - 1:
-        return  # it is in the buffer still, and is written when the pipeline runs empty
-    if last is not None and value.get("tables") != value.get(("buffer", last % 2)):
+    if last is None or (schedule.keeps_rows and last == len(used_by) - 1):
+        return
+    if values.get("tables") != values.get(("buffer", last % 2)):
         raise ScheduleError(
             f"{schedule.name}: the update of batch {last} never reaches the tables{_row(used_by)}"
         )
 
 
-def _run(
-    schedule: Schedule, tasks: list[Task], used_by: tuple[bool, ...], micro_batches: int, pipelined: bool
-) -> tuple[dict[Task, tuple[Hashable, ...]], dict[Hashable, Hashable]]:
-    """What each task reads, every value being the hash of how it was made, and all values at the end.
+def _state(schedule: Schedule, used_by: tuple[bool, ...], expected: Values, got: Values) -> Hashable:
+    """What later batches can tell of the values: which of them are equal, with the batches counted from here.
 
-    Rows pass through a stage that moves them; whatever computes with them must see the right ones. The tables
-    and dense parameters have initial values, everything else must be written.
+    Places of a batch are left out where no stage reads so far back.
     """
-    value: dict[Hashable, Hashable] = {}
-    seen: dict[Task, tuple[Hashable, ...]] = {}
-    for task in tasks:
-        stage = schedule[task.stage]
-        reads: list[Hashable] = []
-        writes: list[tuple[Hashable, bool]] = []  # with whether rows are written
-        moved: Hashable = _UNFETCHED
-        for access, location, stale in _accesses(schedule, task, used_by, micro_batches):
-            moves = stage.moves and access.rows != "none"
-            if access.mode != "write":
-                made_here = access.per != "run" or access.place == "buffer"
-                if access.mode == "read" and made_here and location not in value:
-                    raise ScheduleError(
-                        f"{schedule.name}: {task} reads {_name(location)}, which nobody has written"
-                        f"{_row(used_by)}"
-                    )
-                found = _STALE if stale and pipelined else value.get(location, "initial")
-                if found == _UNFETCHED and not stage.moves:
-                    raise ScheduleError(
-                        f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
-                    )
-                if moves:
-                    moved = found
-                else:
-                    reads.append(found)
-            if access.mode != "read":
-                writes.append((location, moves))
-        made = hash((task, tuple(reads)))
-        for location, moves in writes:
-            value[location] = moved if moves else made
-        seen[task] = tuple(reads)
-    return seen, value
+    back = max((access.batch for stage in schedule.stages for access in stage.touches), default=0)
+    last = len(used_by) - 1
+    numbers: dict[Hashable, int] = {}
+
+    def here(location: Hashable) -> Hashable | None:
+        if not isinstance(location, tuple):
+            return location
+        name, batch, *rest = location
+        if name == "buffer":
+            return name, (last - batch) % 2
+        return (name, last - batch, *rest) if last - batch < back else None
+
+    shape = []
+    for run, values in enumerate((expected, got)):
+        places = ((here(location), value) for location, value in values.items())
+        for place, value in sorted(places, key=str):
+            if place is not None:
+                token = value if isinstance(value, str) else numbers.setdefault(value, len(numbers))
+                shape.append((run, place, token))
+    since = min((last - batch for batch, now in enumerate(used_by) if now), default=-1)
+    since = since if since < 2 else 2 + since % 2  # the buffer of the last use, and whether it may be read
+    return tuple(shape), since
 
 
 def _name(location: Hashable) -> str:

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,12 +21,19 @@ from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .dense_checks import (
+    is_sharded,
     listed,
+    reshard,
     validate_average,
     validate_optimizers,
     validate_schedulers,
     validate_shapes,
+    validate_sharded,
 )
+from .precision import LossScaler
+
+if TYPE_CHECKING:
+    from .sharded import Shards
 
 _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 
@@ -34,7 +41,8 @@ _guards: WeakKeyDictionary[Optimizer, InFlight] = WeakKeyDictionary()
 class DenseModel:
     """A dense model and what updates it.
 
-    All ranks have the same gradients in every bit, so equal updates keep their models equal.
+    All ranks have the same gradients in every bit, so equal updates keep their models equal. Where
+    `fully_shard` has sharded parameters, a rank has the gradients of its shards and updates those.
 
     Args:
         model: its trained parameters are float32.
@@ -44,14 +52,18 @@ class DenseModel:
         scheduler: of the optimizer's learning rates (`torch.optim.lr_scheduler`), stepped after each update;
             or several.
         average: of the model's weights (`torch.optim.swa_utils.AveragedModel`), updated after each update.
+        scaler: of the loss, for float16 arithmetic.
 
     Attributes:
         parameters: by name, those that the optimizers hold.
+        shards: of the sharded parameters; None: none is.
         in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
         rates: for each update in flight, oldest first, the learning rates of the optimizers' groups.
+        scales: for each update in flight, oldest first, the scale of its loss, None without a scaler.
 
     Raises TypeError for something else in their places, a parameter that is not float32, or an optimizer
-    whose step needs a closure; ValueError for a scheduler or an average of something else.
+    whose step needs a closure; ValueError for a scheduler or an average of something else, and for sharded
+    parameters under an optimizer that looks at whole ones.
     """
 
     def __init__(
@@ -60,14 +72,23 @@ class DenseModel:
         optimizer: Optimizer | Sequence[Optimizer] | None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
+        scaler: LossScaler | None = None,
     ):
-        self.model, self.average = model, average
+        self.model, self.average, self.scaler = model, average, scaler
         self.optimizers, self.schedulers = listed(optimizer), listed(scheduler)
+        reshard(model)
         self.parameters = validate_optimizers(model, self.optimizers)
         validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
+        self.shards: Shards | None = None
+        if any(is_sharded(each) for each in self.parameters.values()):
+            from .sharded import Shards  # with DTensors, which cost half a second of import
+
+            self.shards = Shards(model, self.parameters)
+            validate_sharded(self.optimizers, average)
         self.in_flight = [_guard_of(each) for each in self.optimizers] or [InFlight("the optimizer")]
         self.rates: deque[tuple[Any, ...]] = deque()
+        self.scales: deque[float | None] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
 
     @property
@@ -77,10 +98,16 @@ class DenseModel:
 
     def validate(self) -> None:
         """Raise ValueError where the caller has replaced parameters of the model or of the optimizer."""
+        reshard(self.model)
         validate_optimizers(self.model, self.optimizers)
 
+    def gather(self) -> None:
+        """Sharded parameters are whole for the model's next call; collective after an update."""
+        if self.shards is not None:
+            self.shards.gather()
+
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Update the parameters from ``gradients[name]``, each shaped like its parameter.
+        """Update the parameters from ``gradients[name]``, each shaped like its parameter, or its shard here.
 
         A parameter without a gradient stays as it is, as in torch.
 
@@ -88,10 +115,12 @@ class DenseModel:
         """
         self._check("a step")
         self.check_unchanged()
-        self._note_rates()
+        self._note()
+        if self.shards is not None:
+            self.shards.scatter()
         try:
             for name, gradient in gradients.items():
-                self.parameters[name].grad = _strided_like(gradient, self.parameters[name])
+                self.parameters[name].grad = _as_gradient(gradient, self.parameters[name])
             for optimizer in self.optimizers:
                 optimizer.step()
         finally:
@@ -101,16 +130,25 @@ class DenseModel:
             scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
+        if self.scaler is not None:
+            self.scaler.update(found_inf=False)
         if self._sums is not None:
             self._sums = self._sum_bits()
 
     def skip(self) -> None:
         """Leave an update out."""
-        self._note_rates()
+        self._note()
+        if self.scaler is not None:
+            self.scaler.update(found_inf=True)
 
-    def _note_rates(self) -> None:
+    def scale_exponent(self, terms: int, fraction_bits: int) -> int:
+        """Of the losses in the next update (`LossScaler.exponent`); 0 without a scaler."""
+        return 0 if self.scaler is None else self.scaler.exponent(terms, fraction_bits)
+
+    def _note(self) -> None:
         if self.in_flight[0].active:  # a trainer takes them
             self.rates.append(_learning_rates(self.optimizers))
+            self.scales.append(None if self.scaler is None else self.scaler.scale)
 
     def begin(self, steps: Callable[[], str], guarded: bool) -> None:
         """Start the guard of windows in flight (`InFlight.begin`).
@@ -121,12 +159,18 @@ class DenseModel:
             for guard in self.in_flight:
                 guard.begin(steps)
                 begun.callback(guard.end)
+            if self.shards is not None:
+                begun.callback(self.shards.end)
+                self.shards.begin()
             begun.pop_all()
         self.rates.clear()
+        self.scales.clear()
         self._sums = self._sum_bits() if guarded and self.parameters else None
 
     def end(self) -> None:
         """End the guard."""
+        if self.shards is not None:
+            self.shards.end()
         for guard in self.in_flight:
             guard.end()
         self._sums = None
@@ -153,7 +197,8 @@ class DenseModel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What updates change: ``NAME`` a parameter, ``NAME/exp_avg`` and so on the optimizer's state of it,
-        ``average/NAME`` its average. They share the memory of model and optimizer.
+        ``average/NAME`` its average. They share the memory of model and optimizer; those of sharded
+        parameters are `DTensor`. ``scaler/scale`` and ``scaler/growth_tracker`` are () float64.
         """
         self._check("reading the state")
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -163,12 +208,20 @@ class DenseModel:
         if self.average is not None:
             average = self.average.module.named_parameters()
             found |= {f"average/{name}": parameter.detach() for name, parameter in average}
+        if self.scaler is not None:
+            for name, value in self.scaler.state_dict().items():
+                found[f"scaler/{name}"] = torch.tensor(value, dtype=torch.float64)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of model, optimizers, schedulers and average, as their own ``state_dict`` gives them.
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        """`tensors`, of which sharded ones are gathered; collective where there are some."""
+        return self.tensors() if self.shards is None else self.shards.whole(self.tensors())
 
-        In the optimizers' the parameters' names stand in place of their numbers.
+    def state_dict(self) -> dict[str, Any]:
+        """Of model, optimizers, schedulers, average and scaler, as their own ``state_dict`` gives them.
+
+        In the optimizers' the parameters' names stand in place of their numbers. Sharded tensors are whole
+        in it, on every rank, as those of a model that was never sharded; then it is collective.
         """
         self._check("state_dict")
         parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizers": []}
@@ -178,7 +231,9 @@ class DenseModel:
         parts["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
         if self.average is not None:
             parts["average"] = dict(self.average.state_dict())
-        return parts
+        if self.scaler is not None:
+            parts["scaler"] = self.scaler.state_dict()
+        return parts if self.shards is None else self.shards.whole(parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, the settings of the optimizer's groups among it.
@@ -203,12 +258,26 @@ class DenseModel:
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
             number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
             # a copy: torch's would share the tensors
-            optimizer.load_state_dict(_with_params(copy.deepcopy(packed), number))
-        self.model.load_state_dict(state["model"])
+            packed = copy.deepcopy(packed)
+            if self.shards is not None:
+                packed["state"] = {
+                    name: self.shards.own_state(values, self.parameters[name])
+                    for name, values in packed["state"].items()
+                }
+            optimizer.load_state_dict(_with_params(packed, number))
+        self._load_module(self.model, state["model"])
         for scheduler, its in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(its)
         if self.average is not None:
-            self.average.load_state_dict(state["average"])
+            self._load_module(self.average, state["average"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _load_module(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        if self.shards is not None:
+            held = module.state_dict()
+            state = {name: self.shards.own_state(state[name], own) for name, own in held.items()}
+        module.load_state_dict(state)
 
     def _check(self, action: str) -> None:
         for guard in self.in_flight:
@@ -235,9 +304,8 @@ class DenseModel:
 
     def _sum_bits(self) -> torch.Tensor:
         """(P,) int64, for each parameter the sum of its values' bits."""
-        return torch.stack(
-            [parameter.detach().view(torch.int32).sum() for parameter in self.parameters.values()]
-        )
+        held = (_local(parameter).detach() for parameter in self.parameters.values())
+        return torch.stack([parameter.view(torch.int32).sum() for parameter in held])
 
 
 def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:
@@ -253,6 +321,20 @@ def _learning_rates(optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
     """Of the optimizers' groups; a rate that is a tensor is copied, because a scheduler writes into it."""
     rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
     return tuple(rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a sharded tensor, any other one itself."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def _as_gradient(gradient: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """The gradient of a parameter or of its shard, as ``.grad`` takes it."""
+    if not is_sharded(parameter):
+        return _strided_like(gradient, parameter)
+    from .sharded import sharded_like
+
+    return sharded_like(_strided_like(gradient, _local(parameter)), cast(Any, parameter))
 
 
 def _strided_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

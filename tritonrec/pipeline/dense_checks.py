@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ LONG = 32_768
 """Values from which on torch cuts a tensor between threads."""
 PROBE_ELEMENTS = 3 * LONG
 """Values of a probe at most."""
+PIECES, UPDATES = 7, 8
+"""How a parameter is cut, and how often updated, to see whether an optimizer looks at the whole."""
 
 
 def listed(one_or_many: T | Sequence[T] | None) -> tuple[T, ...]:
@@ -26,6 +29,21 @@ def listed(one_or_many: T | Sequence[T] | None) -> tuple[T, ...]:
     if one_or_many is None:
         return ()
     return tuple(one_or_many) if isinstance(one_or_many, Sequence) else (one_or_many,)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed; whoever has one has imported the class, which takes half a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give a model of FSDP2 its shards, where its last call has left it whole."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    if loaded is not None:
+        for module in model.modules():
+            if isinstance(module, loaded.FSDPModule):
+                module.reshard()
 
 
 def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Parameter]:
@@ -85,8 +103,9 @@ def _validate_parameter(name: str, parameter: Parameter, group: Mapping[str, obj
             f"parameter {name} is {parameter.dtype}: the trainer takes float32 parameters; convert the model "
             "with .float(), and use torch.autocast for lower precision"
         )
-    # torch's fused optimizers walk through the memory, and would write into the gaps.
-    if group.get("fused") and torch.empty_like(parameter).stride() != parameter.stride():
+    # torch's fused optimizers walk through the memory, and would write into the gaps. Shards have none.
+    own = not is_sharded(parameter)
+    if own and group.get("fused") and torch.empty_like(parameter).stride() != parameter.stride():
         raise ValueError(
             f"parameter {name} has gaps in memory (strides {parameter.stride()}), and a fused optimizer "
             "would write into them: make the parameter dense, or pass fused=False"
@@ -118,6 +137,35 @@ def validate_average(average: AveragedModel | None, model: torch.nn.Module) -> N
             f"the average must be a torch.optim.swa_utils.AveragedModel, got {type(average).__name__}"
         )
     validate_shapes(average.module.state_dict(), model.state_dict())
+
+
+def validate_sharded(optimizers: Sequence[Optimizer], average: AveragedModel | None) -> None:
+    """Raise ValueError for what cannot be updated shard by shard.
+
+    That is a fused optimizer, whose vectors end where a shard does and round otherwise there; one that gives
+    a part of a parameter other bits than it has in the whole, as Muon and Adafactor do; and the average of a
+    model that is not sharded itself.
+    """
+    for optimizer in optimizers:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__}(fused=True) rounds the last values of a tensor otherwise, so "
+                "its bits would depend on where shards end: pass fused=False for sharded parameters"
+            )
+        with torch.device("cpu"):  # whatever the caller's default is
+            every = [_probe(optimizer, 0, pieces, UPDATES) for pieces in (1, PIECES)]
+        for number, (one, other) in enumerate(zip(*every, strict=True)):
+            if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
+                raise ValueError(
+                    f"{type(optimizer).__name__} with the settings of its group {number} updates a part of a "
+                    "parameter otherwise than the whole, so it cannot update shards: take an elementwise "
+                    "optimizer, such as AdamW, or leave fully_shard away"
+                )
+    if average is not None and not any(is_sharded(each) for each in average.module.parameters()):
+        raise ValueError(
+            "the model is sharded and its average is not: make the AveragedModel of the whole model, then "
+            "call fully_shard on the model and in the same way on average.module"
+        )
 
 
 def validate_shapes(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -160,8 +208,11 @@ def validate_invariant(optimizer: Optimizer) -> None:
             )
 
 
-def _probe(optimizer: Optimizer, offset: int) -> list[torch.Tensor]:
-    """For each group the values after two updates of copies of its shapes, `offset` values into memory."""
+def _probe(optimizer: Optimizer, offset: int, pieces: int = 1, updates: int = 2) -> list[torch.Tensor]:
+    """For each group the values after some updates of copies of its shapes, `offset` values into memory.
+
+    Each is cut into so many `pieces`, which are parameters of their own.
+    """
     probe = copy.copy(optimizer)  # without hooks, as torch copies an optimizer
     for name, value in vars(optimizer).items():
         if not hasattr(type(optimizer), name):  # a scheduler replaces `step`, for the original
@@ -169,22 +220,30 @@ def _probe(optimizer: Optimizer, offset: int) -> list[torch.Tensor]:
     probe.state = defaultdict(dict)
     random = torch.Generator().manual_seed(7)
 
-    def values(shape: torch.Size) -> torch.Tensor:
-        size = shape.numel()
-        memory = torch.empty(size + offset, dtype=torch.float32)
-        return memory[offset:].view(shape).copy_(torch.randn(shape, dtype=torch.float32, generator=random))
+    def placed(values: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(values.numel() + offset, dtype=torch.float32)
+        return memory[offset:].view(values.shape).copy_(values)
 
-    groups, params = [], []
+    def drawn(shape: torch.Size) -> list[torch.Tensor]:
+        values = torch.randn(shape, dtype=torch.float32, generator=random)
+        return [placed(part) for part in (values.chunk(pieces) if shape else (values,))]
+
+    groups = []
+    every: list[tuple[torch.Size, list[Parameter]]] = []
     for group in optimizer.param_groups:
-        shapes = dict.fromkeys(_capped(parameter.shape) for parameter in group["params"])
-        params.append([Parameter(values(shape).to(group["params"][0].device)) for shape in shapes])
-        groups.append({**group, "params": params[-1]})
+        device, params = group["params"][0].device, []
+        for shape in dict.fromkeys(_capped(parameter.shape) for parameter in group["params"]):
+            parts = [Parameter(part.to(device)) for part in drawn(shape)]
+            every.append((shape, parts))
+            params += parts
+        groups.append({**group, "params": params})
     probe.param_groups = groups
-    for _ in range(2):
-        for each in (parameter for group in params for parameter in group):
-            each.grad = values(each.shape).to(each.device)
+    for _ in range(updates):
+        for shape, parts in every:
+            for each, gradient in zip(parts, drawn(shape), strict=True):
+                each.grad = gradient.to(each.device)
         probe.step()
-    return [torch.cat([each.detach().reshape(-1) for each in group]) for group in params]
+    return [torch.cat([each.detach().reshape(-1) for each in group["params"]]) for group in groups]
 
 
 def _capped(shape: torch.Size) -> torch.Size:

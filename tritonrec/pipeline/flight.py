@@ -104,24 +104,57 @@ class Flight:
         self._inside.close()
 
     def train_micro_batch(
-        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+        self,
+        batch: Batch,
+        rows: dict[str, torch.Tensor],
+        seed: int,
+        settings: CallerSettings,
+        scale_exponent: int,
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
         self.check_modes()
+        self.accumulator.scale_exponent = scale_exponent
+        self.dense.gather()
         try:
             with self.accumulator.active():
-                losses = train_micro_batch(self.model, batch, rows, seed, settings)
+                losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
             raise
         self.check_modes()
         return losses
 
+    @property
+    def replicated(self) -> list[str] | None:
+        """Names of the parameters that are not sharded; None: none is."""
+        return None if self.dense.shards is None else self.dense.shards.replicated
+
+    def views(self, gradients: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By name the parts of `DenseMeans.gradients`, shaped like parameters and shards."""
+        shards, accumulator = self.dense.shards, self.accumulator
+        if shards is None:
+            return accumulator.views(gradients)
+        size = shards.size
+        return {
+            **shards.views(gradients[:size]),
+            **accumulator.views(gradients[size:], shards.replicated),
+        }
+
+    def name_at(self, position: int) -> str:
+        """The parameter at a position of `DenseMeans.gradients`, with the index in it."""
+        shards, accumulator = self.dense.shards, self.accumulator
+        if shards is None:
+            return accumulator.name_at(position)
+        if position < shards.size:
+            return shards.name_at(position)
+        return accumulator.name_at(position - shards.size, shards.replicated)
+
     def check_caller(self) -> None:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
         if self.under_way:
             self.check_modes()
-            self.dense.validate()
+            if self.dense.shards is None:  # whose parameters the lanes put in and out of the model
+                self.dense.validate()
             if self._requires_grad() != self._trained:
                 raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
 

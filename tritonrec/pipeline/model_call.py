@@ -14,6 +14,7 @@ import torch
 
 from ..data import Batch
 from ..nn.context import Samples, samples
+from .precision import DTYPES, Precision
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,21 @@ class CallerSettings:
     device: torch.device | None = None
 
     @classmethod
-    def of_this_thread(cls, device: torch.device) -> CallerSettings:
-        """The settings here, for a model on `device`."""
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
+    def of_precision(cls, precision: Precision, device: torch.device) -> CallerSettings:
+        """Autocast on `device` to the dtype of `precision`."""
+        return cls() if precision == "float32" else cls(((device.type, DTYPES[precision]),))
+
+    @classmethod
+    def of_this_thread(cls, device: torch.device, precision: Precision = "float32") -> CallerSettings:
+        """The settings here, for a model on `device`; any `precision` but float32 is that of autocast."""
+        autocast = {
+            kind: torch.get_autocast_dtype(kind)
             for kind in dict.fromkeys(("cpu", device.type))
             if torch.is_autocast_enabled(kind)
-        )
+        }
+        autocast.update(cls.of_precision(precision, device).autocast)
         default = torch.get_default_device()
-        return cls(autocast, None if default.type == "cpu" else default)
+        return cls(tuple(autocast.items()), None if default.type == "cpu" else default)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -50,6 +57,14 @@ class CallerSettings:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             if self.device is not None:
                 stack.enter_context(self.device)
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside of `applied`, as torch advises: gradients have the dtypes that autocast gave the forward."""
+        with ExitStack() as stack:
+            for kind, _dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
 
@@ -74,8 +89,9 @@ def train_micro_batch(
     rows: dict[str, torch.Tensor],
     seed: int,
     settings: CallerSettings,
+    scale_exponent: int = 0,
 ) -> torch.Tensor:
-    """Forward, and backward of the losses' sum; returns the losses (B,) float32.
+    """Forward, and backward of the losses' sum times ``2**scale_exponent``; returns the losses (B,) float32.
 
     A batch without samples is not given to the model, which may be unable to take one, and adds nothing.
 
@@ -92,7 +108,8 @@ def train_micro_batch(
         check_losses(losses, batch)
         now.backward = True
         if batch.loss_terms:
-            losses.sum().backward()
+            with settings.backward():
+                losses.backward(torch.full_like(losses, 2.0**scale_exponent))
     return losses.detach()
 
 

@@ -69,8 +69,8 @@ class Dense:
     model: DenseModel
 
     def update(self, gradients: torch.Tensor) -> None:
-        """Update the model from the gradients (S,) of all parameters."""
-        self.model.step(self.flight.accumulator.views(gradients))
+        """Update the model from the gradients (S,) of all parameters; see `DenseMeans`."""
+        self.model.step(self.flight.views(gradients))
 
 
 @place("run")
@@ -81,12 +81,19 @@ class DenseGradient:
     flight: Flight
 
     def take(self) -> torch.Tensor:
-        """(S,) the sums of all parameters; they start from zero again."""
-        return self.flight.accumulator.take_flat()
+        """(S,) the sums of all parameters that are not sharded; they start from zero again."""
+        return self.flight.accumulator.take_flat(self.flight.replicated)
+
+    def reduce_scatter_mean(self, sums: Sums, over: Communicator, normalizer: int) -> torch.Tensor:
+        """(S_r,) float32, the mean gradients of this rank's shards; their sums start from zero again."""
+        shards, accumulator = self.flight.dense.shards, self.flight.accumulator
+        if shards is None:
+            return torch.zeros(0, dtype=torch.float32)
+        return shards.reduce_scatter_mean(sums, over, accumulator, normalizer)
 
     def name_at(self, position: int) -> str:
-        """The parameter, and the index in it, of a position in the sums."""
-        return self.flight.accumulator.name_at(position)
+        """The parameter, and the index in it, of a position in `DenseMeans.gradients`."""
+        return self.flight.name_at(position)
 
 
 Tables = NewType("Tables", list[DynamicTable])
@@ -221,13 +228,21 @@ class DenseMeans:
     """What all ranks add up once in a window.
 
     Args:
-        gradients: (S,) float32 of the mean loss, of all parameters. loss: (1,) the mean loss.
+        gradients: (S,) float32 of the mean loss, of all parameters; those of this rank's shards come first.
+        loss: (1,) the mean loss.
         sums: this rank's; queued work may still read them.
+        sharded: how many of the gradients are of this rank's shards.
     """
 
     gradients: torch.Tensor
     loss: torch.Tensor
     sums: torch.Tensor
+    sharded: int = 0
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of this rank's shards, and those that every rank has."""
+        return self.gradients[: self.sharded], self.gradients[self.sharded :]
 
 
 @place("batch")
@@ -251,7 +266,7 @@ class GradientNorm:
 # Per micro-batch: a window's tasks fill one value.
 
 Embeddings = NewType("Embeddings", list[torch.Tensor])
-"""By table (S, dim) float32, the rows received so far."""
+"""By table (S, dim), the rows received so far, in the precision of the exchange."""
 Gradients = NewType("Gradients", list[torch.Tensor])
 """By table (S, dim), sums of the gradients of these rows, float32 or fixed-point."""
 RowGradient = NewType("RowGradient", list[torch.Tensor])

@@ -8,6 +8,9 @@ from itertools import pairwise
 
 import torch
 
+DENSE_ROW = 64
+"""Values of a row of dense gradients, whose width in bytes its largest one decides."""
+
 
 @dataclass(frozen=True)
 class ReduceScatter:

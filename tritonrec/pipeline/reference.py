@@ -16,6 +16,7 @@ from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
+from .precision import rounded_rows, unscaled
 from .program import Program
 from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
@@ -53,11 +54,12 @@ class ReferenceTrainer:
     def step(self, batches: list[Batch], settings: CallerSettings | None = None) -> list[torch.Tensor]:
         """One update from `batches`, the whole global batch of each; returns their losses (B,).
 
-        `settings` hold while the model computes.
+        `settings` hold while the model computes; by default those of the config's precision.
         """
         accumulator = GradientAccumulator(self.model, self.fraction_bits)
         with accumulator.empty_gradients(), ops.use_impl(self.impl):
-            return self._step(batches, settings or CallerSettings(), accumulator)
+            settings = settings or CallerSettings.of_precision(self.config.precision, self.device)
+            return self._step(batches, settings, accumulator)
 
     def _step(
         self, batches: list[Batch], settings: CallerSettings, accumulator: GradientAccumulator
@@ -79,20 +81,21 @@ class ReferenceTrainer:
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
 
-        losses = []
+        losses, precision = [], self.config.exchange_precision
+        exponent = accumulator.scale_exponent = self.dense.scale_exponent(int(terms), self.fraction_bits)
         for number, batch in enumerate(batches):
-            rows = [
-                ops.gather_rows(values[:, : group.table.dim], places[number]).requires_grad_()
-                for group, _keys, _found, values, _sums, places in shards
-            ]
+            rows = []
+            for group, _keys, _found, values, _sums, places in shards:
+                sent = rounded_rows(values[:, : group.table.dim], precision).to(torch.float32)
+                rows.append(ops.gather_rows(sent, places[number]).requires_grad_())
             seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)
             by_feature = self.tables.by_feature(rows, batch.lookups())
             with accumulator.active():
-                losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings))
+                losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings, exponent))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(
-                        leaf.grad, places[number], len(keys), consistency="batch",
+                        unscaled(leaf.grad, exponent), places[number], len(keys), consistency="batch",
                         fraction_bits=self.fraction_bits, name="embedding gradient",
                     )  # fmt: skip
 
@@ -107,7 +110,7 @@ class ReferenceTrainer:
             for _group, _keys, found, *_ in shards
         ]
         if self.config.clips:
-            if self.config.skip_nonfinite:  # a loss without an exact sum, too, leaves the update out
+            if self.config.skips:  # a loss without an exact sum, too, leaves the update out
                 every = torch.cat(losses).unsqueeze(1)
                 one = torch.zeros(len(every), dtype=torch.int64, device=self.device)
                 ops.segment_sum(every, one, 1, consistency="batch", fraction_bits=LOSS_BITS)
@@ -115,7 +118,7 @@ class ReferenceTrainer:
             norm = norm_of(squares([*admitted, dense], self.device) + dropped(self.device))
             scale, self.grad_norm = scale_of(norm, self.config), float(norm)
             means, dense = [mean * scale for mean in means], dense * scale
-        skipped = self.config.skip_nonfinite and math.isinf(self.grad_norm)
+        skipped = self.config.skips and math.isinf(self.grad_norm)
 
         for (group, _keys, found, values, _sums, _places), mean, chosen in zip(
             shards, means, rows, strict=True

@@ -15,6 +15,8 @@ from .position import LOADER, SupportsState, positions, set_position
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
+EMBEDDING = "embedding"
+"""The key of `HashTableCollection.describe` there, by which an export knows weights from optimizer states."""
 
 
 class TrainingSaver:
@@ -39,7 +41,7 @@ class TrainingSaver:
         full_every: int = 1,
         loader: SupportsState | None = None,
     ):
-        for key in (DENSE, LOADER):
+        for key in (DENSE, LOADER, EMBEDDING):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
         self._communicators, self._loader = communicators, loader
@@ -65,13 +67,14 @@ class TrainingSaver:
         Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
         text.
         """
+        state = self.dense.state_dict()  # also where it is not written: sharded parameters are gathered
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         if self._saver is None:
             return
-        plain, shared = flatten(self.dense.state_dict(), DENSE)
+        plain, shared = flatten(state, DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        values = {**self.meta, **(meta or {}), **at, DENSE: plain}
+        values = {**self.meta, **(meta or {}), **at, DENSE: plain, EMBEDDING: self.tables.describe()}
         if full:
             if self._incremental:
                 self.tables.track_changes()
@@ -111,6 +114,7 @@ def restore(
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     meta = dict(loaded.meta)
     plain, at = meta.pop(DENSE, None), meta.pop(LOADER, None)
+    meta.pop(EMBEDDING, None)
     accept(meta)
     if plain is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")

@@ -104,14 +104,26 @@ class Sums:
 
         A reduce-scatter, and an all-gather of the means, which are shorter than fixed-point sums.
         """
-        size = plan.sizes[over.rank]
-        sums = self.zeros(size, values.shape[1])
+        mean = self.reduce_scatter_mean(sent, over, values, plan, normalizer, name)
+        mean, sizes = mean.repeat(over.world_size, 1), [len(mean)] * over.world_size
+        return counted_all_to_all(sent, over, mean, sizes, plan.sizes)
+
+    def reduce_scatter_mean(
+        self,
+        sent: LookupCounts | None,
+        over: Communicator,
+        values: torch.Tensor,
+        plan: ReduceScatter,
+        normalizer: int,
+        name: str = NAME,
+    ) -> torch.Tensor:
+        """(size of this rank's part, dim) float32, the sums of all ranks over the normalizer."""
+        sums = self.zeros(plan.sizes[over.rank], values.shape[1])
         order, rows = (to_device(each, self.device) for each in (plan.order, plan.rows))
         self.send_to_owners(
             sent, over, values, order, plan.input_splits, sums, rows, plan.output_splits, name
         )
-        mean = self.divide(sums, normalizer).repeat(over.world_size, 1)
-        return counted_all_to_all(sent, over, mean, [size] * over.world_size, plan.sizes)
+        return self.divide(sums, normalizer)
 
     def mean(self, sums: torch.Tensor, normalizer: int, name: str = NAME) -> torch.Tensor:
         """Sums over samples to the gradient of the mean loss, or FloatingPointError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch
+from ..data import Batch, NextItemLoader, NextItemStream
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -25,6 +25,7 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_invariant
+from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
@@ -32,6 +33,7 @@ from .model_call import CallerSettings, check_gradients_are_on
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
+from .precision import LossScaler, autocast
 from .program import Program
 from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
@@ -55,10 +57,12 @@ class StepResult:
         loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
             same bits in every mode and at every world size.
         grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
-            None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set.
-        skipped: whether the update was left out (``skip_nonfinite``); then `grad_norm` is infinite and `loss`
-            is not a number.
+            None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set, or the precision
+            is ``"fp16"``.
+        skipped: whether the update was left out (``skip_nonfinite``, precision ``"fp16"``); then `grad_norm`
+            is infinite and `loss` is not a number.
         learning_rates: of the optimizers' groups, those that the update used; nan for a group without one.
+        loss_scale: that the update used; None unless the precision is ``"fp16"``.
     """
 
     step: int
@@ -69,6 +73,22 @@ class StepResult:
     grad_norm: float | None = None
     skipped: bool = False
     learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """What the step says of itself, the same on all ranks, by the names of loggers' columns.
+
+        ``loss``, ``grad_norm`` and ``loss_scale`` where there are such, ``lr``, or ``lr/0``, ``lr/1``, ...
+        """
+        values = {"loss": self.loss}
+        if self.grad_norm is not None:
+            values["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            values["loss_scale"] = self.loss_scale
+        one = len(self.learning_rates) == 1
+        for number, rate in enumerate(self.learning_rates):
+            values["lr" if one else f"lr/{number}"] = rate
+        return values
 
 
 class Trainer:
@@ -80,7 +100,7 @@ class Trainer:
         optimizer: of the model's parameters: any `torch.optim.Optimizer`, or several (`DenseModel`).
         communicators: this rank's groups; `Communicators.local()` for one process.
         mode: see `MODES`. ``"reference"`` needs one rank and one micro-batch.
-        config: micro-batches, consistency, clustering, accumulation, dedup, grid, seed.
+        config: micro-batches, consistency, clustering, accumulation, dedup, precision, grid, seed.
         recorder: receives a span for every stage.
         delay: seconds to wait before each task, to attack the schedule.
         device: where samples, buffers and the dense model are, and the tables that are not in host memory.
@@ -98,8 +118,9 @@ class Trainer:
     While batches are in flight (`in_flight`), model, tables and optimizer are the trainer's: reading or
     writing them, calling or copying the model, and switching it with ``train()`` or ``eval()`` raise
     RuntimeError. At any other time they are the caller's, and the next batch starts from how he leaves them.
-    Batches are read on the ``prefetch`` lane, or on the caller's thread in modes without lanes. The model is
-    called, and batches are read, under the autocast and the default device of the caller's thread.
+    Batches are read on the ``prefetch`` lane, or on the caller's thread in modes without lanes, under the
+    autocast and the default device of the caller's thread. The model is called under these too; a precision
+    of the config other than float32 is autocast's.
     """
 
     def __init__(
@@ -129,7 +150,10 @@ class Trainer:
                 f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
                 f"backend that can, such as 'cpu:gloo,cuda:nccl'"
             )
-        self.dense = DenseModel(model, optimizer, scheduler, average)
+        scaler = LossScaler(self.config.loss_scaling) if self.config.precision == "fp16" else None
+        self.dense = DenseModel(model, optimizer, scheduler, average, scaler)
+        if self.dense.shards is not None:
+            self.dense.shards.validate(communicators.rank, communicators.world_size, mode)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
             for each in self.dense.optimizers:
@@ -252,6 +276,13 @@ class Trainer:
                     raise
         return self._results.popleft()
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """`torch.autocast` as it is around the model in training; nothing in precision ``"float32"``.
+
+        For an evaluation, around the calls of the model.
+        """
+        return autocast(self.config.precision, self._device)
+
     def in_flight(self) -> list[int]:
         """Steps whose batches were read and are not finished, oldest first."""
         return [batch.step for places in self._pending for batch in places.window.batches]
@@ -294,7 +325,7 @@ class Trainer:
     def _begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""
         previous = self._pending[-1] if self._pending else None
-        places = WindowPlaces(window, previous, self.config.skip_nonfinite)
+        places = WindowPlaces(window, previous, self.config.skips)
         self._flight.begin()
         self._pending.append(places)
         self._read = window.update
@@ -398,6 +429,16 @@ class Trainer:
         """
         return whole_tables(self._communicators, self.tables)
 
+    def evaluate(
+        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,)
+    ) -> dict[str, float]:
+        """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
+
+        The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
+        while batches are in flight.
+        """
+        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, self.config.precision)
+
     def close(self) -> None:
         """Stop the lanes and give the model back.
 
@@ -432,6 +473,7 @@ class Trainer:
                 f"{[batch.step for batch in batches]}"
             )
         check_gradients_are_on()
+        settings = CallerSettings.of_this_thread(self._device, self.config.precision)
         window = Window(self._number, batches, first // count, settings)
         last = max(self._read, self._flight.last_update)
         if window.update <= last:
@@ -502,13 +544,15 @@ class Trainer:
         # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
         loss = self._sums.mean_loss(places[DenseMeans].loss)
         norm = float(places[GradientNorm].norm) if self.config.clips else None
-        skipped = self.config.skip_nonfinite and norm == math.inf
+        skipped = self.config.skips and norm == math.inf
         if skipped:
             loss = math.nan
-        rates = tuple(map(float, self.dense.rates.popleft()))
+        rates, scale = tuple(map(float, self.dense.rates.popleft())), self.dense.scales.popleft()
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
             terms = routes.loss_normalizer
-            self._results.append(StepResult(batch.step, ids, of_batch, terms, loss, norm, skipped, rates))
+            self._results.append(
+                StepResult(batch.step, ids, of_batch, terms, loss, norm, skipped, rates, scale)
+            )
         places.retire()
 
     @contextmanager

@@ -17,6 +17,7 @@ from ..data import Batch
 from ..settings import MOST, seed_setting, setting
 from .dist_plan import MAX_FIRST_USE
 from .model_call import CallerSettings
+from .precision import DTYPES, LossScaling, Precision
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
@@ -44,6 +45,7 @@ class LookupCounts:
         lookups: table lookups made, one for each table that is not merged into another.
         rows: embeddings that left this rank, and gradients.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
+        embedding_bytes: of `row_bytes`, the embeddings.
     """
 
     occurrences: int = 0
@@ -56,6 +58,7 @@ class LookupCounts:
     rows: int = 0
     key_bytes: int = 0
     row_bytes: int = 0
+    embedding_bytes: int = 0
 
     def add(self, other: LookupCounts) -> None:
         """Add another's counts to these."""
@@ -115,6 +118,13 @@ class WindowConfig:
         max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
         skip_nonfinite: where a gradient or a loss is not finite, or has no exact sum, all ranks leave the
             update out, instead of an error (`StepResult.skipped`). On a GPU each update waits for it.
+        precision: of the model's arithmetic: ``"bf16"`` and ``"fp16"`` call model and loss under
+            `torch.autocast`, and the backward pass outside. Parameters, optimizers and tables stay float32.
+            ``"fp16"`` scales the loss, and leaves out updates as `skip_nonfinite` does.
+        loss_scaling: of precision ``"fp16"``.
+        exchange_precision: of the rows that owners send: each is rounded once, also for the owner's own
+            samples, and computed from as it was received (``QCommsConfig.forward_precision`` in TorchRec).
+            Tables stay float32, and gradients are exchanged as they are.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -136,6 +146,9 @@ class WindowConfig:
     )
     max_grad_value: float = setting(0.0, "Clamp every gradient to this size; 0: none.", 0, math.inf)
     skip_nonfinite: bool = setting(False, "Leave out an update whose gradients are not finite.")
+    precision: Precision = setting("float32", "Of the model's arithmetic; weights and tables stay float32.")
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
+    exchange_precision: Precision = setting("float32", "Of the rows that owners send; tables stay float32.")
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -157,6 +170,14 @@ class WindowConfig:
         for name in ("max_grad_norm", "max_grad_value"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a size, 0 for no limit, got {getattr(self, name)}")
+        for name in ("precision", "exchange_precision"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name} must be {', '.join(DTYPES)}, got {getattr(self, name)!r}")
+        if self.precision == "fp16" and self.average_every:
+            raise ValueError(
+                "precision 'fp16' leaves an update out on all ranks together, and averaged replicas update "
+                "on their own: use 'bf16', or exact replicas (average_every=0)"
+            )
         if self.clips and self.average_every:
             raise ValueError("replicas that are averaged have gradients of their own: clip none of them")
         if not 0 < self.taper <= 1:
@@ -182,7 +203,12 @@ class WindowConfig:
     @property
     def clips(self) -> bool:
         """Whether updates wait for the norm of all gradients: to limit, measure or leave them out."""
-        return bool(self.max_grad_norm or self.max_grad_value or self.skip_nonfinite)
+        return bool(self.max_grad_norm or self.max_grad_value or self.skips)
+
+    @property
+    def skips(self) -> bool:
+        """Whether updates are left out whose gradients are not finite."""
+        return self.skip_nonfinite or self.precision == "fp16"
 
     @property
     def window_micro_batches(self) -> int:

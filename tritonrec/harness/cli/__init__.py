@@ -17,6 +17,8 @@ from ..progress import announce_compilation
 COMMANDS = {
     "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
     "train": "Train a model in any mode; print loss and metrics beside those of a ranking without training.",
+    "export": "Write a checkpoint's tables and dense model for serving and other tools.",
+    "bisect": "Find the first difference of two runs: step, tensor or table, key, column, both values.",
     "trace": "Time per lane, exposed communication, hidden lookup; check that every dependency was honoured.",
     "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",
     "profile": "Show where a training step goes: a trace with lanes and operators, and a flame graph.",

@@ -17,6 +17,7 @@ from ..devices import validate_device
 from ..job import Job
 from ..verify.cases import contract_table, small_table
 from ..verify.contract import verify_contract
+from ..verify.corpus import SELECTIONS
 from ..verify.record_traces import record_traces
 from .job import load_job
 from .options import MOST_RANKS, TimeoutOption, with_options
@@ -48,6 +49,14 @@ def verify(
     faults: Annotated[
         bool, typer.Option("--inject-faults", help="Also inject known faults and demand their discovery.")
     ] = False,
+    corpus: Annotated[
+        bool,
+        typer.Option(
+            "--corpus",
+            help="Inject the public bugs of docs/bugs.md instead of running the table; with --inject-faults "
+            "all faults.",
+        ),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Record a trace and a picture of each mode here.")
@@ -77,12 +86,15 @@ def verify(
     if small and micro_batches == COUNTS:
         counts = [4]
     checked(lambda: validate_device(job.target.device, max(ranks)))
-    if small:
+    if corpus:
+        cases = []
+    elif small:
         cases = small_table(chosen, ranks, counts, steps)  # type: ignore[arg-type]
     else:
         cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
+    injected = SELECTIONS[faults, corpus]
     console = Console()
-    report = checked(lambda: verify_contract(job, cases, faults, console, timedelta(seconds=timeout)))
+    report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))
         console.print(f"report written to {json_file}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from ...distributed.rank_process import end_with_parent
+from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder, atomic_write
 
 START_SECONDS, STOP_SECONDS = 30.0, 60.0

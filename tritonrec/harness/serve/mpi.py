@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ...distributed.rank_process import end_with_parent
+from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder
 
 

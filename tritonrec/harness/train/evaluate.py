@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ... import ops
 from ...data import (
     ClickLoader,
     ImpressionLoader,
-    JaggedBatch,
-    Lookup,
     NextItemLoader,
     NextItemStream,
     evaluate,
@@ -19,6 +18,7 @@ from ...data import (
 )  # fmt: skip
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
+from ...pipeline import Precision, autocast, rank_held_out
 from ..job import Epochs
 
 KS = (10, 50)
@@ -37,32 +37,29 @@ def metric_names(loader: Epochs) -> list[str]:
     return [f"{kind}@{k}" for k in KS for kind in ("HR", "NDCG")]
 
 
-def evaluate_model(model: torch.nn.Module, tables: HashTableCollection, loader: Epochs) -> Metrics:
+def evaluate_model(
+    model: torch.nn.Module, tables: HashTableCollection, loader: Epochs, precision: Precision = "float32"
+) -> Metrics:
     """Metrics of the held-out samples of the loader; `tables` hold every rank's rows.
+
+    The model computes in `precision`; rankings are of float32 scores, which few items share.
 
     HR@K and NDCG@K of a full ranking for next-item models, group AUC of each task for GRM; AUC, accuracy and
     cross entropy for DLRM.
     """
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def predicted(batch: Any) -> torch.Tensor:
+        assert isinstance(model, (DLRM, GRM))
+        with autocast(precision, device):
+            return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
+
     if isinstance(loader, ClickLoader):
-        assert isinstance(model, DLRM)
-        return evaluate_clicks(lambda batch: model.predict(batch, tables.peek(batch.lookups())), loader)
+        return evaluate_clicks(predicted, loader)
     if isinstance(loader, ImpressionLoader):
-        assert isinstance(model, GRM)
-        return evaluate_impressions(lambda batch: model.predict(batch, tables.peek(batch.lookups())), loader)
+        return evaluate_impressions(predicted, loader)
     assert isinstance(model, NextItemModel)
-    items = tables.peek({"item": Lookup(loader.catalogue)})["item"]
-
-    def scores(history: JaggedBatch) -> torch.Tensor:
-        rows = tables.peek({"item": Lookup(history.ids)})["item"]
-        with torch.no_grad():
-            hidden = model.encode(history, rows)
-        # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
-        return ops.linear(hidden[history.offsets[1:] - 1], items, None)
-
-    model.eval()
-    metrics = evaluate(scores, loader, KS)
-    model.train()
-    return metrics
+    return rank_held_out(model, tables, loader, KS, precision)
 
 
 def baseline(loader: Epochs) -> Metrics:

@@ -86,7 +86,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
         def evaluate() -> None:
             nonlocal metrics
             with communicators.watch.doing(f"evaluation({step})"):
-                metrics = evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out)
+                evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
+                metrics = evaluate_model(evaluated, rows, held_out, run.window.precision)
             again = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
             reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged=again)
             if stopping and step % run.evaluate_every == 0 and not again:

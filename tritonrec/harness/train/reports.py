@@ -61,7 +61,7 @@ class Reports:
         if self._loggers or every:
             if steady is not None:
                 self._throughput.on_step_end(steady, *self._size_of(result))
-            values = {**values_of(result), **self._throughput.compute()}
+            values = {**result.values(), **self._throughput.compute()}
             for logger in self._loggers:
                 logger.log(step, values)
             if every and (step % every == 0 or step == self.run.steps):
@@ -96,22 +96,13 @@ class Reports:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def values_of(result: StepResult) -> dict[str, float]:
-    """What a step says of itself, by the names of the loggers' columns."""
-    values = {"loss": result.loss}
-    if result.grad_norm is not None:
-        values["grad_norm"] = result.grad_norm
-    one = len(result.learning_rates) == 1
-    for number, rate in enumerate(result.learning_rates):
-        values["lr" if one else f"lr/{number}"] = rate
-    return values
-
-
 def line_of(step: int, steps: int, values: dict[str, float]) -> str:
     """``step 20 of 100: loss 4.3210, lr 0.003, 1,234 samples/s``, in one line."""
     words = [f"loss {values['loss']:.4f}"]
     if "grad_norm" in values:
         words.append(f"gradient norm {values['grad_norm']:.4g}")
+    if "loss_scale" in values:
+        words.append(f"loss scale {values['loss_scale']:g}")
     words += [f"{name} {rate:.4g}" for name, rate in values.items() if name.partition("/")[0] == "lr"]
     if "samples_per_second" in values:
         words.append(f"{values['samples_per_second']:,.0f} samples/s")

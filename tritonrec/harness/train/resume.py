@@ -19,6 +19,9 @@ EARLY_STOPPING = "early_stopping"
 NESTED = ("sizes", "policy", "target")
 """Settings that are made of others."""
 
+PRECISIONS = ("precision", "exchange_precision")
+"""Settings of windows that change bits from the first step on."""
+
 WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_dim"}
 """Where one of the first differs, those of the second follow, and are not named."""
 
@@ -26,6 +29,7 @@ WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_di
 def metadata(run: Run) -> dict[str, Any]:
     """Settings saved with every checkpoint."""
     compared = {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
+    compared |= {name: getattr(run.window, name) for name in PRECISIONS}
     return {**compared, CONFIG: to_toml(tables_of(run))}
 
 
@@ -38,7 +42,9 @@ def resume(
     """
     if not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
-    usual = _settings({"job": Job().as_json()})  # for settings that an older version did not save
+    usual = _settings(
+        {"job": Job().as_json(), **dict.fromkeys(PRECISIONS, "float32")}
+    )  # for settings that an older version did not save
     states: list[dict[str, Any] | None] = []
     here = _settings(json.loads(json.dumps(metadata(run))))
 

@@ -25,6 +25,10 @@ VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 STORAGES: tuple[Storage, ...] = ("host", "device", "cached")
+OF_REFERENCES = (
+    "max_grad_norm", "max_grad_value", "precision", "loss_scaling", "exchange_precision"
+)  # fmt: skip
+"""Fields of `WindowConfig` that change what training computes."""
 CACHE_ROWS = 40
 """Of a cached table: fewer than a batch's rows, so that rows also bypass the cache and leave it."""
 
@@ -33,14 +37,14 @@ CACHE_ROWS = 40
 class Reference:
     """A run of `ReferenceTrainer` with `accumulate` batches an update, each the batches of `ranks` ranks.
 
-    `limits` are those of gradients, as (name, value) of `WindowConfig`.
+    `window` are limits of gradients and precisions, as (name, value) of `WindowConfig`.
     """
 
     job: Job
     optimizer: OptimizerName
     accumulate: int = 1
     ranks: int = 1
-    limits: tuple[tuple[str, Any], ...] = ()
+    window: tuple[tuple[str, Any], ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -102,15 +106,20 @@ class Case:
         """The run it is compared with."""
         accumulate = self._variant.window.get("accumulate", 1)
         ranks, window = self.world_size if self._variant.per_world else 1, self._variant.window
-        limits = tuple((name, size) for name, size in window.items() if name.startswith("max_grad"))
+        shared = tuple((name, value) for name, value in window.items() if name in OF_REFERENCES)
         return Reference(
-            self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks, limits
+            self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks, shared
         )
 
     @property
     def shows(self) -> tuple[str, ...]:
         """Counts that tell what the variant did."""
         return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
+
+    @property
+    def exports(self) -> bool:
+        """Whether its last state is exported, and the export compared."""
+        return self._variant.exports
 
     @property
     def _variant(self) -> Variant:
@@ -280,6 +289,8 @@ def extra_cases(
     cases += replica_cases(size, modes, largest, micro_batches, length)
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
+    if size != "quick":
+        cases.append(case(0, world_size=largest, restart=1, variant="fp16", clustering=False))
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     if largest > 1:
@@ -318,7 +329,8 @@ def storage_cases(
             continue
         cases += [replace(plain, mode=mode, consistency="window") for mode in modes]
         cases += [
-            replace(plain, variant=name) for name in (*variants[1:], "first-use", "dedup-none", "merged")
+            replace(plain, variant=name)
+            for name in (*variants[1:], "first-use", "dedup-none", "merged", "exchange-bf16")
         ]
         cases.append(replace(plain, variant=RESTART, restart=1, clustering=False))
     return cases

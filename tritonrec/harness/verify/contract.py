@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from ..devices import rank_pool
 from ..job import Job
 from ..progress import CommandProgress
 from .cases import Case, Reference
-from .faults import FAULTS, Fault
+from .faults import Fault
 from .report import CaseResult, FaultResult, Report, print_report
 from .run_case import RankReport, Stretch, record_reference, run_case
 from .state import earliest
@@ -76,6 +76,10 @@ class Verifier:
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.name, fault)
+        if case.exports:
+            with ScratchFolder() as folder:
+                stretch = Stretch(0, case.steps, export=folder)
+                return self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
         if not case.restart:
             return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
         half = case.steps // 2
@@ -148,14 +152,13 @@ class Verifier:
 def verify_contract(
     job: Job,
     cases: list[Case],
-    faults: bool = False,
+    faults: Sequence[Fault] = (),
     console: Console | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Report:
-    """Run the contract table and, if asked, the injected faults; prints progress and tables on `console`."""
+    """Run the contract table and inject `faults`; prints progress and tables on `console`."""
     console = console or Console()
-    injected = FAULTS if faults else []
-    every = [*cases, *(fault.case for fault in injected)]
+    every = [*cases, *(fault.case for fault in faults)]
     meshes = {(case.world_size, case.replicas) for case in every}
     meshes |= {(case.restart, 1) for case in every if case.restart}
     report = Report(job)
@@ -164,13 +167,13 @@ def verify_contract(
         Verifier(job, pool) as verifier,
         _progress(console) as progress,
     ):
-        task = progress.add_task("recording references", total=len(cases) + len(injected))
+        task = progress.add_task("recording references", total=len(cases) + len(faults))
         verifier.record(every)
         for case in cases:
             progress.update(task, description=str(case))
             report.cases.append(verifier.run(case))
             progress.advance(task)
-        for fault in injected:
+        for fault in faults:
             progress.update(task, description=f"injected fault: {fault.name}")
             report.faults.append(verifier.run_fault(fault))
             progress.advance(task)

@@ -18,12 +18,13 @@ import torch
 from ... import nn
 from ...data import Batch, Lookup
 from ...embedding import FeatureConfig, HashTableCollection
-from ...pipeline.model_call import check_losses, samples_of
+from ...pipeline import Precision
+from ...pipeline.model_call import CallerSettings, check_losses, samples_of
 
 MOST_ALONE = 24
 """Samples of a batch that are computed alone."""
-LAST_BITS = 1e-3
-"""Largest difference, relative to the largest value, that rounding is taken to explain."""
+LAST_BITS: dict[Precision, float] = {"float32": 1e-3, "fp16": 0.01, "bf16": 0.05}
+"""By precision the largest difference, relative to the largest value, that rounding is taken to explain."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,33 @@ def _floats(value: Any) -> list[torch.Tensor]:
 
 
 def diagnose(
-    model: torch.nn.Module, batch: Batch, features: Sequence[FeatureConfig], seed: int = 0, cut: bool = True
+    model: torch.nn.Module,
+    batch: Batch,
+    features: Sequence[FeatureConfig],
+    seed: int = 0,
+    cut: bool = True,
+    precision: Precision = "float32",
 ) -> Diagnosis:
     """Compute `batch` twice, then its samples alone, forward and backward, and judge.
 
     Args:
         cut: whether the cut of the batch counts (consistency "batch"); else only errors and draws do.
+        precision: of the model's arithmetic.
     """
+    settings = CallerSettings.of_precision(precision, torch.device("cpu"))
+    with settings.applied():
+        return _diagnosed(model, batch, features, seed, cut, precision, settings)
+
+
+def _diagnosed(
+    model: torch.nn.Module,
+    batch: Batch,
+    features: Sequence[FeatureConfig],
+    seed: int,
+    cut: bool,
+    precision: Precision,
+    settings: CallerSettings,
+) -> Diagnosis:
     tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -147,8 +168,8 @@ def diagnose(
                     return Diagnosis(None, name, why)
             found = _first_change([whole], alone)
             if found is not None:
-                return Diagnosis(None, found.name, _reason(found))
-            return Diagnosis(None, *_judge_gradients(model, batch, parts, tables, seed))
+                return Diagnosis(None, found.name, _reason(found, precision))
+            return Diagnosis(None, *_judge_gradients(model, batch, parts, tables, seed, settings))
     except _ModelError as error:
         return Diagnosis(str(error))
     except (TypeError, ValueError) as error:  # of `check_losses`
@@ -253,12 +274,12 @@ def _reason_of_draws(change: _Change) -> str:
     return f"a dropout or another draw from torch's global generator{_place_of(change)}: {advice}"
 
 
-def _reason(change: _Change) -> str:
+def _reason(change: _Change, precision: Precision) -> str:
     kind = type(change.module)
     theirs = kind.__module__.startswith("torch.") and not change.code_before
     if isinstance(change.module, torch.nn.modules.batchnorm._NormBase) and theirs:
         return "batch norm, which mixes the samples of a batch; take LayerNorm"
-    if change.size > LAST_BITS or change.size != change.size:
+    if change.size > LAST_BITS[precision] or change.size != change.size:
         return (
             "it depends on the values of other samples: a mean, a norm or a maximum over the batch, or "
             f"padding to the longest sample{_place_of(change)}"
@@ -277,7 +298,12 @@ def _reason(change: _Change) -> str:
 
 
 def _judge_gradients(
-    model: torch.nn.Module, batch: Batch, parts: list[Batch], tables: HashTableCollection, seed: int
+    model: torch.nn.Module,
+    batch: Batch,
+    parts: list[Batch],
+    tables: HashTableCollection,
+    seed: int,
+    settings: CallerSettings,
 ) -> tuple[str | None, str | None]:
     """A parameter whose gradient is an ordinary float32 sum, or whose exact sum changes with the cut."""
     of_cut: list[dict[str, torch.Tensor]] = []
@@ -291,7 +317,8 @@ def _judge_gradients(
                         losses = model(one, _rows(tables, one.lookups()), seed)
                         now.backward = True
                         if losses.requires_grad:
-                            losses.sum().backward()
+                            with settings.backward():
+                                losses.sum().backward()
                 except Exception as error:
                     raise _ModelError(f"backward of {type(model).__name__}", error) from error
                 for name, parameter in model.named_parameters():

@@ -25,11 +25,6 @@ class Fault:
     injection: Injection
 
 
-def injection_of(name: str) -> Injection:
-    """The injection of the fault called `name`."""
-    return next(fault.injection for fault in FAULTS if fault.name == name)
-
-
 def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
     return Case(mode, consistency, world_size, micro_batches, False, optimizer, steps=5)
 
@@ -117,6 +112,12 @@ FAULTS = [
         Injection(injections.stale_dense_parameter),
     ),
     Fault(
+        "parameters-of-the-last-window",
+        "sharded parameters are not gathered again after an update",
+        replace(_case(), variant="fsdp"),
+        Injection(injections.parameters_of_the_last_window),
+    ),
+    Fault(
         "local-token-count",
         "gradients are divided by this rank's tokens instead of the global batch's",
         _case(),
@@ -139,6 +140,24 @@ FAULTS = [
         "each rank clips by the norm of its own rows",
         replace(_case(), variant="recipe"),
         Injection(injections.norm_of_one_rank),
+    ),
+    Fault(
+        "overflow-of-one-rank",
+        "each rank leaves an update out, and moves the scale of its loss, by its own gradients",
+        replace(_case(), variant="fp16", steps=8),
+        Injection(injections.norm_of_one_rank),
+    ),
+    Fault(
+        "own-rows-not-rounded",
+        "rows for a rank's own samples stay float32 where others get them in bfloat16",
+        replace(_case(), variant="exchange-bf16"),
+        Injection(injections.own_rows_not_rounded),
+    ),
+    Fault(
+        "restart-without-loss-scale",
+        "the scale of the loss begins anew after a restart",
+        replace(_case(), variant="fp16", steps=8, restart=1),
+        Injection(injections.restart_without_loss_scale),
     ),
     Fault(
         "missed-decay-forgotten",
@@ -278,6 +297,12 @@ FAULTS = [
             ).with_edges("replica_reduce", Edge("compute", "same")),
             delay=injections.slow("gradient_exchange"),
         ),
+    ),
+    Fault(
+        "export-of-a-stale-row",
+        "a row is exported from the step of an earlier checkpoint",
+        replace(_case(), variant="export", steps=8),
+        Injection(injections.stale_row_in_changes),
     ),
     Fault(
         "lost-gradient-at-window-consistency",

@@ -14,18 +14,26 @@ import torch
 
 from ... import ops
 from ...data import JaggedBatch, NextItemStream
+from ...distributed import Communicator
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
+    CommunicationGroup,
     Context,
+    DenseMeans,
+    Embeddings,
+    GradientNorm,
     Gradients,
     MeanGradient,
     OwnedRows,
+    ReduceGroup,
     Routes,
     RowGradient,
 )
+from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
+from ...pipeline.stages import gradient_norm
 from ..job import Loader
 
 
@@ -159,6 +167,22 @@ def stale_dense_parameter(program: Program) -> None:
     dense.step = without_one  # type: ignore[method-assign]
 
 
+def parameters_of_the_last_window(program: Program) -> None:
+    shards = program.dense.shards
+    assert shards is not None
+    gather, last = shards.gather, dict[str, torch.Tensor]()
+
+    def stale() -> None:
+        fresh = not shards.gathered
+        gather()
+        for name, parameter in program.model.named_parameters() if fresh else ():
+            now = parameter.detach().clone()
+            parameter.data.copy_(last.get(name, now))
+            last[name] = now
+
+    shards.gather = stale  # type: ignore[method-assign]
+
+
 def local_token_count(program: Program) -> None:
     def local(window: Window, routes: Read[Routes]) -> Routes:
         return replace(routes, loss_normalizer=window.loss_terms, row_normalizer=window.loss_terms)
@@ -182,15 +206,19 @@ def correction_per_micro_batch(program: Program) -> None:
 
 
 def norm_of_one_rank(program: Program) -> None:
-    reduce = program.communicators.reduce
-    all_reduce = reduce.all_reduce
+    def alone(
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        row_gradient: Read[RowGradient],
+        mean_gradient: Write[MeanGradient],
+        means: Read[DenseMeans],
+    ) -> GradientNorm:
+        assert gradient_norm.function is not None
+        single = ReduceGroup(Communicator())
+        return gradient_norm.function(context, routes, owned, row_gradient, mean_gradient, means, single)
 
-    def own(values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
-        mine = values.clone()
-        all_reduce(values, name, bounded)
-        return mine if name == "squares of the gradients" else values
-
-    reduce.all_reduce = own  # type: ignore[method-assign]
+    program.replace("gradient_norm", alone)
 
 
 def missed_decay_forgotten(program: Program) -> None:
@@ -254,6 +282,49 @@ def restart_without_scores(program: Program) -> None:
         load_state({**state, "rows": rows})
 
     table.load_state = forgetful  # type: ignore[method-assign]
+
+
+def restart_without_loss_scale(program: Program) -> None:
+    scaler = program.dense.scaler
+    assert scaler is not None
+    scaler.load_state_dict = lambda state: None  # type: ignore[method-assign]
+
+
+def own_rows_not_rounded(program: Program) -> None:
+    def exchange(
+        micro_batch: int,
+        context: Context,
+        routes: Read[Routes],
+        owned: Read[OwnedRows],
+        buffer: Read[Buffer],
+        communication: Update[CommunicationGroup],
+        embeddings: Write[Embeddings],
+    ) -> None:
+        tables = zip(routes.tables, owned.tables, context.tables.groups, buffer, strict=True)
+        for number, (table, own, group, rows) in enumerate(tables):
+            if not micro_batch:
+                embeddings.append(torch.empty(table.num_rows, group.table.dim, dtype=torch.float32))
+            splits = own.sent.splits[micro_batch]
+            parts = [*rows[own.sent.rows[micro_batch], : group.table.dim].split(splits)]
+            for rank, part in enumerate(parts):
+                if rank != communication.rank:
+                    parts[rank] = rounded_rows(part, context.config.exchange_precision).float()
+            slots = embeddings[number][table.slots(micro_batch)]
+            communication.all_to_all(torch.cat(parts), splits, table.splits[micro_batch], slots)
+
+    program.replace("exchange", exchange)
+
+
+def stale_row_in_changes(program: Program) -> None:
+    table = program.tables.groups[0].table
+    take_changes = table.take_changes
+
+    def without_one():
+        state, erased = take_changes()
+        rows = state["rows"]
+        return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
+
+    table.take_changes = without_one  # type: ignore[method-assign]
 
 
 def merged_tables_share_ids(program: Program) -> None:

@@ -17,6 +17,7 @@ from ...version import __version__
 from ..devices import ARCHITECTURE, Target
 from ..job import Job
 from .cases import CACHE_ROWS, Case
+from .corpus import SOURCES
 from .faults import Fault
 from .state import Difference, as_json
 from .variants import VARIANTS
@@ -92,7 +93,16 @@ class Report:
                 for result in self.cases
             ],
             "faults": [
-                {"name": r.fault.name, "caught": r.caught, "by": r.by, "evidence": r.evidence}
+                {
+                    "name": r.fault.name,
+                    "description": r.fault.description,
+                    "source": SOURCES.get(r.fault.name),
+                    "case": str(r.fault.case),
+                    "caught": r.caught,
+                    "by": r.by,
+                    "first_mismatch": r.where,
+                    "evidence": r.evidence,
+                }
                 for r in self.faults
             ],
         }

@@ -6,7 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 
 from ... import ops
 from ...data import Batch, ClickLoader, DynamicStream, Lookup, NextItemStream
-from ...distributed import Communicators
+from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
 from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
@@ -29,9 +31,11 @@ from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
-from .faults import injection_of
+from .corpus import injection_of
+from .exported import compare_export, saved_between
 from .injections import Injection
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
+from .wrapping import wrap
 
 MAX_DELAY = 0.004
 """Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
@@ -39,12 +43,16 @@ MAX_DELAY = 0.004
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none."""
+    """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none.
+
+    `export`: a folder for a checkpoint and its export, compared at the end.
+    """
 
     first: int
     last: int
     load: str = ""
     save: str = ""
+    export: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,8 @@ def _reference_states(reference: Reference, steps: int) -> State:
     job = reference.job
     model, tables, optimizer = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
-    limits: dict[str, Any] = dict(reference.limits)
-    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **limits)
+    shared: dict[str, Any] = dict(reference.window)
+    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **shared)
     states: dict[str, torch.Tensor] = {}
     with Trainer(
         model, tables, optimizer, Communicators.local(), "reference", config,
@@ -179,20 +187,27 @@ def _compared(
 
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
         batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
-        compare_run(
-            trainer, [batches] if watch is None else _classified(watch, loader, steps), comparison, expected,
-            steps[-1],
-        )  # fmt: skip
+        stretches: Iterable[Iterable[Batch]] = [batches]
+        if watch is not None:
+            stretches = _classified(watch, loader, steps)
+        if stretch.export:
+            stretches = saved_between(trainer, [*batches], stretch.export, steps[0])
+        skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
+        if stretch.export:
+            last = steps[-1]
+            compare_export(trainer, loader, comparison, expected(last), last, stretch.export)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
     due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    due |= {(steps[-1], "export")} if stretch.export else set()
     if comparison.first is None and due - comparison.steps_seen:
         missing = sorted(due - comparison.steps_seen)
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
+    counts["skipped"] = skipped
     for group in tables.groups:
         counts.update(vars(group.table.counters))
     if watch is not None:
@@ -230,8 +245,10 @@ def compare_run(
     comparison: Comparison,
     expected: Callable[[int], Mapping[str, torch.Tensor]],
     last: int,
-) -> None:
+) -> int:
     """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.
+
+    Returns how many updates were left out.
 
     State is compared on the lanes that have just changed it, so the pipeline goes on running meanwhile; it is
     empty between stretches. Ops of the comparison run on the device's own implementation, whatever that of
@@ -279,10 +296,13 @@ def compare_run(
         program.finish = finished  # type: ignore[method-assign]
     else:
         after("write_back", lambda: table_state(program.tables))
+    skipped = 0
     for batches in stretches:
         for result in trainer.run(batches):
             losses = loss_state(result.sample_ids, result.losses)
             comparison.compare(result.step, expected(result.step), losses, final=False)
+            skipped += result.skipped
+    return skipped
 
 
 @contextmanager
@@ -295,8 +315,13 @@ def prepared(
 ) -> Iterator[tuple[Trainer, Loader]]:
     """A fresh trainer for `case` and this rank's loader; the trainer is closed on the way out."""
     injected = injected or Injection()
+    if injected.program is not None:  # it may change them, and later cases have the same groups
+        own: dict[str, Any] = {
+            name: copy(each) for name, each in vars(communicators).items() if isinstance(each, Communicator)
+        }
+        communicators = replace(communicators, **own)
     job = case.job(job)
-    model, tables, optimizer = job.build(case.optimizer)
+    model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False)  # the reference keeps nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def dense_state(dense: DenseModel) -> State:
     """Dense parameters and their optimizer's state, copied to the host."""
     return {
         f"dense/{name}": values.clone(memory_format=torch.contiguous_format).cpu()
-        for name, values in dense.tensors().items()
+        for name, values in dense.whole_tensors().items()
     }
 
 
@@ -127,6 +127,30 @@ class Comparison:
             if found is not None:
                 self.differences.setdefault((step, _ORDER.index(part)), found)
 
+    def compare_weights(
+        self,
+        step: int,
+        expected: Mapping[str, torch.Tensor],
+        name: str,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Compare an export's ids (n,) and weights (n, dim) of a table, those of this rank, after `step`."""
+        mine = ops.owner_of(ids, self.world_size) == self.rank
+        rows = expected[f"table/{name}/rows"][:, : weights.shape[1]]
+        given = expected[f"table/{name}/ids"], rows
+        found = self._one_table(step, name, given, (ids[mine], weights[mine]), final=True)
+        self.steps_seen.add((step, "export"))
+        if found is not None:
+            found = replace(found, tensor=f"{found.tensor}, exported")
+            self.differences.setdefault((step, len(_ORDER)), found)
+
+    def compare_scores(self, step: int, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compare an export's scores (B, I) after `step`."""
+        found = self._values(step, "scores, exported", expected, got)
+        if found is not None:
+            self.differences.setdefault((step, len(_ORDER)), found)
+
     def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
         ids, values = got["loss/ids"], got["loss/values"]
         here = torch.isin(expected["loss/ids"], ids)
@@ -191,14 +215,14 @@ class Comparison:
         if (expected.shape, expected.dtype) != (got.shape, got.dtype):
             there, here = (f"{each.dtype} {tuple(each.shape)}" for each in (expected, got))
             return Difference(step, name, [], there, here, None)
-        same = _bits(expected) == _bits(got)
+        same = bits_of(expected) == bits_of(got)
         if bool(same.all()):
             return None
         index = (~same).nonzero()[0].tolist()
         a, b = expected[tuple(index)], got[tuple(index)]
         if labels is not None:
             index = [int(labels[index[0]]), *index[1:]]
-        return Difference(step, name, index, a.item(), b.item(), _ulps(a, b))
+        return Difference(step, name, index, a.item(), b.item(), ulps_between(a, b))
 
 
 def _keys_differ(step: int, name: str, expected: torch.Tensor, got: torch.Tensor) -> Difference:
@@ -214,12 +238,13 @@ def _keys_differ(step: int, name: str, expected: torch.Tensor, got: torch.Tensor
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
+def bits_of(values: torch.Tensor) -> torch.Tensor:
     """The values as whole numbers of the same size."""
     return values.contiguous().view(_OF_SIZE[values.element_size()])
 
 
-def _ulps(a: torch.Tensor, b: torch.Tensor) -> int | None:
+def ulps_between(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """Float32 values from one number to the other; None for another dtype and for NaN."""
     if a.dtype != torch.float32 or bool(a.isnan()) or bool(b.isnan()):
         return None
     bits = [int(value.view(torch.int32)) for value in (a, b)]

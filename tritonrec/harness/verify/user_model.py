@@ -11,7 +11,7 @@ import torch
 from ...data import Batch
 from ...distributed import Communicators
 from ...embedding import FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
-from ...pipeline import PIPELINED, Consistency, Mode, Trainer, WindowConfig
+from ...pipeline import PIPELINED, Consistency, Mode, Precision, Trainer, WindowConfig
 from ..job import dense_optimizer
 from .cases import Case
 from .diagnosis import Diagnosis, diagnose
@@ -62,6 +62,7 @@ def verify(
     optimizer: OptimizerName = "adam",
     lr: float = 1e-3,
     seed: int = 0,
+    precision: Precision = "float32",
 ) -> ModelReport:
     """Train your model in every pipelined mode and compare all bits with a reference run after every step.
 
@@ -76,6 +77,7 @@ def verify(
         world_sizes: numbers of ranks, which are threads here; each gets an even share of every batch.
         micro_batches: values of N. modes: pipelined modes to run.
         optimizer, lr, seed: of rows and dense parameters.
+        precision: of the model's arithmetic (`WindowConfig.precision`), in the reference too.
 
     An error of the model ends in the report, with the module that raised it. ``print`` the report, or look at
     its fields.
@@ -88,8 +90,9 @@ def verify(
             raise ValueError(f"batches[{index}].step must be {index}, got {batch.step}")
     if consistency not in ("batch", "window"):
         raise ValueError(f"consistency must be 'batch' or 'window', got {consistency!r}")
-    runs = _Runs(build_model, batches, features, consistency, optimizer, lr, seed)
-    found = diagnose(build_model(), batches[0], features, seed, cut=consistency == "batch")
+    runs = _Runs(build_model, batches, features, consistency, optimizer, lr, seed, precision)
+    cut = consistency == "batch"
+    found = diagnose(build_model(), batches[0], features, seed, cut, precision)
     if found.error:
         reference: Mode = "reference" if consistency == "batch" else "sequential"
         return ModelReport([(runs.case(reference, 1, 1), found.error)], None, error=found.error)
@@ -98,7 +101,7 @@ def verify(
         for batch in batches[1:]:  # the first one may have samples that hide it, such as all of one length
             if found.module is not None or found.error is not None:
                 break
-            found = diagnose(build_model(), batch, features, seed, cut=consistency == "batch")
+            found = diagnose(build_model(), batch, features, seed, cut, precision)
     if consistency == "window" and all(difference is None for _, difference in cases):
         # draws in the order of micro-batches are the same in every mode
         found = Diagnosis()
@@ -116,6 +119,7 @@ class _Runs:
     optimizer: OptimizerName
     lr: float
     seed: int
+    precision: Precision
 
     def cases(
         self, modes: Sequence[str], world_sizes: Sequence[int], micro_batches: Sequence[int]
@@ -168,7 +172,7 @@ class _Runs:
         model, rule = models[communicators.rank], RowOptimizer(self.optimizer, self.lr)
         tables = HashTableCollection(self.features, rule, seed=self.seed)
         dense = dense_optimizer(model.parameters(), self.optimizer, self.lr, fused=False)
-        window = WindowConfig(count, consistency=self.consistency, seed=self.seed)
+        window = WindowConfig(count, consistency=self.consistency, precision=self.precision, seed=self.seed)
         return Trainer(model, tables, dense, communicators, mode, window)
 
     def _states(self, mode: Mode, world_size: int, count: int) -> list[list[State]]:

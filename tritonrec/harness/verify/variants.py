@@ -12,7 +12,7 @@ from typing import Any
 
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
-from ...pipeline import PIPELINED, TWO_BUFFERS, Mode
+from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 
@@ -36,6 +36,8 @@ class Variant:
         shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
             case proves nothing, and fails it.
         modes: those that can do it.
+        exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
+            and scores compared.
     """
 
     what: str
@@ -46,6 +48,7 @@ class Variant:
     per_world: bool = False
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
+    exports: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -74,6 +77,10 @@ POLICIES = TablePolicy(
 )
 
 
+MOVING = LossScaling(2.0**18, growth_interval=2)
+"""Too large at the start, so that it falls, and then rises again."""
+
+
 def _policy(what: str, *shows: str, **policy: Any) -> Variant:
     return Variant(what, {**SMALL, "data": MADE, "policy": TablePolicy(**policy)}, shows=shows)
 
@@ -95,9 +102,9 @@ VARIANTS: dict[str, Variant] = {
         "dedup before the lookup only", window={"dedup": "lookup"}, shows=("exchanged", "read")
     ),
     "dedup-both": Variant("dedup at both places", shows=("exchanged", "read")),
-    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=80)),
+    "lru": _policy("least recently used rows are evicted", "evicted", eviction=Eviction("lru", capacity=170)),
     "lfu": _policy(
-        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=80, every=2)
+        "least frequently used rows are evicted", "evicted", eviction=Eviction("lfu", capacity=170, every=2)
     ),
     "ttl": _policy("rows unused for two steps are evicted", "evicted", eviction=Eviction("ttl", ttl=2)),
     "admission": _policy("a key gets a row at its second step", "rejected", "inserted", admission=2),
@@ -161,6 +168,18 @@ VARIANTS: dict[str, Variant] = {
         reference={"sizes": HSTUConfig(recompute=())},
         shows=("lookups",),
     ),
+    "checkpoint": Variant(
+        "the dense layers under torch.utils.checkpoint",
+        case={"wrapping": "checkpoint"},
+        shows=("lookups",),
+    ),
+    "fsdp": Variant(
+        "the dense model sharded by fully_shard, clipped by the norm",
+        {"fused": False},
+        case={"wrapping": "fully_shard"},
+        window={"max_grad_norm": 0.02},
+        shows=("lookups",),
+    ),
     "first-use": Variant(
         "rows are sent with their first use, gradients with their last",
         window={"first_use": True},
@@ -193,6 +212,29 @@ VARIANTS: dict[str, Variant] = {
         window={"max_grad_norm": 0.02, "max_grad_value": 0.01},
         shows=("lookups",),
     ),
+    "bf16": Variant("the model in bfloat16", window={"precision": "bf16"}, shows=("lookups",)),
+    "fp16": Variant(
+        "the model in float16: the loss scale falls after overflows, and rises",
+        window={"precision": "fp16", "loss_scaling": MOVING},
+        shows=("skipped",),
+    ),
+    "exchange-bf16": Variant(
+        "rows are exchanged in bfloat16", window={"exchange_precision": "bf16"}, shows=("exchanged",)
+    ),
+    "mixed": Variant(
+        "float16 with clipping, rows exchanged in float16, first use and kept rows, with policies",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        window={
+            "precision": "fp16",
+            "loss_scaling": MOVING,
+            "exchange_precision": "fp16",
+            "max_grad_norm": 0.02,
+            "first_use": True,
+            "skip_fetch": True,
+        },
+        shows=("skipped", "kept"),
+        modes=TWO_BUFFERS,
+    ),
     "lazy-decay": Variant(
         "rows make up for the decay that they have missed, at a falling learning rate",
         {
@@ -217,6 +259,12 @@ VARIANTS: dict[str, Variant] = {
         {"batch_size": 12, "num_negatives": 1, "data": f"shards:{MADE}", "dynamic": True},
         per_world=True,
         shows=("shard_bytes",),
+    ),
+    "export": Variant(
+        "rows and scores of an export of the last checkpoint, which holds changes since another",
+        {**SMALL, "policy": POLICIES},
+        shows=("rejected",),
+        exports=True,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

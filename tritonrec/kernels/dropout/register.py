@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.autocast import LOW
 from tritonrec.kernels.dropout import reference
 from tritonrec.kernels.op import Op
 
 
 def _check(x, p, sample_ids, positions) -> None:
-    if x.dim() != 2 or x.dtype != torch.float32:
-        raise ValueError(f"x must be (L, D) float32, got {tuple(x.shape)} {x.dtype}")
+    if x.dim() != 2 or x.dtype not in (torch.float32, *LOW):
+        raise ValueError(f"x must be (L, D) float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype}")
     if not 0 <= p < 1:
         raise ValueError(f"p must lie in [0, 1), got {p}")
     for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
@@ -31,4 +32,5 @@ DROPOUT_ROWS = Op(
     "dropout(Tensor x, float p, int seed, Tensor sample_ids, Tensor positions) -> Tensor",
     reference=reference.dropout, cpu="numba_dropout:dropout", triton="triton_dropout:dropout",
     check=_check, fake=lambda x: x.new_empty(x.shape), save=_save, backward=_backward,
+    widens=True,
 )  # fmt: skip

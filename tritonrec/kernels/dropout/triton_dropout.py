@@ -25,10 +25,11 @@ def drop_kernel(
         sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
         for first in range(tl.full((), 0, tl.int64), dim, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            x = tl.load(x_ptr + row * x_row + column * x_column, mask=column < dim, other=0.0)
+            x = tl.load(x_ptr + row * x_row + column * x_column, mask=column < dim, other=0.0).to(tl.float32)
             # Philox blocks have four columns each
             kept = draw_kept(seed, tag + first // 4, sample, position, threshold, factor, COLUMNS)
-            tl.store(y_ptr + row * dim + column, x * kept, mask=column < dim)
+            y = (x * kept).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * dim + column, y, mask=column < dim)
 
 
 def dropout(

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32
 from tritonrec.kernels.fixed_point import reference
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.op import Op
@@ -39,14 +40,14 @@ TO_FIXED_POINT = Op(
     "to_fixed_point(Tensor values, int fraction_bits, str name) -> Tensor",
     reference=reference.to_fixed_point, cpu="numba_fixed_point:to_fixed_point",
     triton="triton_fixed_point:to_fixed_point",
-    check=_check_values, fake=_fake,
+    check=_check_values, fake=_fake, autocast={"values": FLOAT32},
 )  # fmt: skip
 # An op of its own: one that mutates an argument, if only at times, costs half as much again on small tensors.
 TO_FIXED_POINT_STATUS = Op(
     "to_fixed_point_status(Tensor values, int fraction_bits, str name, Tensor(a!) status) -> Tensor",
     reference=reference.to_fixed_point, cpu="numba_fixed_point:to_fixed_point",
     triton="triton_fixed_point:to_fixed_point",
-    check=_check_values, fake=_fake,
+    check=_check_values, fake=_fake, autocast={"values": FLOAT32},
 )  # fmt: skip
 FROM_FIXED_POINT = Op(
     "from_fixed_point(Tensor sums, float divisor, int fraction_bits) -> Tensor",

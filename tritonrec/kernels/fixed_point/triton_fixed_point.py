@@ -21,7 +21,8 @@ NONE = tl.constexpr(deferred.NONE)  # the identity of a minimum
 
 @triton.jit
 def round_to_fixed_point(values, scale, limit):
-    """float32 to (int64 in fixed point, whether it fits); `scale` and `limit` are powers of two."""
+    """float32 or less to (int64 in fixed point, whether it fits); `scale` and `limit` are powers of two."""
+    values = values.to(tl.float32)
     # false for NaN too, which compares with nothing
     fits = tl.abs(values) < limit
     # exact in float64: 24 significant bits times a power of two

@@ -29,7 +29,7 @@ def check(q, k, v, *described) -> None:
             f"q must be (M, H, Dqk), k (L, H, Dqk) and v (L, H, Dv), got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if call.delta_offsets is None and len(q) != len(k):
+    if call.delta_offsets is None and q.shape[0] != k.shape[0]:
         raise ValueError(
             f"q has {len(q)} rows and k {len(k)}: with queries for the last tokens only, give delta_offsets"
         )
@@ -62,7 +62,7 @@ def check(q, k, v, *described) -> None:
         if scale.requires_grad:
             raise ValueError("attn_scale gets no gradient: detach it, or multiply the output instead")
     if call.has_bias or call.timestamps is not None or call.query_timestamps is not None:
-        _check_bias(len(k), call)
+        _check_bias(k.shape[0], call)
 
 
 def _check_bias(tokens: int, call: Call) -> None:

@@ -69,8 +69,8 @@ def _launch(kernel: Callable, inputs: Tensors, call: Call, outs: Tensors, weight
     q, _, v = inputs[-3:]
     if q.dtype != torch.float32:
         raise ValueError(
-            f"hstu_attention on the CPU computes in float32, got {q.dtype}: convert q, k and v with "
-            ".float(), or take impl='reference'"
+            f"hstu_attention on the CPU takes float32, bfloat16 or float16, got {q.dtype}: convert q, k and "
+            "v with .float(), or take impl='reference'"
         )
     offsets = call.seq_offsets.contiguous().numpy()
     row_offsets = _array(call.delta_offsets, offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32, LOWER
 from tritonrec.kernels.hstu_attention import checks, reference
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import Op
@@ -52,14 +53,16 @@ HSTU_ATTENTION = Op(
     f"hstu_attention(Tensor q, Tensor k, Tensor v, {CALL}) -> Tensor",
     reference=reference.hstu_attention, cpu="cpu_attention:hstu_attention",
     triton="triton_attention:hstu_attention", check=checks.check, check_memory=checks.check_memory,
-    fake=_fake, save=_save, backward=_backward,
+    fake=_fake, save=_save, backward=_backward, widens=True,
+    autocast=dict.fromkeys("qkv", LOWER)
+    | dict.fromkeys(("attn_scale", "pos_weights", "ts_weights"), FLOAT32),
 )  # fmt: skip
 HSTU_ATTENTION_BACKWARD = Op(
     f"hstu_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.hstu_attention_backward, cpu="cpu_attention:hstu_attention_backward",
     triton="triton_attention:hstu_attention_backward", check=(checks.check, checks.check_backward),
-    check_memory=checks.check_memory, fake=_fake_backward,
+    check_memory=checks.check_memory, fake=_fake_backward, widens=True,
 )  # fmt: skip
 HSTU_ATTENTION_BACKWARD_INTO = Op(
     "hstu_attention_backward_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor do, Tensor q, "
@@ -67,5 +70,5 @@ HSTU_ATTENTION_BACKWARD_INTO = Op(
     reference=reference.hstu_attention_backward_into, cpu="cpu_attention:hstu_attention_backward_into",
     triton="triton_attention:hstu_attention_backward_into",
     check=(checks.check, checks.check_backward, checks.check_into), check_memory=checks.check_memory,
-    fake=_fake_into,
+    fake=_fake_into, widens=True,
 )  # fmt: skip

@@ -23,6 +23,7 @@ from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
 from tritonrec.kernels.hstu_attention.triton_mask import Rules
 from tritonrec.kernels.hstu_attention.triton_tables import parts_kernel, positions_kernel, times_kernel
 from tritonrec.kernels.hstu_attention.triton_tiles import Layout, tiles_of
+from tritonrec.kernels.linear.triton_linear import INTERPRETED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,7 +115,7 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
         **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
         scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
         dim_qk=q.shape[2], dim_v=v.shape[2], alpha=described.alpha, scale=described.scale,
-        WIDEN=q.device.type == "cpu", **config, **constants,
+        WIDEN=INTERPRETED, **config, **constants,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.autocast import LOW, LOWER, widen
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.gradients import Targets, Terms, targets_of
 from tritonrec.kernels.linear import reference
@@ -22,7 +23,7 @@ class ProductTerms(Terms):
 
     def total(self) -> torch.Tensor:
         """The product over all rows."""
-        return self._dy.t() @ self._x
+        return widen(self._dy).t() @ widen(self._x)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`, sample by sample."""
@@ -71,13 +72,13 @@ def _backward(ctx, dy):
     if targets is not None and all(ctx.needs_input_grad[at] for at in places):
         add_gradients(targets, dy, x, seq_offsets)
         return dx, None, None, None
-    return dx, ProductTerms(dy, x, seq_offsets), RowTerms(dy, dy.dtype) if ctx.bias else None, None
+    return dx, ProductTerms(dy, x, seq_offsets), RowTerms(dy) if ctx.bias else None, None
 
 
 def _check_weight_grad(accumulator, dy, x, fraction_bits, bias_accumulator) -> None:
     check_matrix("accumulator", accumulator, torch.int64, in_place=True)
-    check_matrix("dy", dy, torch.float32)
-    check_matrix("x", x, torch.float32)
+    check_matrix("dy", dy, dy.dtype if dy.dtype in LOW else torch.float32)
+    check_matrix("x", x, dy.dtype)
     if accumulator.shape != (dy.shape[1], x.shape[1]) or dy.shape[0] != x.shape[0]:
         raise ValueError(
             f"accumulator must be (out, in) for dy (L, out) and x (L, in), got "
@@ -101,12 +102,13 @@ LINEAR = Op(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_offsets) -> Tensor",
     reference=reference.linear, cpu="numba_linear:linear", triton="triton_linear:linear",
     check=_check, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
-    save=_save, backward=_backward,
+    save=_save, backward=_backward, widens=True,
+    autocast={"x": LOWER, "weight": LOWER, "bias": LOWER},
 )  # fmt: skip
 LINEAR_WEIGHT_GRAD = Op(
     "linear_weight_grad(Tensor(a!) accumulator, Tensor dy, Tensor x, Tensor seq_offsets, int fraction_bits, "
     "str name, Tensor(b!)? bias_accumulator, str bias_name) -> ()",
     reference=reference.linear_weight_grad, cpu="numba_linear:linear_weight_grad",
     triton="triton_linear:linear_weight_grad",
-    check=_check_weight_grad, check_memory=_check_samples,
+    check=_check_weight_grad, check_memory=_check_samples, widens=True,
 )  # fmt: skip

@@ -170,7 +170,9 @@ def add_weight_gradients_kernel(
                 # loaded again for each block, which costs less than to keep them in registers
                 norm_weight = tl.load(norm_weight_ptr + column, mask=column < inputs, other=0.0)[None, :]
                 norm_bias = tl.load(norm_bias_ptr + column, mask=column < inputs, other=0.0)[None, :]
-                x = tl.where((token < stop)[:, None], (x - mean) * rstd * norm_weight + norm_bias, 0.0)
+                x = (x.to(tl.float32) - mean) * rstd * norm_weight + norm_bias
+                # rounded to the product's dtype, as the norm's output is between the single ops
+                x = tl.where((token < stop)[:, None], x, 0.0).to(dy.dtype)
             product = multiply_add(dy, x, product, INTERPRETED)
         term, fits = round_to_fixed_point(product, scale, limit)
         after = total + term
@@ -240,7 +242,7 @@ def linear_weight_grad(
     outputs, inputs = accumulator.shape
     if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
         return
-    config = configuration(x)
+    config = configuration(dy)
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
     programs = triton.cdiv(outputs, config["BLOCK"]), columns
     bad = torch.empty(programs, dtype=torch.int64, device=accumulator.device)

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Norm, linear layer and SiLU on the CPU, a few rows at a time so that what lies between stays in the cache.
 
-The loops are those of the three ops, so the bits are theirs.
+The loops are those of the three ops, so the bits are theirs. In bfloat16 and float16 the three ops run one
+after another.
 """
 
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonrec.kernels.linear.numba_linear import linear_weight_grad, rows_times
-from tritonrec.kernels.norm_linear_silu.reference import by_terms, outputs
+from tritonrec.kernels.autocast import LOW
+from tritonrec.kernels.linear.numba_linear import rows_times
+from tritonrec.kernels.norm_linear_silu.reference import by_terms, one_by_one, outputs
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.silu import numba_silu as silu
@@ -24,6 +26,7 @@ ROWS = U(32)
 NONE = np.empty(0, F32)
 NO_IDS = np.empty(0, np.int64)
 NO_DROPOUT = np.uint32(0), np.uint32(0), np.int64(0), np.uint64(0), F32(1.0)
+FORWARD, BACKWARD_INTO = one_by_one("cpu")
 
 
 @njit(cache=True, nogil=True)
@@ -89,6 +92,8 @@ def norm_linear_silu(
     bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
+    if weight.dtype in LOW:
+        return FORWARD(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear)
     _check_dtype(x)
     y, z, normed, means, rstds = outputs(x, weight, keep_normed, keep_linear)
     (rows, dim), columns = x.shape, weight.shape[0]
@@ -116,6 +121,10 @@ def norm_linear_silu_backward_into(
     means: torch.Tensor, rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
+    if weight.dtype in LOW:
+        return BACKWARD_INTO(
+            dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds
+        )  # fmt: skip
     _check_dtype(x)
     has_z, has_normed = len(z) == len(x), len(normed) == len(x)
     dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, dtype=torch.float32) for _ in range(3))
@@ -136,9 +145,9 @@ def norm_linear_silu_backward_into(
     return dx, dnorm_weight, dnorm_bias, again
 
 
-norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, linear_weight_grad, "cpu")
+norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, "cpu")
 
 
 def _check_dtype(x: torch.Tensor) -> None:
     if x.dtype != torch.float32:
-        raise ValueError(f"norm_linear_silu on the CPU computes in float32, got {x.dtype}")
+        raise ValueError(f"norm_linear_silu on the CPU takes float32, bfloat16 or float16, got {x.dtype}")

@@ -4,9 +4,9 @@
     y = z * s with s = 1 / (1 + exp(-z))
     dz = dy * s * (1 + z * (1 - s)),   dn = dz @ weight,   dx from dn by the norm's backward
 
-Dimensions: L tokens, `in` and `out` features. Every row is a function of that row and the parameters, and in
-float32 its bits are those of `norm_mul_dropout`, `linear` and `silu` one after another, in every
-implementation. What lies between them never leaves the cache (or the tile), and backward needs x and two
+Dimensions: L tokens, `in` and `out` features. Every row is a function of that row and the parameters, and its
+bits are those of `norm_mul_dropout`, `linear` and `silu` one after another, in every implementation. What
+lies between them never leaves the cache (or the tile), and backward needs x and two
 numbers a row: n and z are computed again, or kept where asked for, with the same bits.
 
 Backward takes dy in place: the buffer that held it holds dz, from which the caller makes the gradients of
@@ -41,13 +41,14 @@ def norm_linear_silu(
     """silu(layer_norm(x) @ weight.T + bias), row by row.
 
     Args:
-        x: (L, in) float32, rows contiguous (any row stride); bf16 and fp16 too in Triton.
-        norm_weight, norm_bias: (in,). weight: (out, in). bias: (out,) or None. Of x's dtype.
+        x: (L, in) float32, bf16 or fp16, rows contiguous (any row stride).
+        norm_weight, norm_bias: (in,), of x's dtype. weight: (out, in). bias: (out,) or None. Both of x's
+            dtype, or of lower precision, as autocast has them: norm in float32, product in theirs.
         eps: added to the variance.
         recompute: what backward computes again instead of keeping it: "norm", n (L, in); "linear", z
             (L, out). It changes no bit.
     Returns:
-        (L, out) of x's dtype. Differentiable in x (row by row) and all parameters.
+        (L, out) of the weight's dtype. Differentiable in x (row by row) and all parameters.
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
     """

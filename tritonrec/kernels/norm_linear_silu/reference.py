@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.linear.reference import linear, linear_weight_grad
-from tritonrec.kernels.norm_mul_dropout.reference import norm_mul_dropout, norm_mul_dropout_backward
+from tritonrec.kernels.linear.register import LINEAR, LINEAR_WEIGHT_GRAD
+from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 from tritonrec.kernels.row_terms import add_terms
-from tritonrec.kernels.silu.reference import silu, silu_backward
+from tritonrec.kernels.silu.register import SILU, SILU_BACKWARD
 
 NO_DROPOUT = 0.0, 0, None, None
 
@@ -20,22 +20,53 @@ def outputs(
     x: torch.Tensor, weight: torch.Tensor, keep_normed: bool, keep_linear: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, z, normed, means and rstds, of which z and normed have no rows where they are not kept."""
-    tokens, columns = len(x), len(weight)
-    z, normed = x.new_empty(tokens * keep_linear, columns), x.new_empty(tokens * keep_normed, x.shape[1])
+    tokens, (columns, inputs) = x.shape[0], weight.shape
+    y, z, normed = (
+        torch.empty(rows, size, dtype=weight.dtype, device=x.device)
+        for rows, size in (
+            (tokens, columns), (tokens * keep_linear, columns), (tokens * keep_normed, inputs)
+        )
+    )  # fmt: skip
     means, rstds = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
-    return x.new_empty(tokens, columns), z, normed, means, rstds
+    return y, z, normed, means, rstds
 
 
-def norm_linear_silu(
-    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
-    _, z, kept, *_ = outputs(x, weight, keep_normed, keep_linear)
-    normed, means, rstds = norm_mul_dropout(x, None, norm_weight, norm_bias, eps, *NO_DROPOUT)
-    all_z = linear(normed, weight, bias)
-    rows = means.float(), rstds.float()
-    return silu(all_z), all_z if keep_linear else z, normed if keep_normed else kept, *rows
+def one_by_one(impl: Impl) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`norm_linear_silu` and its backward into dy, by the three ops one after another on `impl`."""
+
+    def norm_linear_silu(
+        x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
+        bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
+        _, z, kept, *_ = outputs(x, weight, keep_normed, keep_linear)
+        options = eps, *NO_DROPOUT
+        rows, *of_rows = NORM_MUL_DROPOUT.launch(x, None, norm_weight, norm_bias, *options, impl=impl)
+        normed, (means, rstds) = rows.to(weight.dtype), (each.float() for each in of_rows)
+        all_z = LINEAR.launch(normed, weight, bias, impl=impl)
+        y = SILU.launch(all_z, impl=impl)
+        return y, all_z if keep_linear else z, normed if keep_normed else kept, means, rstds
+
+    def norm_linear_silu_backward_into(
+        dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
+        weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
+        means: torch.Tensor, rstds: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """dx, each token's terms of dnorm_weight and dnorm_bias, and n, without rows if it was given.
+
+        dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
+        """
+        _, all_z, again, *_ = norm_linear_silu(x, norm_weight, norm_bias, weight, bias, eps, True, True)
+        dy.copy_(SILU_BACKWARD.launch(dy, z if len(z) else all_z, impl=impl))
+        dnormed = LINEAR.launch(dy, weight.t(), impl=impl).to(x.dtype)
+        of_norm = x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
+        dx, _, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(dnormed, *of_norm, impl=impl)
+        return dx, dweight.float(), dbias.float(), again[: 0 if len(normed) else len(x)]
+
+    return norm_linear_silu, norm_linear_silu_backward_into
+
+
+norm_linear_silu, norm_linear_silu_backward_into = one_by_one("reference")
 
 
 def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -44,25 +75,8 @@ def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
     return dz, *norm_linear_silu_backward_into(dz, *rest)
 
 
-def norm_linear_silu_backward_into(
-    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
-    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dx, each token's terms of dnorm_weight and dnorm_bias, and n, without rows if it was given.
-
-    dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
-    """
-    _, all_z, again, *_ = norm_linear_silu(x, norm_weight, norm_bias, weight, bias, eps, True, True)
-    dy.copy_(silu_backward(dy, z if len(z) else all_z))
-    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
-        linear(dy, weight.t(), None), x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
-    )
-    return dx, dnorm_weight.float(), dnorm_bias.float(), again[: 0 if len(normed) else len(x)]
-
-
 def by_terms(
-    backward_into: Callable[..., tuple[torch.Tensor, ...]], weight_grad: Callable[..., None], impl: Impl
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], impl: Impl
 ) -> Callable[..., torch.Tensor]:
     """`norm_linear_silu_backward_exact` by the op into dy, whose terms are rounded and added afterwards."""
 
@@ -81,10 +95,11 @@ def by_terms(
         dx, *terms, again = backward_into(*given)
         add_terms((norm_weight_sums, norm_bias_sums), terms, fraction_bits, names[:2], impl)
         inner = again if len(again) else normed
-        weight_grad(weight_sums, dy, inner, seq_offsets, fraction_bits, names[2], bias_sums, names[3])
+        rest = seq_offsets, fraction_bits, names[2], bias_sums, names[3]
+        LINEAR_WEIGHT_GRAD.launch(weight_sums, dy, inner, *rest, impl=impl)
         return dx
 
     return norm_linear_silu_backward_exact
 
 
-norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, linear_weight_grad, "reference")
+norm_linear_silu_backward_exact = by_terms(norm_linear_silu_backward_into, "reference")

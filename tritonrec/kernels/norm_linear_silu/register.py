@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.autocast import FLOAT32, LOW, LOWER
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.linear.register import ProductTerms
 from tritonrec.kernels.norm_linear_silu import reference
@@ -27,16 +28,20 @@ def _check(x, norm_weight, norm_bias, weight, bias) -> None:
     ):  # fmt: skip
         if vector is not None and vector.shape != (length,):
             raise ValueError(f"{name} must be ({length},), got {tuple(vector.shape)}")
-    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
-    for name, tensor in parameters.items():
-        if tensor is not None and tensor.dtype != x.dtype:
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor.dtype != x.dtype:
             raise ValueError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
+    if weight.dtype != x.dtype and not (x.dtype == torch.float32 and weight.dtype in LOW):
+        lower = " or of lower precision" if x.dtype == torch.float32 else ""
+        raise ValueError(f"weight must be {x.dtype} like x{lower}, got {weight.dtype}")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise ValueError(f"bias must be {weight.dtype} like weight, got {bias.dtype}")
 
 
 def _check_backward(dy, x, weight, z, normed, means, rstds) -> None:
-    check_matrix("dy", dy, x.dtype)
+    check_matrix("dy", dy, weight.dtype)
     for name, tensor, columns in (("z", z, len(weight)), ("normed", normed, x.shape[1])):
-        check_shape(name, tensor, (len(x) if len(tensor) else 0, columns), x.dtype)
+        check_shape(name, tensor, (len(x) if len(tensor) else 0, columns), weight.dtype)
     for name, tensor in (("means", means), ("rstds", rstds)):
         check_shape(name, tensor, x.shape[:1], torch.float32)
     if dy.shape != (len(x), len(weight)):
@@ -55,7 +60,7 @@ def _check_sums(
     norm_weight_sums, norm_bias_sums, weight_sums, bias_sums, x, norm_weight, norm_bias, weight, bias,
     fraction_bits, names,
 ) -> None:  # fmt: skip
-    check_shape("x", x, x.shape, torch.float32)
+    check_shape("x", x, x.shape, x.dtype if x.dtype in LOW else torch.float32)
     for name, sums, like in (
         ("norm_weight_sums", norm_weight_sums, norm_weight), ("norm_bias_sums", norm_bias_sums, norm_bias),
         ("weight_sums", weight_sums, weight), ("bias_sums", bias_sums, bias),
@@ -83,7 +88,7 @@ def _fake_backward(dy, x, normed):
 def _fake_backward_into(x, normed):
     terms = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2)]
     kept = normed.shape[0] == x.shape[0]
-    return x.new_empty(x.shape), *terms, x.new_empty(0 if kept else x.shape[0], x.shape[1])
+    return x.new_empty(x.shape), *terms, normed.new_empty(0 if kept else x.shape[0], x.shape[1])
 
 
 def _save(ctx, inputs, output):
@@ -97,9 +102,9 @@ def _backward(ctx, dy, *_):
         dy, x, norm_weight, norm_bias, weight, bias, ctx.eps, z, normed, means, rstds, impl=ctx.impl
     )
     return (
-        dx, RowTerms(dnorm_weight, x.dtype), RowTerms(dnorm_bias, x.dtype),
+        dx, RowTerms(dnorm_weight), RowTerms(dnorm_bias),
         ProductTerms(dz, again if len(again) else normed, None),
-        None if bias is None else RowTerms(dz, x.dtype), None, None, None,
+        None if bias is None else RowTerms(dz), None, None, None,
     )  # fmt: skip
 
 
@@ -109,6 +114,8 @@ NORM_LINEAR_SILU = Op(
     reference=reference.norm_linear_silu, cpu="numba_norm_linear_silu:norm_linear_silu",
     triton="triton_norm_linear_silu:norm_linear_silu", check=_check, fake=_fake, save=_save,
     backward=_backward,
+    autocast=dict.fromkeys(("x", "norm_weight", "norm_bias"), FLOAT32)
+    | dict.fromkeys(("weight", "bias"), LOWER),
 )  # fmt: skip
 NORM_LINEAR_SILU_BACKWARD = Op(
     "norm_linear_silu_backward(Tensor dy, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, "

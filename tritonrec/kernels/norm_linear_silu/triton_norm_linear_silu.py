@@ -3,7 +3,7 @@
 
 A row's mean and deviation come from the norm's own kernel, in a pass that writes nothing else. The product
 has the tiles of `linear`, fixed by dtype alone, and every step between is the one that the single ops take,
-so in float32 the bits are those of the three ops one after another.
+so the bits are those of the three ops one after another.
 
     L tokens, I inputs, O outputs
 """
@@ -73,6 +73,7 @@ def forward_kernel(
         if z_ptr is not None:
             tl.store(z_ptr + to, total.to(z_ptr.dtype.element_ty), mask=exists)
         if y_ptr is not None:
+            total = total.to(y_ptr.dtype.element_ty).to(tl.float32)
             y = tl.div_rn(total, 1.0 + exp(-total))
             tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=exists)
 
@@ -126,15 +127,14 @@ def norm_linear_silu_backward_into(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
     means, rstds = means.contiguous(), rstds.contiguous()
-    again = x.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])
+    again = dy.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])
     if len(again):
         _norm(x, norm_weight, norm_bias, eps, again, torch.empty_like(means), torch.empty_like(rstds))
     dnormed = _differentiate_silu(dy, x, norm_weight, norm_bias, weight, bias, z, means, rstds)
-    # The norm's backward computes in float32; .float() is there for bf16 and fp16.
     dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
-        dnormed.float(), x.float(), None, norm_weight.float(), norm_bias.float(), *NO_DROPOUT, means, rstds
+        dnormed, x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
     )
-    return dx.to(x.dtype), dnorm_weight, dnorm_bias, again
+    return dx, dnorm_weight, dnorm_bias, again
 
 
 def _differentiate_silu(
@@ -144,7 +144,7 @@ def _differentiate_silu(
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the norm's output; dy becomes dz, which saves a second (L, O)."""
     if len(z) != len(x):
-        z = x.new_empty(dy.shape)
+        z = dy.new_empty(dy.shape)
         _product(x, norm_weight, norm_bias, weight, bias, means, rstds, None, z)
     silu_backward_in_place(dy, z.contiguous())
     return linear(dy, weight.t(), None)
@@ -165,7 +165,7 @@ def _product(
 ) -> None:  # fmt: skip
     """Fill y and z unless None: x (L, I) and weight (O, I) with any strides, the others contiguous."""
     (tokens, inner), columns = x.shape, weight.shape[0]
-    config = configuration(x)
+    config = configuration(weight)
     grid = (min(triton.cdiv(tokens, config["BLOCK"]), MOST_PROGRAMS), triton.cdiv(columns, config["BLOCK"]))
     forward_kernel[grid](
         x, norm_weight.contiguous(), norm_bias.contiguous(), means, rstds, weight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.autocast import FLOAT32, LOW
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.norm_mul_dropout import reference
@@ -14,16 +15,18 @@ from tritonrec.kernels.row_terms import RowTerms
 
 
 def _check(x, u, weight, bias, p, sample_ids, positions) -> None:
-    if x.dim() != 2 or x.dtype != torch.float32:
-        raise ValueError(f"x must be (L, D) float32, got {tuple(x.shape)} {x.dtype}")
+    if x.dim() != 2 or x.dtype not in (torch.float32, *LOW):
+        raise ValueError(f"x must be (L, D) float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype}")
     if u is not None and (u.shape != x.shape or u.dtype != x.dtype):
         raise ValueError(f"u must be {tuple(x.shape)} {x.dtype} like x, got {tuple(u.shape)} {u.dtype}")
     if weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
         raise ValueError(
             f"weight and bias must be ({x.shape[1]},), got {tuple(weight.shape)} and {tuple(bias.shape)}"
         )
-    if not weight.dtype == bias.dtype == x.dtype:
-        raise ValueError(f"weight and bias must be {x.dtype} like x, got {weight.dtype} and {bias.dtype}")
+    if weight.dtype != bias.dtype or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"weight and bias must be {x.dtype} like x, or float32, got {weight.dtype} and {bias.dtype}"
+        )
     if not 0 <= p < 1:
         raise ValueError(f"dropout must lie in [0, 1), got {p}")
     if p:
@@ -40,7 +43,7 @@ def _check_backward(dy, x, means, rstds) -> None:
 
 
 def _check_du(du, x) -> None:
-    check_matrix("du", du, torch.float32, in_place=True)
+    check_matrix("du", du, x.dtype, in_place=True)
     check_shape("du", du, x.shape, x.dtype)
 
 
@@ -62,7 +65,8 @@ def _check_gate(du, u, x) -> None:
 
 
 def _fake(x):
-    return x.new_empty(x.shape), x.new_empty(x.shape[0]), x.new_empty(x.shape[0])
+    means, rstds = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    return x.new_empty(x.shape), means, rstds
 
 
 def _fake_backward(x, u):
@@ -71,7 +75,8 @@ def _fake_backward(x, u):
 
 
 def _fake_backward_into(x):
-    return tuple(x.new_empty(x.shape) for _ in range(3))
+    terms = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    return x.new_empty(x.shape), *terms
 
 
 def _save(ctx, inputs, output):
@@ -99,6 +104,7 @@ NORM_MUL_DROPOUT = Op(
     "Tensor? sample_ids, Tensor? positions) -> (Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout, cpu="numba_norm:norm_mul_dropout",
     triton="triton_norm:norm_mul_dropout", check=_check, fake=_fake, save=_save, backward=_backward,
+    widens=True, autocast=dict.fromkeys(("x", "u", "weight", "bias"), FLOAT32),
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD = Op(
     "norm_mul_dropout_backward(Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, "
@@ -106,6 +112,7 @@ NORM_MUL_DROPOUT_BACKWARD = Op(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout_backward, cpu="numba_norm:norm_mul_dropout_backward",
     triton="triton_norm:norm_mul_dropout_backward", check=(_check, _check_backward), fake=_fake_backward,
+    widens=True,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     "norm_mul_dropout_backward_into(Tensor(a!) du, Tensor dy, Tensor x, Tensor u, Tensor weight, "
@@ -113,7 +120,7 @@ NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.norm_mul_dropout_backward_into, cpu="numba_norm:norm_mul_dropout_backward_into",
     triton="triton_norm:norm_mul_dropout_backward_into",
-    check=(_check, _check_backward, _check_du), fake=_fake_backward_into,
+    check=(_check, _check_backward, _check_du), fake=_fake_backward_into, widens=True,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_EXACT = Op(
     "norm_mul_dropout_backward_exact(Tensor(a!) weight_sums, Tensor(b!) bias_sums, Tensor(c!)? du, "
@@ -122,4 +129,5 @@ NORM_MUL_DROPOUT_BACKWARD_EXACT = Op(
     reference=reference.norm_mul_dropout_backward_exact,
     cpu="numba_norm:norm_mul_dropout_backward_exact", triton="triton_norm:norm_mul_dropout_backward_exact",
     check=(_check, _check_backward, _check_gate, _check_sums), fake=lambda x: x.new_empty(x.shape),
+    widens=True,
 )  # fmt: skip

@@ -75,11 +75,12 @@ def forward_kernel(
         if y_ptr is not None:  # `norm_linear_silu` wants means and rstds alone
             y = centred * rstd * weight + bias
             if GATED:
-                y = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0) * y
+                u = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
+                y = u.to(tl.float32) * y
             if DROPS:
                 sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
                 y = y * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
-            tl.store(y_ptr + row * dim + column, y, mask=inside)
+            tl.store(y_ptr + row * dim + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -117,8 +118,8 @@ def backward_kernel(
     """
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     start = tl.program_id(0).to(tl.int64)
     count = tl.full((), 0.0, tl.float32) + dim
     weight_sum = tl.zeros((BLOCK_D,), tl.int64)
@@ -127,17 +128,18 @@ def backward_kernel(
     behind = tl.cast(rows, tl.int64) * dim  # positions of the bias are behind those of the weight
     for row in range(start, rows, tl.num_programs(0)):
         to = row * dim + column
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0)
+        g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0).to(tl.float32)
         if DROPS:
             sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
             g = g * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0)
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstds_ptr + row)
         normed = tl.where(inside, (x - tl.load(means_ptr + row)) * rstd, 0.0)
         if GATED:
             du = g * (normed * weight + bias)
-            tl.store(du_ptr + row * du_row + column * du_column, du, mask=inside)
-            g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
+            to_du = du_ptr + row * du_row + column * du_column
+            tl.store(to_du, du.to(du_ptr.dtype.element_ty), mask=inside)
+            g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0).to(tl.float32)
         if bad_ptr is not None:
             weight_sum, bad = add_term(weight_sum, bad, g * normed, to, scale, limit)
             bias_sum, bad = add_term(bias_sum, bad, g, behind + to, scale, limit)
@@ -149,7 +151,8 @@ def backward_kernel(
         # the norm takes out of x its mean and its scale, so dx has no part along either
         level = tl.div_rn(tl.sum(slope, axis=0), count)
         along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
-        tl.store(dx_ptr + to, rstd * ((slope - level) - normed * along), mask=inside)
+        dx = rstd * ((slope - level) - normed * along)
+        tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if bad_ptr is not None:
         # a sum that leaves int64 here is named by the first row: any program may be the one to see it
         bad = add_atomically(dweight_ptr + column, weight_sum, bad, column, inside)
@@ -192,7 +195,8 @@ def norm_mul_dropout(
     x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, *rest
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), and means and rstds (L,) of the rows of x."""
-    y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
+    y = x.new_empty(x.shape)
+    means, rstds = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel() == 0:
         return y, means.zero_(), rstds.zero_()
     normalise(x, u, weight, bias, *rest, y, means, rstds)
@@ -214,7 +218,8 @@ def norm_mul_dropout_backward_into(
     means: torch.Tensor, rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dx and the terms of dweight and dbias (contiguous); overwrites du; dy, x, u and du with any strides."""
-    dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
+    dx = x.new_empty(x.shape)
+    dweight, dbias = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2))
     if dx.numel():
         draws = p, seed, sample_ids, positions
         _differentiate(du, dy, x, u, weight, bias, *draws, means, rstds, dx, dweight, dbias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.autocast import FLOAT32, LOW, LOWER
 from tritonrec.kernels.offsets import (
     LONGEST,
     check_lengths,
@@ -27,8 +28,10 @@ def _check(v, table, seq_offsets, max_seq_len, timestamps) -> None:
         )
     if table.shape[1] > LONGEST:
         raise ValueError(f"table must have at most 2**27 buckets a head, got {table.shape[1]}")
-    if v.dtype != torch.float32 or table.dtype != torch.float32:
-        raise ValueError(f"v and table must be float32, got {v.dtype} and {table.dtype}")
+    if v.dtype not in (torch.float32, *LOW) or table.dtype != torch.float32:
+        raise ValueError(
+            f"v must be float32, bfloat16 or float16 and table float32, got {v.dtype} and {table.dtype}"
+        )
     if timestamps is not None and (timestamps.shape != v.shape[:1] or timestamps.dtype != torch.int64):
         raise ValueError(
             f"timestamps must be ({v.shape[0]},) int64, got {tuple(timestamps.shape)} {timestamps.dtype}"
@@ -58,7 +61,7 @@ def _backward(ctx, do):
 
 
 def _fake_backward(v, table, seq_offsets):
-    return v.new_empty(v.shape), v.new_empty(seq_offsets.shape[0] - 1, *table.shape)
+    return v.new_empty(v.shape), table.new_empty(seq_offsets.shape[0] - 1, *table.shape)
 
 
 RELATIVE_AGGREGATE = Op(
@@ -67,11 +70,12 @@ RELATIVE_AGGREGATE = Op(
     reference=reference.relative_aggregate, cpu="numba_relative:relative_aggregate",
     triton="triton_relative:relative_aggregate", check=_check, check_memory=_check_sequences,
     fake=lambda v: v.new_empty(v.shape), save=_save, backward=_backward,
+    widens=True, autocast={"v": LOWER, "table": FLOAT32},
 )  # fmt: skip
 RELATIVE_AGGREGATE_BACKWARD = Op(
     "relative_aggregate_backward(Tensor do, Tensor v, Tensor table, Tensor seq_offsets, int max_seq_len, "
     "Tensor? timestamps) -> (Tensor, Tensor)",
     reference=reference.relative_aggregate_backward, cpu="numba_relative:relative_aggregate_backward",
     triton="triton_relative:relative_aggregate_backward", check=(_check, _check_backward),
-    check_memory=_check_sequences, fake=_fake_backward,
+    check_memory=_check_sequences, fake=_fake_backward, widens=True,
 )  # fmt: skip

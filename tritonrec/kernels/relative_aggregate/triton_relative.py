@@ -7,7 +7,8 @@
 
 There are no atomics and no locks. Sums run along one sequence in blocks counted from the sequence's start,
 with block sizes chosen by D alone, so the bits of a sequence depend neither on its batch, nor on
-`max_seq_len`, nor on the schedule. Products are full float32, never TF32.
+`max_seq_len`, nor on the schedule. Products are full float32, never TF32, also of
+values of lower precision, which are widened.
 
 Buckets are integers on the way: a difference of two int64 times is read as the uint64 it is, whose sign bit
 means 2**63 or more.
@@ -89,7 +90,7 @@ def forward_kernel(
                 seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
                 # a hidden pair's bucket may be negative: the mask keeps it from memory and makes its weight 0
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
-                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
+                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
                 acc += tl.dot(weight, v, input_precision="ieee")
             store_rows(acc, out_ptr, out_strides, begin, head, row, length, dim, BLOCK_D)
 
@@ -117,7 +118,7 @@ def values_kernel(
                 )
                 seen = (column[:, None] <= row[None, :]) & (row < length)[None, :]
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
-                do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D)
+                do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
                 acc += tl.dot(weight, do, input_precision="ieee")
             store_rows(acc, dv_ptr, dv_strides, begin, head, column, length, dim, BLOCK_D)
 
@@ -140,7 +141,7 @@ def table_kernel(
         for top in range(0, length, BLOCK_M):
             row = top + tl.arange(0, BLOCK_M)
             row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
-            do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D)
+            do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
             left = 0
             right = tl.minimum(top + BLOCK_M, length)
             if not HAS_TIMES:
@@ -151,7 +152,7 @@ def table_kernel(
             for start in range(left, right, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
                 column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
-                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D)
+                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
                 bucket = bucket_of(
                     row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
                 )
@@ -236,7 +237,7 @@ def relative_aggregate_backward(
     """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
     shape = (seq_offsets.shape[0] - 1, *table.shape)
     if v.numel() == 0:
-        return v.new_zeros(v.shape), v.new_zeros(shape)
-    dv, dtable = v.new_empty(v.shape), v.new_empty(shape)
+        return v.new_zeros(v.shape), table.new_zeros(shape)
+    dv, dtable = v.new_empty(v.shape), table.new_empty(shape)
     backward(do, v, table, seq_offsets, max_seq_len, timestamps, dv, dtable)
     return dv, dtable

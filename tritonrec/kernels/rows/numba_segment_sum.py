@@ -12,7 +12,7 @@ from tritonrec.kernels.fixed_point.errors import report_sum
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.padding import first_valid
-from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.rows.reference import into_zeros
 
 from ..caches import njit
@@ -53,6 +53,19 @@ def segment_sum_into(
 segment_sum = into_zeros(segment_sum_into)
 
 
+def add_rows(sums: torch.Tensor, values: torch.Tensor, fraction_bits: int, name: str) -> None:
+    """`segment_sum_into` of float32 rows (n, D) that all belong to one segment, int64 of D elements."""
+    if values.numel() == 0:
+        return
+    values = contiguous_rows(values)
+    limit = np.float32(2.0 ** (62 - fraction_bits))
+    bad = add_all(
+        flat(sums), *flat_rows(values), len(values), np.uintp(values.shape[1]), 2.0**fraction_bits, limit
+    )
+    if bad >= 0:
+        report_sum(bad + 1, None, name, values, torch.zeros(len(values), dtype=torch.int64), fraction_bits)
+
+
 @njit(cache=True, nogil=True)
 def add_window(out, out_stride, values, value_stride, segments, dim):
     count = segments.shape[0]
@@ -78,6 +91,16 @@ def add_batch(out, out_stride, values, value_stride, segments, dim, scale, limit
                 prefetch(out, ahead + d)
         to = np.uintp(segments[i]) * out_stride
         column = add_rounded(out, to, values, np.uintp(i) * value_stride, dim, scale, limit)
+        if column >= 0:
+            return np.int64(i) * np.int64(dim) + column
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def add_all(out, values, value_stride, count, dim, scale, limit):
+    """`add_batch` into one segment."""
+    for i in range(count):
+        column = add_rounded(out, np.uintp(0), values, np.uintp(i) * value_stride, dim, scale, limit)
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
     return np.int64(-1)

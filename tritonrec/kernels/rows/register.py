@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32, LOW
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, check_fraction_bits
 from tritonrec.kernels.gradients import Terms
@@ -41,8 +42,11 @@ def _save_gather(ctx, inputs, output) -> None:
 
 def _differentiate_gather(ctx, grad: torch.Tensor):
     rows, count = ctx.saved_tensors
-    if grad.dtype != torch.float32:
-        raise ValueError(f"gather_rows is differentiable in a float32 source, got {grad.dtype}: use .float()")
+    if grad.dtype not in (torch.float32, *LOW):
+        raise ValueError(
+            f"gather_rows is differentiable in a source of float32, bfloat16 or float16, got {grad.dtype}: "
+            "use .float()"
+        )
     return IndexedTerms(grad, rows, ctx.num_rows, count, ctx.impl), None, None
 
 
@@ -61,7 +65,7 @@ class IndexedTerms(Terms):
         self._count, self._impl = count, impl
 
     def total(self) -> torch.Tensor:
-        """Sums (R, D), in order of occurrence."""
+        """Sums (R, D) float32, in order of occurrence."""
         options = "window", FRACTION_BITS, "gradient", self._count
         return SEGMENT_SUM(self._values, self._rows, self._num_rows, *options, impl=self._impl)
 
@@ -116,9 +120,10 @@ def _differentiate_scatter(ctx, grad: torch.Tensor):
         SCATTER_ROWS(kept, rows, zeros, None, count, impl=ctx.impl)
     if ctx.needs_input_grad[2]:
         taken = GATHER_ROWS(grad, rows, count, impl=ctx.impl)
-        if source is not None and ctx.dtype != torch.float32:
+        if source is not None and ctx.dtype not in (torch.float32, *LOW):
             raise ValueError(
-                f"scatter_rows with source is differentiable in float32 values, got {ctx.dtype}: use .float()"
+                "scatter_rows with source is differentiable in values of float32, bfloat16 or float16, got "
+                f"{ctx.dtype}: use .float()"
             )
         if source is not None:
             taken = IndexedTerms(taken, source, ctx.num_values, count, ctx.impl).total()
@@ -137,7 +142,8 @@ def _check_sums(values, segments, num_segments, consistency, fraction_bits, coun
     if consistency not in ("window", "batch"):
         raise ValueError(f"consistency must be 'window' or 'batch', got {consistency!r}")
     in_fixed_point = consistency == "batch" and values.dtype == torch.int64
-    check_matrix("values", values, torch.int64 if in_fixed_point else torch.float32)
+    taken = in_fixed_point or values.dtype in LOW
+    check_matrix("values", values, values.dtype if taken else torch.float32)
     if segments.dim() != 1 or segments.dtype != torch.int64 or segments.shape[0] != values.shape[0]:
         raise ValueError(
             f"segments must be ({values.shape[0]},) int64 to go with values {tuple(values.shape)}, "
@@ -174,7 +180,7 @@ SEGMENT_SUM = Op(
     reference=reference.segment_sum, cpu="numba_segment_sum:segment_sum",
     triton="triton_segment_sum:segment_sum",
     check=_check_sums, check_memory=_check_segments, fake=_fake_sums,
-    save=_save_sums, backward=_differentiate_sums,
+    save=_save_sums, backward=_differentiate_sums, widens=True, autocast={"values": FLOAT32},
 )  # fmt: skip
 
 
@@ -190,5 +196,6 @@ SEGMENT_SUM_INTO = Op(
     "int fraction_bits, str name, Tensor? count, Tensor(b!)? status) -> ()",
     reference=reference.segment_sum_into, cpu="numba_segment_sum:segment_sum_into",
     triton="triton_segment_sum:segment_sum_into",
-    check=(_check_sums, _check_out), check_memory=_check_segments,
+    check=(_check_sums, _check_out), check_memory=_check_segments, widens=True,
+    autocast={"values": FLOAT32},
 )  # fmt: skip

@@ -73,7 +73,7 @@ def segment_sum_kernel(
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
             value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
             if ADD == "floats":
-                total += value
+                total += value.to(tl.float32)
             else:
                 term = value
                 # True in the shape of the block: an int64 term always fits
@@ -113,7 +113,7 @@ def segment_sum_into(
     if not exact:
         add = "floats"
     else:
-        add = "rounded" if values.dtype == torch.float32 else "terms"
+        add = "terms" if values.dtype == torch.int64 else "rounded"
     fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits)
     if num_segments == 1:
         bad = _sum_all(out, values, count, add, fixed_point)

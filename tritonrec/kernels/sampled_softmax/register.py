@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape
+from tritonrec.kernels.autocast import FLOAT32
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.sampled_softmax import reference
 
@@ -55,6 +56,7 @@ SAMPLED_SOFTMAX = Op(
     reference=reference.sampled_softmax, cpu="numba_softmax:sampled_softmax",
     triton="triton_softmax:sampled_softmax", check=_check,
     fake=lambda hidden: hidden.new_empty(hidden.shape[0]), save=_save, backward=_backward,
+    autocast=dict.fromkeys(("hidden", "positive", "negatives"), FLOAT32),
 )  # fmt: skip
 SAMPLED_SOFTMAX_BACKWARD = Op(
     "sampled_softmax_backward(Tensor dloss, Tensor hidden, Tensor positive, Tensor negatives, Tensor valid, "

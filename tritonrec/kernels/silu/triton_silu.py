@@ -26,9 +26,10 @@ def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
     # not tl.cdiv, which adds before it divides: that sum may pass 2**31
     for block in range(first, (length - 1) // BLOCK + 1, tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + place, mask=place < length, other=0.0)
+        x = tl.load(x_ptr + place, mask=place < length, other=0.0).to(tl.float32)
         # div_rn, since `/` may be an approximate reciprocal times x
-        tl.store(y_ptr + place, tl.div_rn(x, 1.0 + exp(-x)), mask=place < length)
+        y = tl.div_rn(x, 1.0 + exp(-x))
+        tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=place < length)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonrec.kernels.arguments import check_shape, check_whole
+from tritonrec.kernels.autocast import FLOAT32, LOW, LOWER
 from tritonrec.kernels.offsets import (
     check_lengths,
     check_max_seq_len,
@@ -24,7 +25,7 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
         check_offsets_shape("key_offsets", key_offsets)
         if key_offsets.shape[0] != sequences + 1:
             raise ValueError(f"key_offsets must be ({sequences + 1},), got {tuple(key_offsets.shape)}")
-    elif len(q) != len(k):
+    elif q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {len(q)} rows and k {len(k)}: give key_offsets")
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
@@ -32,8 +33,10 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
             f"q must be (M, H, D), k (L, H, D) and v (L, H, E), got q {tuple(q.shape)}, k {tuple(k.shape)}, "
             f"v {tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype == torch.float32:
-        raise ValueError(f"q, k and v must be float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, *LOW):
+        raise ValueError(
+            f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if bias is not None:
         if bias.dim() != 4 or bias.shape[:2] != (sequences, q.shape[1]) or bias.dtype != torch.float32:
             raise ValueError(
@@ -52,8 +55,8 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
 def _check_backward(do, out, most, total, q, v) -> None:
     check_shape("do", do, (*q.shape[:2], v.shape[2]), v.dtype)
     check_shape("out", out, (*q.shape[:2], v.shape[2]), v.dtype)
-    check_shape("most", most, q.shape[:2], q.dtype)
-    check_shape("total", total, q.shape[:2], q.dtype)
+    check_shape("most", most, q.shape[:2], torch.float32)
+    check_shape("total", total, q.shape[:2], torch.float32)
 
 
 def _check_sequences(q, k, seq_offsets, key_offsets, max_seq_len, bias) -> None:
@@ -66,7 +69,8 @@ def _check_sequences(q, k, seq_offsets, key_offsets, max_seq_len, bias) -> None:
 
 
 def _fake(q, v):
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2]), q.new_empty(q.shape[:2])
+    most, total = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
+    return q.new_empty(*q.shape[:2], v.shape[2]), most, total
 
 
 def _save(ctx, inputs, output):
@@ -90,7 +94,8 @@ SOFTMAX_ATTENTION = Op(
     f"softmax_attention({_REST}) -> (Tensor, Tensor, Tensor)",
     reference=reference.softmax_attention, cpu="numba_softmax_attention:softmax_attention",
     triton="triton_softmax_attention:softmax_attention", check=_check, check_memory=_check_sequences,
-    fake=_fake, save=_save, backward=_backward,
+    fake=_fake, save=_save, backward=_backward, widens=True,
+    autocast={"q": LOWER, "k": LOWER, "v": LOWER, "bias": FLOAT32},
 )  # fmt: skip
 SOFTMAX_ATTENTION_BACKWARD = Op(
     f"softmax_attention_backward(Tensor do, Tensor out, Tensor most, Tensor total, {_REST}) "
@@ -99,5 +104,5 @@ SOFTMAX_ATTENTION_BACKWARD = Op(
     cpu="numba_softmax_attention:softmax_attention_backward",
     triton="triton_softmax_attention:softmax_attention_backward", check=(_check, _check_backward),
     check_memory=_check_sequences,
-    fake=lambda q, k, v: tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v)),
+    fake=lambda q, k, v: tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), widens=True,
 )  # fmt: skip

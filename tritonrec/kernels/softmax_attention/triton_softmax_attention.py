@@ -7,7 +7,8 @@
 
 There are no atomics and no locks. Sums run along one sequence in blocks counted from the sequence's start,
 with block sizes chosen by the head's dimension alone, so the bits of a sequence depend neither on its batch,
-nor on `max_seq_len`, nor on the schedule. Products are full float32, never TF32.
+nor on `max_seq_len`, nor on the schedule. Products of float32 are full, never TF32. In lower precision the
+weights are rounded to the dtype of the values for the second product, and every sum is float32.
 
 A program owns BLOCK_M rows and takes BLOCK_N others at a step.
 
@@ -21,6 +22,8 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.head_layout import contiguous_heads
+from tritonrec.kernels.hstu_attention.triton_forward import product
+from tritonrec.kernels.linear.triton_linear import INTERPRETED
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.softmax_attention.reference import Call
@@ -86,7 +89,7 @@ def forward_kernel(
     q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_strides, samples_ptr, seed, tag, threshold, factor,
     num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out, most and total for BLOCK_M query rows at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -108,7 +111,7 @@ def forward_kernel(
             for start in range(0, stop, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_strides, k_begin, head, column, keys, dim, BLOCK_D)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                s = product(q, tl.trans(k), INTERPRETED) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_strides, sequence, head, row[:, None], column[None, :], queries, keys,
                     CAUSAL,
@@ -126,7 +129,7 @@ def forward_kernel(
                         factor, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                 v = load_rows(v_ptr, v_strides, k_begin, head, column, keys, dim_v, BLOCK_E)
-                acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
+                acc = acc * shrink[:, None] + product(p.to(v.dtype), v, INTERPRETED)
                 most = higher
             most = tl.where(most == float("-inf"), 0.0, most)
             total = tl.where(total == 0.0, 1.0, total)
@@ -143,7 +146,7 @@ def queries_kernel(
     q_strides, k_strides, v_strides, dq_strides, q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_strides,
     samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dq for BLOCK_M query rows at a time; `result` is the output of forward."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -157,7 +160,7 @@ def queries_kernel(
             q = load_rows(q_ptr, q_strides, begin, head, row, queries, dim, BLOCK_D)
             do = load_rows(do_ptr, do_strides, begin, head, row, queries, dim_v, BLOCK_E)
             result = load_rows(result_ptr, result_strides, begin, head, row, queries, dim_v, BLOCK_E)
-            along = tl.sum(do * result, axis=1)
+            along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
             at = (begin + row) * num_heads + head
             most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
             total = tl.load(total_ptr + at, mask=row < queries, other=1.0)
@@ -169,7 +172,7 @@ def queries_kernel(
                 column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_strides, k_begin, head, column, keys, dim, BLOCK_D)
                 v = load_rows(v_ptr, v_strides, k_begin, head, column, keys, dim_v, BLOCK_E)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                s = product(q, tl.trans(k), INTERPRETED) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_strides, sequence, head, row[:, None], column[None, :], queries, keys,
                     CAUSAL,
@@ -177,7 +180,7 @@ def queries_kernel(
                 p = tl.div_rn(
                     exponential(s, most[:, None]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[:, None]
                 )
-                slope = tl.dot(do, tl.trans(v), input_precision="ieee")
+                slope = product(do, tl.trans(v), INTERPRETED)
                 if DROPS:
                     four = start // 4 + tl.arange(0, BLOCK_N // 4)
                     slope = slope * draw_pairs(
@@ -185,7 +188,7 @@ def queries_kernel(
                         factor, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                 ds = p * (slope - along[:, None]) * scale
-                acc += tl.dot(ds, k, input_precision="ieee")
+                acc += product(ds.to(k.dtype), k, INTERPRETED)
             store_rows(acc, dq_ptr, dq_strides, begin, head, row, queries, dim, BLOCK_D)
 
 
@@ -195,7 +198,7 @@ def keys_kernel(
     q_strides, k_strides, v_strides, dk_strides, dv_strides, q_offsets_ptr, k_offsets_ptr, bias_ptr,
     bias_strides, samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v,
     scale, CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv for BLOCK_M key rows at a time; keys are the rows of every matrix of pairs here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -217,11 +220,11 @@ def keys_kernel(
                 q = load_rows(q_ptr, q_strides, q_begin, head, row, queries, dim, BLOCK_D)
                 do = load_rows(do_ptr, do_strides, q_begin, head, row, queries, dim_v, BLOCK_E)
                 result = load_rows(result_ptr, result_strides, q_begin, head, row, queries, dim_v, BLOCK_E)
-                along = tl.sum(do * result, axis=1)
+                along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
                 at = (q_begin + row) * num_heads + head
                 most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
                 total = tl.load(total_ptr + at, mask=row < queries, other=1.0)
-                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+                s = product(k, tl.trans(q), INTERPRETED) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_strides, sequence, head, row[None, :], column[:, None], queries, keys,
                     CAUSAL,
@@ -229,7 +232,7 @@ def keys_kernel(
                 p = tl.div_rn(
                     exponential(s, most[None, :]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[None, :]
                 )
-                slope = tl.dot(v, tl.trans(do), input_precision="ieee")
+                slope = product(v, tl.trans(do), INTERPRETED)
                 weight = p
                 if DROPS:
                     four = first // 4 + tl.arange(0, BLOCK_M // 4)
@@ -242,8 +245,8 @@ def keys_kernel(
                     slope = slope * kept
                     weight = p * kept
                 ds = p * (slope - along[None, :]) * scale
-                dk += tl.dot(ds, q, input_precision="ieee")
-                dv += tl.dot(weight, do, input_precision="ieee")
+                dk += product(ds.to(q.dtype), q, INTERPRETED)
+                dv += product(weight.to(do.dtype), do, INTERPRETED)
             store_rows(dk, dk_ptr, dk_strides, begin, head, column, keys, dim, BLOCK_D)
             store_rows(dv, dv_ptr, dv_strides, begin, head, column, keys, dim_v, BLOCK_E)
 
@@ -275,7 +278,7 @@ def launch(kernel, tensors, strided, q, v, call: Call, config) -> None:
         *tensors, *(each.stride()[:2] for each in strided), call.q_offsets.contiguous(),
         call.k_offsets.contiguous(), bias, (0, 0, 0, 0) if bias is None else bias.stride(), samples,
         call.seed, DROPOUT, int(call.p * 2**32), 1 / (1 - call.p), tiles, sequences, heads, q.shape[2],
-        v.shape[2], call.scale, CAUSAL=call.causal, DROPS=call.p > 0, **config,
+        v.shape[2], call.scale, CAUSAL=call.causal, DROPS=call.p > 0, INTERPRETED=INTERPRETED, **config,
     )  # fmt: skip
 
 
@@ -299,11 +302,8 @@ def softmax_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
-    out, most, total = (
-        v.new_empty(*q.shape[:2], v.shape[2]),
-        q.new_empty(q.shape[:2]),
-        q.new_empty(q.shape[:2]),
-    )
+    out = v.new_empty(*q.shape[:2], v.shape[2])
+    most, total = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
     forward(q, k, v, Call(*described), out, most, total)
     return out, most, total
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar
 from tritonrec.kernels.sum_of_squares import reference
@@ -28,5 +29,5 @@ SUM_OF_SQUARES = Op(
     "sum_of_squares(Tensor values, Tensor? count) -> Tensor",
     reference=reference.sum_of_squares, cpu="numba_sum_of_squares:sum_of_squares",
     triton="triton_sum_of_squares:sum_of_squares",
-    check=_check, fake=_fake,
+    check=_check, fake=_fake, autocast={"values": FLOAT32},
 )  # fmt: skip

@@ -27,14 +27,11 @@ from ..places import (
     TableRows,
     Tables,
 )
-from ..reduce_scatter import even_reduce_scatter
+from ..reduce_scatter import DENSE_ROW, even_reduce_scatter
 from ..stage import Dropped, Edge, Previous, Read, Update, Write, stage
 from ..streams import to_device, to_host
 from ..sums import NAME
 from ..window import LookupCounts, Window
-
-DENSE_ROW = 64
-"""Values of a row of dense gradients, whose width in bytes its largest one decides."""
 
 
 @stage(lane="reduce", after=(Edge("compute", "all"),))
@@ -46,7 +43,7 @@ def dense_reduce(
     dense_gradient: Update[DenseGradient],
 ) -> DenseMeans:
     """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them the
-    mean loss.
+    mean loss. Of sharded parameters each rank gets those of its shards.
     """
     sums, normalizer = context.sums, routes.loss_normalizer
     total = sums.total(torch.cat([losses[i] for i in range(context.config.window_micro_batches)]))
@@ -58,7 +55,10 @@ def dense_reduce(
         plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
         means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
     size = len(own) - 1
-    return DenseMeans(sums.finite(means[:size], dense_gradient.name_at), means[size : size + 1], own)
+    shards = dense_gradient.reduce_scatter_mean(sums, reduce, normalizer)
+    gradients = torch.cat([shards, means[:size]]) if len(shards) else means[:size]
+    loss = means[size : size + 1]
+    return DenseMeans(sums.finite(gradients, dense_gradient.name_at), loss, own, len(shards))
 
 
 @stage(lane="compute", after=(Edge("gradient_exchange", "all"),))
@@ -132,7 +132,7 @@ def clipped_sparse_update(
     buffer: Update[Buffer],
 ) -> None:
     """`sparse_update` from gradients within their limits."""
-    if context.config.skip_nonfinite and norm.infinite:
+    if context.config.skips and norm.infinite:
         return
     means = (clamp(context.sums.finite(mean, NAME), context.config) * norm.scale for mean in mean_gradient)
     update_rows(context, window.update + 1, owned, means, buffer)
@@ -143,7 +143,7 @@ def clipped_dense_update(
     context: Context, means: Read[DenseMeans], norm: Read[GradientNorm], dense: Update[Dense]
 ) -> None:
     """`dense_update` from gradients within their limits."""
-    if context.config.skip_nonfinite and norm.infinite:
+    if context.config.skips and norm.infinite:
         dense.model.skip()
         return
     dense.update(clamp(means.gradients, context.config) * norm.scale)
@@ -190,9 +190,11 @@ def _norm(
             admitted = to_device(table.handles >= 0, context.device)
             mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
         own.append(clamp(mean, config))
+    shards, replicated = dense.parts
+    own.append(clamp(shards, config))
     here = squares(own, context.device) + dropped(context.device)
     rows = reduce.all_reduce(here, "squares of the gradients", bounded=True)
-    norm = norm_of(rows + squares([clamp(dense.gradients, config)], context.device))
+    norm = norm_of(rows + squares([clamp(replicated, config)], context.device))
     return GradientNorm(norm, scale_of(norm, config))
 
 

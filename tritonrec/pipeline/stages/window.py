@@ -22,6 +22,7 @@ from ..places import (
     Routes,
     RowGradient,
 )
+from ..precision import DTYPES, rounded_rows, unscaled
 from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
 from ..sums import NAME, counted_all_to_all
@@ -41,17 +42,24 @@ def exchange(
     embeddings: Write[Embeddings],
     counts: LookupCounts,
 ) -> None:
-    """Send the rows that other ranks' micro-batch looks up, receive those of this rank's."""
+    """Send the rows that other ranks' micro-batch looks up, receive those of this rank's.
+
+    In ``exchange_precision``, which rounds this rank's rows for itself too: no bit depends on who owns a row.
+    """
     dims = [group.table.dim for group in context.tables.groups]
+    precision = context.config.exchange_precision
     if not embeddings:
         sizes = zip(buffer, routes.tables, dims, strict=True)
-        embeddings.extend(rows.new_empty(table.num_rows, dim) for rows, table, dim in sizes)
+        embeddings.extend(
+            rows.new_empty(table.num_rows, dim, dtype=DTYPES[precision]) for rows, table, dim in sizes
+        )
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
         sent = owned.tables[number].sent
-        rows = launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch])
+        rows = rounded_rows(launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch]), precision)
         splits, slots = sent.splits[micro_batch], embeddings[number][table.slots(micro_batch)]
         counted_all_to_all(counts, communication, rows, splits, table.splits[micro_batch], out=slots)
         counts.rows += sum(splits) - splits[communication.rank]
+    counts.embedding_bytes = counts.row_bytes
 
 
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
@@ -70,16 +78,19 @@ def compute(
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself."""
     part, rows = samples[micro_batch], []
     for table, received in zip(routes.tables, embeddings, strict=True):
-        rows.append(launch.gather_rows(received, table.inverse[micro_batch]).requires_grad_())
+        occurrences = launch.gather_rows(received, table.inverse[micro_batch])
+        rows.append(occurrences.to(torch.float32).requires_grad_())
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     by_feature = context.tables.by_feature(rows, part.lookups())
-    losses[micro_batch] = dense.flight.train_micro_batch(part, by_feature, seed, window.settings)
+    exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
+    losses[micro_batch] = dense.flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     if not gradients:
         sizes = zip(rows, routes.tables, strict=True)
         gradients.extend(context.sums.zeros(table.num_rows, leaf.shape[1]) for leaf, table in sizes)
     for leaf, table, sums in zip(rows, routes.tables, gradients, strict=True):
         if leaf.grad is not None:
-            context.sums.add(leaf.grad, table.inverse[micro_batch], sums, NAME)
+            gradient = unscaled(leaf.grad, exponent)
+            context.sums.add(gradient, table.inverse[micro_batch], sums, NAME)
 
 
 @stage(lane="communication", after=(Edge("compute", "same"),))

@@ -1,0 +1,89 @@
+"""Promise: forked ranks are as separate as spawned ones, and follow the environment of their launcher."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tritonrec.distributed import RankDiedError, RankPool
+
+pytestmark = [
+    pytest.mark.multi_rank,
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux"),
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="ranks are spawned beside an accelerator"),
+]
+
+
+def surroundings(_):
+    """Of a rank: its parent, a variable, its folder, the first place of its modules, random numbers."""
+    return (
+        os.getppid(), os.environ.get("A_VARIABLE"), os.getcwd(), sys.path[0],
+        (random.random(), np.random.rand()), signal.getsignal(signal.SIGCHLD),
+    )  # fmt: skip
+
+
+def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(monkeypatch, tmp_path):
+    with RankPool((1,)) as pool:
+        ((first, variable, *_),) = pool.run(surroundings, 1)
+    assert variable is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    with RankPool((2,)) as pool:
+        (parent, _, folder, path, numbers, action), other = pool.run(surroundings, 2)
+    assert parent == other[0] == first  # imported once
+    assert parent != os.getpid()
+    assert (folder, path) == (str(tmp_path), str(tmp_path / "modules"))
+    assert numbers[0] != other[4][0] and numbers[1] != other[4][1]
+    assert action == signal.SIG_DFL
+    # Libraries read variables when they are imported, so a change takes another server.
+    monkeypatch.setenv("A_VARIABLE", "set")
+    with RankPool((1,)) as pool:
+        ((parent, variable, *_),) = pool.run(surroundings, 1)
+    assert variable == "set" and parent != first
+
+
+def parent_process(_):
+    return os.getppid()
+
+
+def kill_the_server(_):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_server_that_was_killed_ends_its_ranks_and_another_takes_its_place():
+    with RankPool((1,)) as pool:
+        (server,) = pool.run(parent_process, 1)
+        with pytest.raises(RankDiedError, match=r"^rank 0 died \(exit code -9\)"):
+            pool.run(kill_the_server, 1)
+        pool.restart()
+        assert pool.run(parent_process, 1) != [server]
+
+
+SCRIPT = """
+from tritonrec.distributed import RankPool
+
+def add(communicators, number):
+    return communicators.rank + number
+
+if __name__ == "__main__":
+    with RankPool((2,)) as pool:
+        print(pool.run(add, 2, 40))
+"""
+
+
+def test_functions_of_a_script_run_and_nothing_is_printed_beside(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[40, 41]\n", "", 0)

@@ -1,0 +1,112 @@
+"""Mixed precision: modules and models under autocast, over float32 parameters with exact gradients."""
+
+import pytest
+import test_dlrm as dlrm
+import test_grm as grm
+import test_hstu_layer as fused
+import test_mmoe as mmoe
+import test_torch_modules as plain
+import torch
+from speeds import slow_except
+
+from tritonrec import nn, ops
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def mixed(dtype=torch.bfloat16, **options):
+    return torch.autocast("cpu", dtype, **options)
+
+
+def run(layer, x, tokens, bits, call=None):
+    """Output, dx and the sums of the parameters' gradients: int64, or float32 with None for `bits`."""
+    accumulator = nn.GradientAccumulator(layer, bits)
+    x = x.clone().requires_grad_()
+    with accumulator.active():
+        out = (call or layer)(x, tokens, fused.SEED)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    return {"out": out.detach(), "dx": x.grad, **accumulator.take()}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    slow_except(
+        [("biased", ops.FRACTION_BITS), ("fuxi", ops.FRACTION_BITS), ("hstu", None)],
+        [(name, bits) for name in fused.LAYERS for bits in (None, ops.FRACTION_BITS)],
+    ),
+)
+def test_a_fused_layer_has_the_bits_of_its_single_steps(name, bits, dtype):
+    layer = fused.make_layer(name)
+    x, tokens = fused.make_tokens(name)
+    with mixed(dtype):
+        got = run(layer, x, tokens, bits)
+        assert got["out"].dtype == got["dx"].dtype == torch.float32
+        fused.assert_equal(got, run(layer, x, tokens, bits, fused.single_ops(layer)))
+    assert not torch.equal(got["out"], run(layer, x, tokens, bits)["out"])
+
+
+def exactly(ours, x, dy, cut):
+    """Results of each sample, and exact sums, of a module that computes the batches of a cut."""
+    accumulator, found = nn.GradientAccumulator(ours), {}
+    numbers = torch.arange(len(x))
+    with accumulator.active():
+        for members in cut:
+            at = torch.tensor(members)
+            with nn.samples(ours, numbers[at], None, seed=3):
+                y, *gradients = plain.run(ours, x[at], dy[at])
+            for place, sample in enumerate(members):
+                found[sample] = [y[place], *(gradient[place] for gradient in gradients)]
+    return found, accumulator.take()
+
+
+FLOAT32 = {
+    "layer_norm", "layer_norm_eps", "layer_norm_plain", "rms_norm", "rms_norm_plain", "embedding",
+    "embedding_padding", "silu", "gelu", "gelu_tanh", "gelu_of_one", "sigmoid", "gru", "gru_layers",
+    "encoder", "encoder_of_one", "encoder_first",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", slow_except([torch.bfloat16], LOW))
+@pytest.mark.parametrize("name", plain.MODULES)
+def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name, dtype):
+    _, ours, x = plain.pair(name)
+    with mixed(dtype):
+        y = ours(x)
+        assert y.dtype == (torch.float32 if name in FLOAT32 else dtype)
+        dy = plain.cotangent(y)
+        whole, sums = exactly(ours, x, dy, [range(len(x))])
+        assert all(each.any() for each in sums.values())
+        for cut in ([[1, 2, 3], [4, 0]], [[4, 3, 2, 1, 0]], [[each] for each in range(len(x))]):
+            found, others = exactly(ours, x, dy, cut)
+            for sample, values in found.items():
+                assert all(map(torch.equal, values, whole[sample])), (cut, sample)
+            fused.assert_equal(others, sums, str(cut))
+    # beside float32: what the rounding of inputs and results to a few bits allows
+    eps = torch.finfo(dtype).eps
+    wide = plain.run(ours, x, dy.float())
+    named = dict(zip(sums, wide[1 + x.is_floating_point() :], strict=True))
+    pairs = [(y.detach().float(), wide[0])]
+    if name != "encoder":  # whose ReLU has an input near 0, that rounding brings to its other side
+        pairs += [(ops.from_fixed_point(sums[key]), named[key]) for key in sums]
+    for got, want in pairs:
+        assert (got - want).square().mean().sqrt() < 6 * eps * want.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["criteo", "no_dense"])
+def test_dlrm_in_any_batch(accumulate, name, dtype):
+    config = dlrm.CONFIGS[name]
+    with mixed(dtype):
+        dlrm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, True)
+        dlrm.test_exact_sums_do_not_depend_on_the_split(accumulate, config)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_grm_and_experts_in_any_batch(accumulate, dtype):
+    split = [[5, 1, 3], [], [4, 0, 2]]
+    with mixed(dtype):
+        grm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, "full", True)
+        grm.test_exact_sums_do_not_depend_on_the_split(accumulate, split, grm.CONFIGS["biased"])
+        mmoe.test_a_sample_keeps_its_bits_in_any_batch(accumulate, 3, True)
+        mmoe.test_exact_sums_do_not_depend_on_the_split(accumulate, split)

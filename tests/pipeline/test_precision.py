@@ -1,0 +1,242 @@
+"""Promise: in 16 bits, too, every mode ends at the bits of its reference, and the loss scale changes none."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from speeds import slow_except
+from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
+
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import Placement
+from tritonrec.harness.job import Job
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline.precision import LossScaler, rounded_rows
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
+)
+MOVING = LossScaling(2.0**24, growth_interval=2)
+"""Too large at the start, so that it falls, and then rises again."""
+FALLING = LossScaling(2.0**18, 4.0, 0.25, 2)
+PRECISIONS = {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16", "loss_scaling": MOVING}}
+
+
+class Cast(Ranker):
+    """Gradients pass the dtype of autocast; `seen` has that dtype, and whether it is on in backward."""
+
+    def hidden(self, batch, rows):
+        hidden = super().hidden(batch, rows)
+        if torch.is_autocast_enabled("cpu"):
+            low = hidden.to(torch.get_autocast_dtype("cpu"))
+            self.seen.append(low.dtype)
+            low.register_hook(lambda _: self.seen.append(torch.is_autocast_enabled("cpu")))
+            hidden = low.float()
+        return hidden
+
+
+def run(mode, consistency="batch", model=Cast, count=6, **window):
+    made = parts(model)
+    got, results = trained(made, mode, consistency, batches(count), **window)
+    return got, [(result.loss_scale, result.skipped, result.grad_norm) for result in results], made[0].seen
+
+
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_mode_is_its_reference(mode, consistency, precision):
+    options = PRECISIONS[precision]
+    expected, ends, _ = run("reference" if consistency == "batch" else "sequential", consistency, **options)
+    got, found, seen = run(mode, consistency, **options)
+    assert same(got, expected) and found == ends
+    assert not same(got, run(mode, consistency)[0])
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {each for each in seen if isinstance(each, (torch.dtype, bool))} == {dtype, False}
+
+
+def test_the_scale_falls_after_an_overflow_and_rises_after_a_while():
+    _, ends, _ = run("nestpipe", **PRECISIONS["fp16"], count=8)
+    scales, skipped = [end[0] for end in ends], [end[1] for end in ends]
+    assert scales[0] == 2.0**24 and skipped[0] and not all(skipped)
+    first = skipped.index(False)
+    assert scales[: first + 1] == [2.0 ** (24 - step) for step in range(first + 1)]
+    assert scales[first + 2] == 2 * scales[first]
+    assert all(math.isinf(norm) == left for _, left, norm in ends)
+
+
+def test_the_scale_moves_as_that_of_torch():
+    random = Random(3)
+    scaler = LossScaler(LossScaling(2.0**5, 4.0, 0.25, 3))
+    scale, tracker = torch.tensor(2.0**5), torch.zeros((), dtype=torch.int32)
+    for _ in range(60):
+        found_inf = random.random() < 0.2
+        scaler.update(found_inf)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(found_inf)), 4.0, 0.25, 3)
+        assert (scaler.scale, scaler.growth_tracker) == (float(scale), int(tracker))
+    for grown in (False, True):
+        for _ in range(400):
+            scaler.update(not grown)
+        assert scaler.scale == (2.0**60 if grown else 2.0**-60)
+
+
+def test_the_defaults_are_those_of_torch():
+    ours, torchs = LossScaling(), torch.amp.GradScaler("cpu")
+    state = torchs.state_dict()
+    assert vars(ours) == {name: state.get(name, torchs.get_scale()) for name in vars(ours)}
+
+
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+@pytest.mark.parametrize("scale", slow_except([2.0**20], [1.0, 2.0**20, 2.0**32]))
+def test_scaling_rounds_nothing(mode, consistency, scale):
+    """A model that computes in float32 has the same bits with any scale, and the same norm."""
+    fp16 = {"precision": "fp16", "loss_scaling": LossScaling(scale)}
+    plain, ends, _ = run(mode, consistency, Ranker, 3, max_grad_norm=0.3)
+    got, found, _ = run(mode, consistency, Float32, 3, max_grad_norm=0.3, **fp16)
+    assert same(got[: len(plain)], plain) and [end[1:] for end in found] == [end[1:] for end in ends]
+
+
+class Float32(Ranker):
+    def forward(self, batch, rows, seed):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(batch, rows, seed)
+
+
+@pytest.mark.parametrize("terms", [0, 1, 2, 3, 4, 5, 1023, 1024, 1025])
+def test_the_mean_loss_is_scaled(terms):
+    """By a power of two that is at most its scale, and more than half of it."""
+    scaler = LossScaler(LossScaling(2.0**16))
+    assert 2.0**15 < 2.0 ** scaler.exponent(terms, 36) * max(terms, 1) <= 2.0**16
+    scaler.scale = 2.0**60
+    assert scaler.exponent(terms, 36) == 36
+    scaler.scale = 2.0**-60
+    assert scaler.exponent(terms, 36) == -26
+
+
+def test_a_restart_keeps_the_scale(tmp_path):
+    fp16 = PRECISIONS["fp16"]
+    made, again = parts(Cast), parts(Cast)
+    with trainer(made, **fp16) as training:
+        before = list(training.run(batches(5)))
+        training.save(tmp_path)
+        after = list(training.run(batches(8)[5:]))
+        expected = [each.clone() for each in training.dense.tensors().values()]
+    scales = [end[0] for end in run("dbp", count=8, **fp16)[1]]
+    assert [result.loss_scale for result in before + after] == scales
+    with trainer(again, **fp16) as training:
+        training.load(tmp_path)
+        resumed = list(training.run(batches(8)[5:]))
+        assert same(list(training.dense.tensors().values()), expected)
+    assert [result.loss_scale for result in resumed] == scales[5:]
+    with (
+        trainer(parts(Cast), precision="bf16") as training,
+        pytest.raises(ValueError, match=r"got .* scaler"),
+    ):
+        training.load(tmp_path)
+
+
+def test_ranks_agree_on_the_state_of_the_scaler():
+    made = parts(Cast)
+    with trainer(made, precision="fp16") as training:
+        state = training.dense.tensors()
+    assert float(state["scaler/scale"]) == 2.0**16 and float(state["scaler/growth_tracker"]) == 0
+
+
+def of_ranks(communicators, job, window, mode="nestpipe", steps=4):
+    made = job.build("adam")
+    loader = job.loader(communicators.rank, communicators.world_size)
+    with Trainer(*made, communicators, mode, window) as training:
+        ends = [
+            (result.loss, result.loss_scale, result.skipped, result.grad_norm)
+            for result in training.run(loader.batch(step) for step in range(steps))
+        ]
+        weights = [each.clone() for each in training.dense.tensors().values()]
+    return ends, weights, made[1].export()["item"], training.counts
+
+
+SHARED = {
+    "bf16": {"precision": "bf16", "exchange_precision": "bf16"},
+    "fp16": {"precision": "fp16", "exchange_precision": "fp16", "loss_scaling": FALLING},
+    "first use": {"exchange_precision": "bf16", "first_use": True, "skip_fetch": True},
+}
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize(("world_size", "replicas"), slow_except([(2, 1)], [(1, 1), (2, 1), (2, 2), (4, 2)]))
+@pytest.mark.parametrize("options", SHARED)
+def test_any_number_of_ranks_is_the_reference(pool, world_size, replicas, options):
+    window = WindowConfig(3, seed=4, **SHARED[options])
+    alone = replace(window, micro_batches=1, first_use=False, skip_fetch=False)
+    expected, weights, (ids, rows), _ = of_ranks(Communicators.local(), JOB, alone, "reference")
+    assert len({end[2] for end in expected}) == (2 if options == "fp16" else 1)
+    for ends, own, (own_ids, own_rows), _ in pool.run(of_ranks, world_size, JOB, window, replicas=replicas):
+        assert repr(ends) == repr(expected) and same(own, weights)  # of a nan, too
+        places = torch.searchsorted(ids, own_ids)
+        assert torch.equal(ids[places], own_ids) and torch.equal(rows[places], own_rows)
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize("replicas", slow_except([1], [1, 2]))
+def test_rows_in_16_bits_take_half_the_bytes(pool, replicas):
+    """And gradients those that they take without."""
+    found = {}
+    for precision in ("float32", "bf16"):
+        window = WindowConfig(3, seed=4, exchange_precision=precision)
+        ranks = pool.run(of_ranks, 2 * replicas, JOB, window, "fwp", 1, replicas=replicas)
+        found[precision] = [rank[3] for rank in ranks]
+    for float32, bf16 in zip(found["float32"], found["bf16"], strict=True):
+        assert float32.embedding_bytes == 2 * bf16.embedding_bytes > 0
+        assert bf16.rows == float32.rows and bf16.key_bytes == float32.key_bytes
+
+
+@pytest.mark.parametrize("storage", ["device", "cached"])
+def test_rows_are_rounded_wherever_they_are_stored(storage):
+    window = WindowConfig(3, seed=4, exchange_precision="fp16", skip_fetch=True)
+    job = replace(JOB, placement=Placement(storage, cache_rows=20))
+    alone = WindowConfig(seed=4, exchange_precision="fp16")
+    expected = of_ranks(Communicators.local(), JOB, alone, "reference")
+    got = of_ranks(Communicators.local(), job, window)
+    assert got[0] == expected[0] and same(got[1], expected[1]) and same(got[2], expected[2])
+    assert not same(got[1], of_ranks(Communicators.local(), JOB, WindowConfig(3, seed=4))[1])
+
+
+def test_rows_are_rounded_to_even_and_stay_finite():
+    rows = torch.tensor([[1 + 2**-11, 1 + 3 * 2**-11, 1e5, -1e38, math.nan, 2.0**-25]])
+    fp16 = rounded_rows(rows, "fp16")
+    assert fp16.dtype == torch.float16
+    assert fp16[0, :4].tolist() == [1, 1 + 2**-9, 65504, -65504] and fp16[0, 4].isnan() and not fp16[0, 5]
+    most = torch.tensor([[torch.finfo(torch.float32).max]])
+    assert rounded_rows(most, "bf16").isfinite().all()
+    assert rounded_rows(rows, "float32") is rows
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "fp8"}, "precision must be float32, bf16, fp16, got 'fp8'"),
+        ({"exchange_precision": "int8"}, "exchange_precision must be float32, bf16, fp16"),
+        ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
+    ],
+)
+def test_what_is_no_precision_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        WindowConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_scale": 1000.0},
+        {"init_scale": math.inf},
+        {"init_scale": math.nan},
+        {"growth_factor": 1.0},
+        {"growth_factor": 3.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+    ],
+)
+def test_what_is_no_power_of_two_is_refused(options):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} must be a power of two from"):
+        LossScaling(**options)

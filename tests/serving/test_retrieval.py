@@ -1,0 +1,149 @@
+"""Promise: exact search has one answer, also where scores are equal; a predictor names what is wrong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonrec import checkpoint, ops
+from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup
+from tritonrec.serving import ExportedTable, Predictor, export, recall, top_k
+from tritonrec.serving import predictor as module
+
+IDS = torch.tensor([-(2**63), -4, 0, 3, 8, 2**63 - 1])
+
+
+@given(st.integers(0, 4), st.integers(1, 12), st.data())
+def test_top_k_is_a_stable_sort(rows, items, data):
+    values = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=rows * items, max_size=rows * items)
+    scores = torch.tensor(data.draw(values), dtype=torch.float32).view(rows, items)
+    k = data.draw(st.integers(1, items))
+    want = scores.sort(dim=1, descending=True, stable=True)
+    places, best = top_k(scores, k)
+    assert torch.equal(places, want.indices[:, :k]) and torch.equal(best, want.values[:, :k])
+
+
+def test_recall_counts_what_was_found():
+    wanted = torch.tensor([[1, 2], [3, 4]])
+    assert recall(wanted, wanted) == 1.0
+    assert recall(torch.tensor([[2, 9, 1], [5, 6, 3]]), wanted) == 0.75
+    assert recall(torch.empty(0, 3), torch.empty(0, 2)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "message"),
+    [
+        (torch.zeros(3), 1, r"scores must be \(B, I\), got \(3,\)"),
+        (torch.zeros(2, 3), 4, r"k must be in \[1, 3\]"),
+        (torch.zeros(2, 3), 0, r"k must be in \[1, 3\]"),
+        (torch.tensor([[0.0, float("nan")]]), 1, "the score of row 0 for item 1 is NaN"),
+    ],
+)
+def test_what_top_k_refuses(scores, k, message):
+    with pytest.raises(ValueError, match=message):
+        top_k(scores, k)
+
+
+def make(dense=None, pooling="none"):
+    """A predictor whose user vector is the row of the last item."""
+    weights = torch.randn(len(IDS), 4, generator=torch.Generator().manual_seed(1))
+    table = ExportedTable(IDS, weights, 5, 6, 0.5, "initial")
+    manifest = {
+        "step": 3,
+        "features": {"item": {"table": "items", "pooling": pooling}},
+        "dense": dense or {"kind": "next_item", "max_seq_len": 3, "timestamps": False},
+    }
+    return Predictor(manifest, {"items": table}, lambda rows, offsets, times: rows[offsets[1:] - 1])
+
+
+HISTORY = JaggedBatch.from_sequences(
+    0, torch.arange(3), torch.tensor([0, 2, 3, 6]), torch.tensor([3, 8, -4, 0, 77, 77]), torch.arange(6),
+    torch.zeros(6, dtype=torch.int64), torch.zeros(6, 1, dtype=torch.int64),
+)  # fmt: skip
+
+
+def test_rows_of_unknown_ids_are_those_of_training_or_zeros():
+    table = make().tables["items"]
+    ids = torch.tensor([2**63 - 1, 7, -(2**63), 3, 3, 9])
+    found = table.rows(ids)
+    assert torch.equal(found[[0, 2, 3, 4]], table.weights[[5, 0, 3, 3]])
+    assert torch.equal(found[[1, 5]], ops.initial_rows(5, 6, torch.tensor([7, 9]), 4, 0.5))
+    zeros = ExportedTable(table.ids, table.weights, 5, 6, 0.5, "zeros").rows(ids)
+    assert not zeros[[1, 5]].any() and torch.equal(zeros[:1], found[:1])
+    assert table.rows(ids[:0]).shape == (0, 4)
+    assert torch.equal(table.rows(ids.repeat_interleave(2)[::2]), found)
+
+
+def test_every_form_of_a_history_gives_the_same_vectors(monkeypatch):
+    predictor = make()
+    want = predictor.encode(HISTORY)
+    assert torch.equal(want[2], ops.initial_rows(5, 6, torch.tensor([77]), 4, 0.5)[0])
+    ids, offsets = HISTORY.ids, HISTORY.offsets
+    forms = [{"item": (ids, offsets)}, {"item": Lookup(ids, offsets)}, HISTORY.features]
+    for form in [*forms, KeyedJaggedTensor(("item",), ids, offsets)]:
+        assert torch.equal(predictor.encode(form), want)
+    assert torch.equal(predictor.encode(ids[:2]), want[:1])
+    whole = predictor.retrieve(HISTORY, 4)
+    assert torch.equal(whole[0], predictor.item_ids[top_k(predictor.scores(HISTORY), 4)[0]])
+    monkeypatch.setattr(module, "BLOCK_SCORES", 7)
+    assert all(map(torch.equal, predictor.retrieve(HISTORY, 4), whole))
+    items = torch.tensor([8, 5])
+    assert torch.equal(predictor.scores(HISTORY, items)[:, 0], predictor.scores(HISTORY)[:, 4])
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        (
+            {"item": (HISTORY.ids, torch.tensor([0, 0, 3, 6]))},
+            "history 0 has 0 items, the model takes 1 to 3",
+        ),
+        ({"item": (HISTORY.ids, torch.tensor([0, 2, 6]))}, "history 1 has 4 items, the model takes 1 to 3"),
+        ({"item": (HISTORY.ids, torch.tensor([0, 2]))}, "must end at the number of ids"),
+        ({"user": (HISTORY.ids, HISTORY.offsets)}, "has features .'user'., and the model needs 'item'"),
+        (HISTORY.ids[:2].int(), r"timestamps must be|must be \(n,\) int64"),
+    ],
+)
+def test_a_wrong_history_is_named(history, message):
+    with pytest.raises(ValueError, match=message):
+        make().encode(history)
+
+
+def test_what_a_model_cannot_do_is_one_sentence():
+    timed = make({"kind": "next_item", "max_seq_len": 3, "timestamps": True})
+    assert timed.encode(HISTORY).shape == (3, 4)
+    with pytest.raises(ValueError, match="goes by times: give timestamps"):
+        timed.encode(HISTORY.ids[:2])
+    with pytest.raises(ValueError, match=r"timestamps must be \(2,\) int64, got \(3,\) torch.int64"):
+        timed.encode(HISTORY.ids[:2], torch.arange(3))
+    with pytest.raises(ValueError, match="predict is for a click model, and this one is a next_item model"):
+        make().predict(HISTORY)
+    click = make({"kind": "click", "features": ["item", "ad"]})
+    with pytest.raises(ValueError, match="give the ids of features item, ad"):
+        click.predict(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"ids of feature 'ad' are missing, there are .'item'."):
+        click.predict(torch.zeros(2, 3), {"item": torch.tensor([1, 2])})
+    with pytest.raises(ValueError, match=r"ids of feature 'item' must be \(2,\) like the dense features"):
+        click.predict(torch.zeros(2, 3), {"item": torch.tensor([1])})
+    with pytest.raises(ValueError, match="there is no feature 'ad', but item"):
+        make().rows("ad", IDS)
+    with pytest.raises(ValueError, match=r"must be \(n,\) int64, got \(6,\) torch.float32"):
+        make().rows("item", IDS.float())
+    with pytest.raises(ValueError, match="pooled: give the offsets"):
+        make(pooling="sum").rows("item", IDS)
+
+
+def test_tables_alone_have_no_scores(tmp_path):
+    described = {"tables": {"items": {"dim": 4, "seed": 5, "table_id": 6, "scale": 0.5}}}
+    described["features"] = {"item": {"table": "items", "pooling": "none"}}
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    rows = {"keys": IDS[order], "rows": make().tables["items"].weights[order]}
+    checkpoint.save(tmp_path / "c", 1, {}, {"items": rows}, {"embedding": described})
+    export(tmp_path / "c", tmp_path / "out", shard_rows=4)
+    predictor = Predictor.load(tmp_path / "out")
+    assert torch.equal(predictor.tables["items"].ids, IDS)
+    assert torch.equal(predictor.rows("item", IDS), make().rows("item", IDS))
+    with pytest.raises(ValueError, match="encode needs a dense model, and the tables were exported alone"):
+        predictor.encode(HISTORY)
+    with pytest.raises(ValueError, match="unknown must be 'initial' or 'zeros', got 'zero'"):
+        Predictor.load(tmp_path / "out", unknown="zero")

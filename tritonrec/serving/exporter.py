@@ -1,0 +1,257 @@
+"""A trained model for serving: its tables in shards, its dense part as a program, and a manifest.
+
+::
+
+    OUT/
+      manifest.json                 step, tables, features, dense part, and the checksum of every file
+      item.00000.parquet            ids (n,) int64 and weights (n, dim) float32 of table "item"
+      item.00001.parquet
+      dense.pt2                     `torch.export`
+      dense.compiled.pt2            AOTInductor, where it was wanted
+
+The folder is written under another name and renamed at its end, so that it is complete or absent. Rows are
+ordered by hash slice and id, whatever saved the checkpoint: equal states give equal tables, byte for byte.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import CheckpointStream, unflatten
+from ..checkpoint.files import flush, sha256_of
+from ..checkpoint.manifest import add_checksum
+from ..version import __version__
+from .programs import SCORER, Arguments, Scorer, check_compiler, compile_program, save_program, scorer_of
+from .shards import SUFFIXES, Format, write_shard
+
+FORMAT, VERSION = "tritonrec-export", 1
+MANIFEST = "manifest.json"
+SHARD_BYTES = 64 << 20
+"""Of a shard whose rows nobody has counted."""
+
+
+def export(
+    checkpoint: Path | str,
+    out: Path | str,
+    model: torch.nn.Module | None = None,
+    *,
+    scorer: torch.nn.Module | None = None,
+    examples: Sequence[Arguments] = (),
+    step: int | None = None,
+    format: Format = "parquet",
+    metadata: bool = False,
+    shard_rows: int | None = None,
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Export a checkpoint of a `Trainer` for `Predictor.load` and other tools; returns the manifest.
+
+    A part of a table is in memory at a time: a slice of the checkpoint and a shard.
+
+    Args:
+        checkpoint: its directory. step: of the checkpoint there, the newest by default.
+        out: a folder that does not exist.
+        model: of the checkpoint; its values do not matter, a copy gets those of the checkpoint, of the
+            average where there is one. None: the tables alone.
+        scorer: a module of tensors that holds `model`, for a model that is not ours. examples: arguments of
+            two calls or more; sizes that differ between them are dynamic, and all are compared.
+        metadata: also the optimizer state of each row (``state``) and its policies' numbers.
+        shard_rows: rows of a file; those of about 64 MiB by default.
+        compiled: also compile the dense part by AOTInductor.
+
+    Raises:
+        ValueError: `out` exists, an argument is out of range, the checkpoint was not saved by a `Trainer` of
+            this version, its model is another one, or the dense part cannot be traced or differs in a bit.
+        TypeError: a model that is not ours, without a scorer.
+        CheckpointError: as `checkpoint.load`.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists: export to a new folder")
+    if format not in SUFFIXES:
+        raise ValueError(f"format must be {' or '.join(SUFFIXES)}, got {format!r}")
+    if shard_rows is not None and shard_rows < 1:
+        raise ValueError(f"shard_rows must be at least 1, got {shard_rows}")
+    if compiled:
+        if model is None:
+            raise ValueError("compiled goes with a model")
+        check_compiler()
+    stream = CheckpointStream(checkpoint, step)
+    described = stream.meta.get("embedding")
+    if described is None:
+        raise ValueError(
+            f"{checkpoint} does not say which columns of its tables are weights: it was not saved by a "
+            "Trainer of this version"
+        )
+    dense = None
+    if model is not None:
+        dense = _scorer(stream, checkpoint, model, scorer, examples, described)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
+    partial.mkdir()
+    try:
+        tables = {
+            name: {
+                **table,
+                **_export_table(stream, partial, name, label, table, format, metadata, shard_rows),
+            }
+            for (name, table), label in zip(
+                described["tables"].items(), _labels(described["tables"]), strict=True
+            )
+        }
+        body = add_checksum(
+            {
+                "format": FORMAT, "version": VERSION, "tritonrec": __version__, "step": stream.step,
+                "tables": tables, "features": described["features"],
+                "dense": dense and _export_dense(dense, partial, compiled),
+            }
+        )  # fmt: skip
+        manifest = partial / MANIFEST
+        manifest.write_text(json.dumps(body, indent=1) + "\n")
+        flush(manifest)
+        flush(partial)
+        partial.rename(out)
+        flush(out.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return body
+
+
+def _labels(names: Mapping[str, Any]) -> Iterator[str]:
+    """For each table how its files begin: its name in safe characters, with a number where two share it."""
+    seen: set[str] = set()
+    for number, name in enumerate(names):
+        label = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40] or "table"
+        label = f"{label}-{number}" if label in seen else label
+        seen.add(label)
+        yield label
+
+
+def _export_table(
+    stream: CheckpointStream,
+    folder: Path,
+    name: str,
+    label: str,
+    table: Mapping[str, Any],
+    format: Format,
+    metadata: bool,
+    shard_rows: int | None,
+) -> dict[str, Any]:
+    """Write a table's shards; ``format``, ``rows``, ``files`` of the manifest."""
+    (width,) = stream.columns[name]["rows"][1]
+    rows = shard_rows or max(1, SHARD_BYTES // (8 + 4 * (width if metadata else table["dim"])))
+    files: list[dict[str, Any]] = []
+    for columns in _shards(stream, name, table["dim"], metadata, rows):
+        path = folder / f"{label}.{len(files):05d}{SUFFIXES[format]}"
+        write_shard(path, columns, format)
+        files.append({**_file(path), "rows": len(columns["ids"])})
+    return {"format": format, "rows": sum(each["rows"] for each in files), "files": files}
+
+
+def _shards(
+    stream: CheckpointStream, name: str, dim: int, metadata: bool, shard_rows: int
+) -> Iterator[dict[str, Tensor]]:
+    """The columns of a table, `shard_rows` rows at a time; one shard of none for an empty table."""
+    waiting: dict[str, list[Tensor]] = {}
+    count = written = 0
+    for columns in stream.rows(name):
+        columns = _columns(columns, dim, metadata)
+        for column, values in columns.items():
+            waiting.setdefault(column, []).append(values)
+        count += len(columns["ids"])
+        if count >= shard_rows:
+            joined = {column: torch.cat(parts) for column, parts in waiting.items()}
+            for start in range(0, count - shard_rows + 1, shard_rows):
+                yield {column: values[start : start + shard_rows] for column, values in joined.items()}
+                written += 1
+            rest = count - count % shard_rows
+            waiting = {column: [values[rest:].clone()] for column, values in joined.items()}
+            count %= shard_rows
+    if count or not written:
+        yield {column: torch.cat(parts) for column, parts in waiting.items()}
+
+
+def _columns(columns: dict[str, Tensor], dim: int, metadata: bool) -> dict[str, Tensor]:
+    """Those of an export from those of a checkpoint."""
+    ids, rows = columns.pop("keys"), columns.pop("rows")
+    found = {"ids": ids, "weights": rows[:, :dim]}
+    if metadata:
+        found |= {"state": rows[:, dim:]} if rows.shape[1] > dim else {}
+        found |= columns
+    return found
+
+
+def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
+    """Give `model` the values of a checkpoint: those of the average, where the training kept one.
+
+    Raises ValueError for another model, or a checkpoint that no `Trainer` saved.
+    """
+    plain = stream.meta.get("dense")
+    if plain is None:
+        raise ValueError(f"the checkpoint of step {stream.step} has no dense model of a Trainer")
+    state = unflatten(plain, {f"dense/{name}": tensor for name, tensor in stream.dense().items()})
+    prefix = "module."
+    values = state["model"]
+    if "average" in state:
+        values = {
+            name.removeprefix(prefix): value
+            for name, value in state["average"].items()
+            if name.startswith(prefix)
+        }
+    try:
+        model.load_state_dict(values)
+    except RuntimeError as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ValueError(
+            f"the checkpoint's model is another one than {type(model).__name__}: {lines}"
+        ) from None
+
+
+def _scorer(
+    stream: CheckpointStream,
+    checkpoint: Path,
+    model: torch.nn.Module,
+    scorer: torch.nn.Module | None,
+    examples: Sequence[Arguments],
+    described: Mapping[str, Any],
+) -> Scorer:
+    """The scorer with the checkpoint's values, in evaluation mode."""
+    if scorer is not None and not any(each is model for each in scorer.modules()):
+        raise ValueError("scorer must hold model as a module, or be it: its values are loaded there")
+    model, scorer = copy.deepcopy((model, scorer))
+    load_weights(stream, model)
+    if scorer is not None:
+        return Scorer(SCORER, scorer.eval(), examples, {})
+    tables, features = described["tables"], described["features"]
+    dims = {tables[feature["table"]]["dim"] for feature in features.values()}
+    model.eval()
+    return scorer_of(model, tables[features["item"]["table"]]["dim"] if "item" in features else max(dims))
+
+
+def _export_dense(scorer: Scorer, folder: Path, compiled: bool) -> dict[str, Any]:
+    """Write the programs; the manifest's part of them."""
+    path = folder / "dense.pt2"
+    program = save_program(scorer, path)
+    found = {"kind": scorer.kind, **scorer.facts, "torch": torch.__version__, "program": _file(path)}
+    if compiled:
+        path = folder / "dense.compiled.pt2"
+        compile_program(scorer, program, path)
+        found["compiled"] = _file(path)
+    return found
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """A file's entry of the manifest, flushed to the disk."""
+    flush(path)
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -1,0 +1,266 @@
+"""An exported model in memory: embedding rows, scores and retrieval, with the bits of the trainer's.
+
+Dimensions: L tokens, B samples, C features, F dense features, I items, d model dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..checkpoint.files import sha256_of
+from ..checkpoint.manifest import add_checksum
+from ..data.jagged import KeyedJaggedTensor, check_offsets
+from ..embedding.features import pool
+from ..nn import sigmoid
+from .exporter import FORMAT, MANIFEST, VERSION
+from .programs import CLICK, NEXT_ITEM, load_compiled, load_program
+from .retrieval import top_k
+from .shards import read_shard
+
+UnknownIds = Literal["initial", "zeros"]
+BLOCK_SCORES = 1 << 24
+"""Scores that `Predictor.retrieve` has in memory at a time."""
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """Weights by id.
+
+    ids (n,) int64, ascending; weights (n, d) float32. An unknown id reads as its ``initial`` row, a function
+    of (seed, table_id, id, column) as in training, or as ``zeros``.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    seed: int
+    table_id: int
+    scale: float
+    unknown: UnknownIds
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """(n, d) float32 of ids (n,) int64, repeats allowed."""
+        dim = self.weights.shape[1]
+        places = torch.searchsorted(self.ids, ids.contiguous())
+        known = torch.zeros(len(ids), dtype=torch.bool)
+        if len(self.ids):
+            places = places.clamp_(max=len(self.ids) - 1)
+            known = self.ids[places] == ids
+        found = torch.zeros(len(ids), dim, dtype=torch.float32)
+        found[known] = ops.gather_rows(self.weights, places[known])
+        if self.unknown == "initial":
+            found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
+        return found
+
+
+class Predictor:
+    """A model of `tritonrec.serving.export`, on the CPU; make one by `load`.
+
+    Attributes:
+        manifest: of the export. step: of the checkpoint. tables: by name. program: the dense part, called
+            with the tensors of its scorer; None where the tables were exported alone.
+    """
+
+    def __init__(self, manifest: dict[str, Any], tables: dict[str, ExportedTable], program: Any):
+        self.manifest, self.tables, self.program = manifest, tables, program
+        self.step: int = manifest["step"]
+
+    @classmethod
+    def load(cls, path: Path | str, *, compiled: bool = False, unknown: UnknownIds = "initial") -> Predictor:
+        """Load a folder of `export`; every file is compared with its checksum.
+
+        Args:
+            compiled: run the dense part that AOTInductor compiled. unknown: what ids without a row read as:
+                their ``"initial"`` values, as in training, or ``"zeros"``.
+
+        Raises ValueError for a folder that is no export, a file that is missing or altered, and `compiled`
+        where nothing was compiled.
+        """
+        if unknown not in ("initial", "zeros"):
+            raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
+        folder = Path(path)
+        manifest = _read_manifest(folder)
+        tables = {name: _load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
+        dense, program = manifest["dense"], None
+        if compiled and not (dense or {}).get("compiled"):
+            raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
+        if compiled:
+            program = load_compiled(_checked(folder, dense["compiled"]))
+        elif dense:
+            program = load_program(_checked(folder, dense["program"]))
+        return cls(manifest, tables, program)
+
+    def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Embeddings of a feature, as `HashTableCollection.peek` gives them: (n, d) of ids (n,) int64.
+
+        A pooled feature takes the `offsets` (m + 1,) of its bags and gives (m, d).
+        """
+        described = self.manifest["features"].get(feature)
+        if described is None:
+            raise ValueError(f"there is no feature {feature!r}, but {', '.join(self.manifest['features'])}")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {_told(ids)}")
+        found = self.tables[described["table"]].rows(ids)
+        if described["pooling"] == "none":
+            return found
+        if offsets is None:
+            raise ValueError(f"feature {feature!r} is pooled: give the offsets of its bags")
+        check_offsets(offsets, len(ids), f"offsets of {feature!r}", "ids")
+        return pool(found, offsets, described["pooling"])
+
+    def encode(self, history: Any, timestamps: Tensor | None = None) -> Tensor:
+        """User vectors (B, d) of a next-item model, from histories of items, oldest first.
+
+        Args:
+            history: a `JaggedBatch`, a `KeyedJaggedTensor` or a mapping with the key ``"item"``, ids with
+                offsets (B + 1,) int64, or one user's ids (L,) int64.
+            timestamps: (L,) int64, for a model with times; a `JaggedBatch` brings its own.
+
+        Raises ValueError for an empty or a too long history, and for missing timestamps.
+        """
+        dense = self._dense(NEXT_ITEM, "encode")
+        ids, offsets = _history(history)
+        if timestamps is None:
+            timestamps = getattr(history, "timestamps", None)
+        if timestamps is None:
+            if dense["timestamps"]:
+                raise ValueError("this model goes by times: give timestamps (L,) int64")
+            timestamps = torch.zeros_like(ids)
+        if timestamps.shape != ids.shape or timestamps.dtype != torch.int64:
+            raise ValueError(f"timestamps must be {tuple(ids.shape)} int64, got {_told(timestamps)}")
+        check_offsets(offsets, len(ids), "offsets of 'item'", "ids")
+        lengths, longest = offsets.diff(), dense["max_seq_len"]
+        wrong = ((lengths < 1) | (lengths > longest)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise ValueError(f"history {at} has {int(lengths[at])} items, the model takes 1 to {longest}")
+        with torch.no_grad():
+            return self.program(self.rows("item", ids), offsets, timestamps)
+
+    def scores(self, history: Any, items: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
+        """(B, I) float32, of `items` (I,) int64, or of all of the table in ascending order (`item_ids`)."""
+        weights = self._items().weights if items is None else self.rows("item", items)
+        return ops.linear(self.encode(history, timestamps), weights, None)
+
+    def retrieve(self, history: Any, k: int, timestamps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The k items of the highest scores by exact search: ids (B, k) int64 and scores (B, k) float32.
+
+        Best first; of equal scores the smaller id. Raises ValueError for a k outside [1, items].
+        """
+        table = self._items()
+        vectors = self.encode(history, timestamps)
+        block = max(1, BLOCK_SCORES // max(1, len(table.ids)))
+        found = [top_k(ops.linear(each, table.weights, None), k) for each in vectors.split(block)]
+        return table.ids[torch.cat([places for places, _ in found])], torch.cat([best for _, best in found])
+
+    @property
+    def item_ids(self) -> Tensor:
+        """(I,) int64: ids of the table of feature ``"item"``, ascending; the order of `scores`."""
+        return self._items().ids
+
+    def predict(self, batch: Any, features: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Probabilities (B,) of a click.
+
+        Args:
+            batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name.
+
+        Raises ValueError for a missing feature, or another number of ids than samples.
+        """
+        names = self._dense(CLICK, "predict")["features"]
+        dense = batch if isinstance(batch, Tensor) else batch.dense
+        if features is None:
+            if isinstance(batch, Tensor):
+                raise ValueError(f"give the ids of features {', '.join(names)}")
+            features = {name: lookup.ids for name, lookup in batch.lookups().items()}
+        rows = []
+        for name in names:
+            if name not in features:
+                raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
+            if features[name].shape != dense.shape[:1]:
+                raise ValueError(
+                    f"ids of feature {name!r} must be ({len(dense)},) like the dense features, got "
+                    f"{tuple(features[name].shape)}"
+                )
+            rows.append(self.rows(name, features[name]))
+        with torch.no_grad():
+            return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
+
+    def _items(self) -> ExportedTable:
+        self._dense(NEXT_ITEM, "retrieve")
+        return self.tables[self.manifest["features"]["item"]["table"]]
+
+    def _dense(self, kind: str, what: str) -> dict[str, Any]:
+        """The manifest's part of the dense model, which must be of a kind."""
+        dense = self.manifest["dense"]
+        if dense is None:
+            raise ValueError(f"{what} needs a dense model, and the tables were exported alone")
+        if dense["kind"] != kind:
+            raise ValueError(f"{what} is for a {kind} model, and this one is a {dense['kind']} model")
+        return dense
+
+
+def _told(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _history(history: Any) -> tuple[Tensor, Tensor]:
+    """Ids and offsets of any form that `Predictor.encode` takes."""
+    if isinstance(history, Tensor):
+        return history, torch.tensor([0, len(history)], dtype=torch.int64)
+    if isinstance(history, KeyedJaggedTensor):
+        history = history.to_dict()
+    if isinstance(history, Mapping):
+        if "item" not in history:
+            raise ValueError(f"the history has features {list(history)}, and the model needs 'item'")
+        ids, offsets = history["item"]
+        return ids, offsets
+    return history.ids, history.offsets
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        body = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+        named, version = manifest["format"], manifest["version"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder} is no export: {path} cannot be read ({error})") from error
+    if named != FORMAT or version != VERSION:
+        raise ValueError(f"{path} is {named} version {version}, and this tritonrec reads {FORMAT} {VERSION}")
+    if add_checksum(body) != manifest:
+        raise ValueError(f"{path} was altered: its own checksum does not fit")
+    return manifest
+
+
+def _checked(folder: Path, entry: Mapping[str, Any]) -> Path:
+    """The path of a file of the manifest, if its checksum fits."""
+    path = folder / entry["file"]
+    try:
+        digest = sha256_of(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read, but the manifest names it: {error.strerror}") from error
+    if digest != entry["sha256"]:
+        raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
+    return path
+
+
+def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
+    ids = torch.empty(table["rows"], dtype=torch.int64)
+    weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
+    at = 0
+    for entry in table["files"]:
+        columns = read_shard(_checked(folder, entry), table["format"])
+        here = slice(at, at + entry["rows"])
+        ids[here], weights[here] = columns["ids"], columns["weights"]
+        at += entry["rows"]
+    ids, order = ids.sort()
+    return ExportedTable(
+        ids, ops.gather_rows(weights, order), table["seed"], table["table_id"], table["scale"], unknown
+    )

@@ -1,0 +1,227 @@
+"""The dense part of a model as a program of `torch.export`, and compiled by AOTInductor.
+
+A scorer is a module of tensors, without a trainer's batches: what is exported. Ours are made from a model;
+that of another model is the caller's. Sizes that differ between the `examples` are dynamic. Our ops are nodes
+of the graph (``torch.ops.tritonrec``), so a process that runs a program imports `tritonrec.ops` first.
+
+Dimensions: L tokens, B samples, C features, F dense features, d model dimension.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes
+from torch import Tensor
+
+from .. import ops
+from ..nn import DLRM, NextItemModel, PaddedNextItem
+
+Arguments = tuple[Tensor, ...]
+Program = Callable[..., Any]
+
+NEXT_ITEM, CLICK, SCORER = "next_item", "click", "scorer"
+"""What a program computes: `NextItemEncoder`, `ClickScorer`, or a scorer of the caller's."""
+
+
+@dataclass(frozen=True)
+class _History:
+    """The parts of a batch that an encoder reads."""
+
+    offsets: Tensor
+    sample_ids: Tensor
+    timestamps: Tensor
+
+
+class NextItemEncoder(torch.nn.Module):
+    """The hidden state of each history's last token, which stands for the user.
+
+    Args:
+        model: `NextItemModel` or `PaddedNextItem`, in evaluation mode.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
+        """(B, d) from embedding rows (L, d), offsets (B + 1,) of histories with a token each, and (L,)."""
+        owners = offsets.new_zeros(offsets.shape[0] - 1)  # ids are for dropout, which is off
+        hidden = self.model.encode(_History(offsets, owners, timestamps), rows)  # type: ignore[operator]
+        return ops.gather_rows(hidden, offsets[1:] - 1)
+
+
+class ClickScorer(torch.nn.Module):
+    """The logits of `DLRM`; the sigmoid behind them is the caller's, see `Predictor.predict`."""
+
+    def __init__(self, model: DLRM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, rows: Tensor) -> Tensor:
+        """(B, 1) from dense features (B, F) and rows (B, C, d), features in the order of the model's."""
+        return self.model.logits(dense, dict(zip(self.model.config.features, rows.unbind(1), strict=True)))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A module to export.
+
+    Args:
+        kind: see `NEXT_ITEM`. module: in evaluation mode. examples: arguments of two calls or more.
+        facts: what a caller of the program has to know, as JSON keeps it.
+    """
+
+    kind: str
+    module: torch.nn.Module
+    examples: Sequence[Arguments]
+    facts: dict[str, Any]
+
+
+def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
+    """The scorer of a model of ours, for embedding rows of `dim` columns.
+
+    Raises TypeError for another model.
+    """
+    if isinstance(model, DLRM):
+        config, draw = model.config, _generator()
+        examples: list[Arguments] = [
+            (
+                torch.randn(size, config.dense, generator=draw, dtype=torch.float32),
+                torch.randn(size, len(config.features), dim, generator=draw, dtype=torch.float32),
+            )
+            for size in (3, 1, 8, 37)
+        ]
+        facts = {"features": list(config.features), "dense": config.dense}
+        return Scorer(CLICK, ClickScorer(model), examples, facts)
+    if isinstance(model, NextItemModel):
+        longest = model.config.max_seq_len
+        timed = bool(getattr(model.config, "relative_bias", True))  # FuXi always takes times
+    elif isinstance(model, PaddedNextItem):
+        longest, timed = model.body.max_seq_len, False
+    else:
+        raise TypeError(
+            f"{type(model).__name__} has no exported form of its own: give scorer=, a module of tensors that "
+            "holds the model, and examples= of its arguments"
+        )
+    lengths = ([3, 2], [1], [longest], [2, 5, longest, 1, 1, 4], [1] * 33)
+    examples = [_history([min(length, longest) for length in each], dim) for each in lengths]
+    facts = {"max_seq_len": longest, "timestamps": timed}
+    return Scorer(NEXT_ITEM, NextItemEncoder(model), examples, facts)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _history(lengths: list[int], dim: int) -> Arguments:
+    draw, tokens = _generator(), sum(lengths)
+    rows = torch.randn(tokens, dim, generator=draw, dtype=torch.float32)
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+    return rows, offsets, torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64).sort().values
+
+
+def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
+    """Export a scorer to a file, and compare the file's program with it in every bit on all examples.
+
+    Raises ValueError where torch cannot trace it with the sizes of the examples, or where a bit differs.
+    """
+    if len(scorer.examples) < 2:
+        raise ValueError("an export needs the arguments of two calls or more, of different sizes: examples=")
+    shapes = [_dynamic(sizes) for sizes in zip(*map(_sizes, scorer.examples), strict=True)]
+    try:
+        with _quiet(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            # without the option a size of the first example that is not 1 could never be 1
+            program = torch.export.export(scorer.module, scorer.examples[0], dynamic_shapes=tuple(shapes))
+            torch.export.save(program, path)
+            loaded = load_program(path)
+    except (torch._dynamo.exc.UserError, RuntimeError) as error:
+        raise ValueError(
+            f"torch.export cannot trace {type(scorer.module).__name__}: {_told(error)}; TransformerEncoder "
+            "needs is_causal, and a size or a branch may not depend on values"
+        ) from error
+    compare(scorer, loaded, "the exported program")
+    return program
+
+
+def _sizes(arguments: Arguments) -> list[torch.Size]:
+    if not all(isinstance(each, Tensor) for each in arguments):
+        raise TypeError("examples= are tuples of tensors, one for each argument of the scorer")
+    return [each.shape for each in arguments]
+
+
+def _dynamic(sizes: Sequence[torch.Size]) -> dict[int, Any]:
+    """By dimension whether it is dynamic, of one argument's shapes in all examples."""
+    if len({len(each) for each in sizes}) > 1:
+        raise ValueError(f"an argument has {sizes[0]} in one example and {sizes[-1]} in another")
+    alike = [len(set(each)) == 1 for each in zip(*sizes, strict=True)]
+    return {
+        dim: torch.export.Dim.STATIC if same else torch.export.Dim.DYNAMIC for dim, same in enumerate(alike)
+    }
+
+
+def compile_program(scorer: Scorer, program: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile by AOTInductor to a file, and compare with the scorer as `save_program` does."""
+    with _quiet(), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    compare(scorer, load_compiled(path), "the program that AOTInductor compiled")
+
+
+def check_compiler() -> None:
+    """Raise ValueError where AOTInductor would find no C++ compiler."""
+    named = os.environ.get("CXX")
+    if not any(shutil.which(each) for each in ([named] if named else ["g++", "clang++"])):
+        raise ValueError(
+            f"AOTInductor needs a C++ compiler, and {named or 'g++'} is not here: leave it out, the exported "
+            "program runs without one"
+        )
+
+
+def load_program(path: Path) -> Program:
+    """The program of `save_program`."""
+    with _quiet():
+        return torch.export.load(path).module()
+
+
+def load_compiled(path: Path) -> Program:
+    """The program of `compile_program`."""
+    with _quiet():
+        return torch._inductor.aoti_load_package(str(path))
+
+
+def compare(scorer: Scorer, program: Program, name: str) -> None:
+    """Raise ValueError unless `program` gives the scorer's results in every bit on all examples."""
+    for number, arguments in enumerate(scorer.examples):
+        with torch.no_grad():
+            got, want = program(*arguments), scorer.module(*arguments)
+        if not torch.equal(got.view(torch.int32), want.view(torch.int32)):
+            raise ValueError(
+                f"{name} differs from {type(scorer.module).__name__} in its bits on example {number}, of "
+                f"shapes {_shapes(arguments)}: it is not exported"
+            )
+
+
+def _shapes(arguments: Arguments) -> str:
+    return ", ".join(str(tuple(each.shape)) for each in arguments)
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error of torch that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings about its own future."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,52 @@
+"""Columns of a table in files that other tools open: Parquet, or safetensors.
+
+A column (n,) is a plain one; a column (n, w) is a fixed-size list of w values in Parquet, a matrix in
+safetensors. Rows keep their order, and every value its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Format = Literal["parquet", "safetensors"]
+SUFFIXES: dict[Format, str] = {"parquet": ".parquet", "safetensors": ".safetensors"}
+
+
+def write_shard(path: Path, columns: Mapping[str, Tensor], format: Format) -> None:
+    """Write columns (n,) or (n, w), w at least 1, to a new file."""
+    if format == "safetensors":
+        save_file({name: values.contiguous() for name, values in columns.items()}, path)
+        return
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    arrays: dict[str, Any] = {}
+    for name, values in columns.items():
+        flat = pyarrow.array(values.contiguous().flatten().numpy())
+        lists = values.dim() == 2
+        arrays[name] = pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1]) if lists else flat
+    parquet.write_table(pyarrow.table(arrays), path)
+
+
+def read_shard(path: Path, format: Format) -> dict[str, Tensor]:
+    """The columns of a file that `write_shard` wrote."""
+    if format == "safetensors":
+        return load_file(path)
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    columns = {}
+    table = parquet.read_table(path)
+    for name, chunks in zip(table.column_names, table.columns, strict=True):
+        lists = pyarrow.types.is_fixed_size_list(chunks.type)
+        array = chunks.combine_chunks()
+        values = (array.flatten() if lists else array).to_numpy(zero_copy_only=False)
+        tensor = torch.from_numpy(values.copy())  # Arrow's memory cannot be written to
+        columns[name] = tensor.view(-1, chunks.type.list_size) if lists else tensor
+    return columns
