@@ -6,19 +6,23 @@
 # make lint     ruff and mypy
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
+# make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
+# make docs     the site under out/site, strictly: a page outside the navigation or a broken link is an error
 # make clean    remove what these made
 #
-# PYTHON=python3.12 chooses the interpreter of a new .venv; TRACES=folder where verify records.
+# PYTHON=python3.12 chooses the interpreter of a new .venv; TRACES=folder where verify records. constraints.txt bounds
+# what is installed here; the package's own metadata has no upper bounds.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # Processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin. Many
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix report docs clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -52,6 +56,12 @@ bench: .venv/installed
 compile-matrix: .venv/installed
 	$(BIN)/python ci/compile/compile_matrix.py --check
 
+report: .venv/installed
+	$(BIN)/tritonrec report --html out/report.html
+
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict --quiet --site-dir out/site
+
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -60,11 +70,15 @@ clean:
 	$(PYTHON) -m venv .venv
 
 # Stamps: installed again only when the dependencies may have changed.
-.venv/installed: pyproject.toml | .venv/bin/python
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing tritonrec and its dependencies into .venv; PyTorch is large, the first time takes minutes."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(PIP) -e '.[test]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	$(PIP) -e '.[docs]'
 	@touch $@

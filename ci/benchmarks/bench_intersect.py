@@ -1,12 +1,14 @@
 """Common keys of two buffers beside numpy, torch and a dict: ``pytest ci/benchmarks/bench_intersect.py``.
 
-One thread, identical inputs, distinct keys, half of each buffer in the other; every output is checked before
-it is timed. All return the positions in both buffers; numpy and torch in their own order.
+One thread, identical inputs, distinct keys, half of each buffer in the other; every round has other keys,
+and its output is checked (`honest`). All return the positions in both buffers; numpy and torch in their own
+order.
 """
 
 import numpy as np
 import pytest
 import torch
+from honest import flipped, honest
 
 from tritonrec.kernels.intersect import intersect
 
@@ -74,10 +76,13 @@ def one_thread():
 )
 def test_intersect(benchmark, workload, contender):
     name, left, right = workload
-    left_positions, right_positions = contender(left, right)
-    assert torch.equal(left[left_positions], right[right_positions])
     expected = np.flatnonzero(np.isin(left.numpy(), right.numpy()))
-    assert torch.equal(left_positions.sort().values, torch.from_numpy(expected))
+
+    def check(output, left, right):
+        left_positions, right_positions = output
+        assert torch.equal(left[left_positions], right[right_positions])
+        assert torch.equal(left_positions.sort().values, torch.from_numpy(expected))
+
     benchmark.group = f"intersect {name}"
     benchmark.extra_info.update(
         ours=contender is tritonrec,
@@ -85,4 +90,5 @@ def test_intersect(benchmark, workload, contender):
         threads=1,
         versions={"torch": torch.__version__, "numpy": np.__version__},
     )
-    benchmark(contender, left, right)
+    least_bytes = 8 * (len(left) + len(right)) + 16 * len(expected)
+    honest(benchmark, contender, left, right, fresh=flipped, check=check, least_bytes=least_bytes)

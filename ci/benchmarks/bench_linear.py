@@ -1,9 +1,9 @@
 """Batch-invariant linear layers beside torch: ``pytest ci/benchmarks/bench_linear.py``, ratios from its JSON.
 
-One thread, identical inputs, each output checked before it is timed. `torch.nn.functional.linear` calls a
-BLAS, which promises nothing about a row's bits and chooses its kernel by shape. The exact weight gradient
-(each sample's product rounded once, added as int64) is compared with one product of the whole batch in
-float32, which depends on the batch and its order.
+One thread, identical inputs; every round has other values, and its output is checked (`honest`).
+`torch.nn.functional.linear` calls a BLAS, which promises nothing about a row's bits and chooses its kernel by
+shape. The exact weight gradient (each sample's product rounded once, added as int64) is compared with one
+product of the whole batch in float32, which depends on the batch and its order.
 """
 
 import statistics
@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from honest import honest, scaled
 
 from tritonrec.kernels.linear import linear, linear_weight_grad
 
@@ -99,10 +100,14 @@ def describe(workload, direction):
 def test_linear(benchmark, one_thread, workload, direction, which):
     name, x, weight, bias, dy, offsets = workload
     contender = CONTENDERS[direction][which]
-    check(direction, contender(x, weight, bias, dy, offsets), x, weight, bias, dy)
     benchmark.group = f"linear {direction} {name}"
     benchmark.extra_info.update(describe(workload, direction), ours=which == 0)
-    benchmark(contender, x, weight, bias, dy, offsets)
+    least_bytes = 4 * (x.numel() + weight.numel() + dy.numel())  # two of them in, the third one out
+    honest(
+        benchmark, contender, x, weight, bias, dy, offsets, fresh=scaled,
+        check=lambda got, x, weight, bias, dy, offsets: check(direction, got, x, weight, bias, dy),
+        least_bytes=least_bytes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("direction", CONTENDERS)

@@ -2,9 +2,9 @@
 
     pytest ci/benchmarks/bench_segment_sum.py
 
-Every row is one thread, except those that say so, under identical inputs; each output is checked before it
-is timed. "batch" is compared with what torch needs for the same integers (scale, round, convert, index_add_),
-and `test_cost_of_exactness` measures batch over window with alternating calls.
+Every row is one thread, except those that say so, under identical inputs; every round has other values, and
+its output is checked (`honest`). "batch" is compared with what torch needs for the same integers (scale,
+round, convert, index_add_), and `test_cost_of_exactness` measures batch over window with alternating calls.
 """
 
 import os
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from honest import honest, scaled
 
 from tritonrec.kernels.rows import segment_sum
 
@@ -101,31 +102,44 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def timed(benchmark, contender, workload, check):
+    _name, values, segments, count = workload
+    least_bytes = describe(workload)["least_bytes"] + 4 * count * values.shape[1]
+    honest(benchmark, contender, values, segments, count, fresh=scaled, check=check, least_bytes=least_bytes)
+
+
 @pytest.mark.parametrize(
     "contender",
     [window, torch_index_add, torch_index_add_all_threads, numpy_add_at, pandas_groupby],
     ids=lambda f: f.__name__,
 )
 def test_window(benchmark, one_thread, workload, contender):
-    name, values, segments, count = workload
-    exact = torch.zeros(count, values.shape[1], dtype=torch.float64).index_add_(0, segments, values.double())
+    name = workload[0]
     if contender is torch_index_add_all_threads:
         torch.set_num_threads(os.cpu_count() or 1)
     benchmark.group = f"segment_sum:window {name}"
     benchmark.extra_info.update(describe(workload), threads=torch.get_num_threads(), ours=contender is window)
-    torch.testing.assert_close(contender(values, segments, count).double(), exact, rtol=1e-4, atol=1e-2)
-    benchmark(contender, values, segments, count)
+
+    def check(got, values, segments, count):
+        exact = torch.zeros(count, values.shape[1], dtype=torch.float64)
+        exact.index_add_(0, segments, values.double())
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=4e-2)
+
+    timed(benchmark, contender, workload, check)
 
 
 @pytest.mark.parametrize("contender", [batch, torch_int64_index_add], ids=lambda f: f.__name__)
 def test_batch(benchmark, one_thread, workload, contender):
-    name, values, segments, count = workload
-    terms = (values.double() * SCALE).round().long()
-    exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
+    name = workload[0]
+
+    def check(got, values, segments, count):
+        terms = (values.double() * SCALE).round().long()
+        exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
+        assert torch.equal(got, exact)
+
     benchmark.group = f"segment_sum:batch {name}"
     benchmark.extra_info.update(describe(workload), threads=1, ours=contender is batch)
-    assert torch.equal(contender(values, segments, count), exact)
-    benchmark(contender, values, segments, count)
+    timed(benchmark, contender, workload, check)
 
 
 def test_cost_of_exactness(benchmark, one_thread, workload):

@@ -1,14 +1,15 @@
 """Dedup beside torch, numpy and pandas: ``pytest ci/benchmarks/bench_unique.py``, ratios from its JSON.
 
-One thread, identical inputs; every output is checked before it is timed. numpy and torch sort and return the
-distinct keys ascending; pandas hashes and keeps the order of occurrence, and counts in a second call, which
-is timed with it because a sparse update needs the counts.
+One thread, identical inputs; every round has other keys, and its output is checked (`honest`). numpy and
+torch sort and return the distinct keys ascending; pandas hashes and keeps the order of occurrence, and counts
+in a second call, which is timed with it because a sparse update needs the counts.
 """
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from honest import flipped, honest
 
 from tritonrec.kernels.unique import unique
 
@@ -65,19 +66,26 @@ def one_thread():
 )
 def test_unique(benchmark, workload, contender):
     name, keys = workload
-    distinct, inverse, counts = contender(keys)
     expected_keys, expected_counts = np.unique(keys.numpy(), return_counts=True)
-    order = torch.argsort(distinct)
-    assert torch.equal(distinct[inverse], keys)
-    assert torch.equal(distinct[order], torch.from_numpy(expected_keys))
-    assert torch.equal(counts[order], torch.from_numpy(expected_counts))
+
+    def check(output, keys):
+        distinct, inverse, counts = output
+        order = torch.argsort(distinct)
+        assert torch.equal(distinct[inverse], keys)
+        assert len(distinct) == len(expected_keys)
+        assert bool((distinct[order].diff() > 0).all())
+        assert torch.equal(counts.sort().values, torch.from_numpy(np.sort(expected_counts)))
+        assert torch.equal(counts, torch.bincount(inverse))
+
     benchmark.group = f"unique {name}"
     benchmark.extra_info.update(
         ours=contender is tritonrec,
-        workload=f"{len(keys):,} keys, {len(distinct):,} distinct",
+        workload=f"{len(keys):,} keys, {len(expected_keys):,} distinct",
         zipf=WORKLOADS[name][1],
         catalogue=WORKLOADS[name][2],
         threads=1,
         versions={"torch": torch.__version__, "numpy": np.__version__, "pandas": pd.__version__},
     )
-    benchmark(contender, keys)
+    # keys in, the inverse and the distinct keys with their counts out
+    least_bytes = 16 * len(keys) + 16 * len(expected_keys)
+    honest(benchmark, contender, keys, fresh=flipped, check=check, least_bytes=least_bytes)

@@ -34,13 +34,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "bf16, rows in bf16": {"precision": "bf16", "exchange_precision": "bf16"},
 }
-LR = {"sasrec": 1e-3, "hstu": 3e-3}
+MODELS, LR = ("sasrec", "hstu"), 3e-3
 
 
 def parts_of(model: str, seed: int):
     """Model, tables, optimizer and job; batches of 128 samples with 32 negatives a token."""
     sizes = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
-    job = Job(batch_size=128, num_negatives=32, lr=LR[model], seed=seed, sizes=sizes)
+    job = Job(batch_size=128, num_negatives=32, lr=LR, seed=seed, sizes=sizes)
     if model == "hstu":
         return *job.build("adam"), job
     spec = importlib.util.spec_from_file_location("sasrec_example", EXAMPLE)
@@ -77,7 +77,7 @@ def print_rows(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="mean and standard deviation over the seeds")
     for name in ("model", "precision", "loss", "NDCG@10", "HR@10", "left out", "CPU ms a step", "row bytes"):
         table.add_column(name, justify="left" if name in ("model", "precision") else "right")
-    for model in LR:
+    for model in MODELS:
         for setting in SETTINGS:
             mine = [row for row in rows if (row["model"], row["setting"]) == (model, setting)]
             if not mine:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
             both = pool.run(train, 2, "hstu", setting, 0, 0, 4)
             sent[setting] = sum(each[0] for each in both) // 4
     for seed in range(arguments.seeds):
-        for model in LR:
+        for model in MODELS:
             for setting in SETTINGS:
                 key = {"model": model, "setting": setting, "seed": seed, "epochs": arguments.epochs}
                 if any(key.items() <= row.items() for row in done):

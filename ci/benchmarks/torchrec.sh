@@ -14,4 +14,4 @@ if [ "${1:-}" = bench ]; then
     shift
     exec "$python" ci/benchmarks/bench_torchrec.py "$@"
 fi
-PYTHONPATH=$PWD/out/torchrec "$python" -m pytest -q tests/examples "$@"
+PYTHONPATH=$PWD/out/torchrec "$python" -m pytest -q tests/examples/test_examples.py "$@"

@@ -26,6 +26,7 @@ class SASRec(torch.nn.Module):
     def __init__(self, dropout=0.2):
         super().__init__()
         self.positions, self.drop = torch.nn.Embedding(LENGTH, DIM), torch.nn.Dropout(dropout)
+        torch.nn.init.normal_(self.positions.weight, std=0.02)  # torch's default, 1, drowns the items
         layer = torch.nn.TransformerEncoderLayer(DIM, 2, DIM, dropout, batch_first=True, norm_first=True)
         norm = torch.nn.LayerNorm(DIM)
         self.encoder = torch.nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)

@@ -35,7 +35,7 @@ PAGES = {path.stem if path.parent.name == "docs" else path.name: path
          for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}  # fmt: skip
 NOT_RUN = {
     "emulator 1": "an excerpt of a kernel",
-    "scale 1": "eight ranks; tests/distributed/test_groups.py runs it",
+    "scale 1": "eight ranks; tests/pipeline/test_replicas.py has four",
 }
 """Python blocks that are only looked at."""
 SLOW = {"README.md", "data", "dlrm", "emulator", "models", "slipstream", "training", "verifying"}
@@ -285,7 +285,10 @@ def test_the_commands_of_a_page_exist_with_their_options(page, elsewhere):
 SMALL = [
     plain(words)
     for _, words in ALL_COMMANDS
-    if plain(words)[0] == "tritonrec" and plain(words)[1] in TINY and not LONG & set(words)
+    if words[0] != "torchrun"
+    and plain(words)[0] == "tritonrec"
+    and plain(words)[1] in TINY
+    and not LONG & set(words)
 ]
 
 

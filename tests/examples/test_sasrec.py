@@ -31,12 +31,12 @@ def same(one, other):
     return all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-def train(folder, mode="nestpipe", micro_batches=4, epochs=3, patience=9):
+def train(folder, mode="nestpipe", micro_batches=4, epochs=3, patience=9, **options):
     """In this process; the state that it has saved at last."""
     spec = importlib.util.spec_from_file_location("sasrec_example", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(folder, DATA, epochs, patience, mode, micro_batches)
+    module.main(folder, DATA, epochs, patience, mode, micro_batches, **options)
     return saved(folder)
 
 
@@ -51,6 +51,11 @@ def reference(tmp_path_factory):
 )
 def test_every_mode_ends_alike(tmp_path, reference, mode, micro_batches):
     assert same(train(tmp_path, mode, micro_batches), reference)
+
+
+@pytest.mark.slow
+def test_it_computes_in_bfloat16(tmp_path, reference):
+    assert not same(train(tmp_path, precision="float32"), reference)
 
 
 @pytest.mark.slow

@@ -43,12 +43,18 @@ CASES = [
     Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
     Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),
     Case("nestpipe", "batch", 2, 3, False, "adam", 4, variant="checkpoint"),
+    # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
+    Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
+    Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),
+    Case("sequential", "batch", 1, 3, False, "adam", 5, variant="hash-embedding"),
+    Case("sequential", "batch", 4, 20, False, "rowwise_adagrad", 6, variant="hash-embedding"),
 ]
-QUICK = [CASES[1], CASES[4], CASES[5]]  # each mode, both consistencies, on one and two ranks
+# each mode, both consistencies, on one and two ranks; both of what a user writes
+QUICK = [CASES[1], CASES[4], CASES[5], CASES[-4], CASES[-2]]
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
-    "overflow-of-one-rank", "own-rows-not-rounded",
+    "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass",
 )  # fmt: skip
 
 

@@ -84,9 +84,15 @@ def test_the_help_has_defaults_ranges_and_words_of_the_fields():
     assert "Do not merge." in text and "--merge" not in text
 
 
-def test_no_value_in_the_help_of_train_is_cut_at_80_columns():
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["train", "--help"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_no_value_in_the_help_is_cut_at_80_columns(command):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0 and "…" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_the_help_of_train_has_a_panel_for_each_group():
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["train", "--help"])
     panels = [line.split(" ─")[0] for line in result.output.splitlines() if line.startswith("╭─")]
     assert panels[-1].startswith("╭─ Slipstream") and len(set(panels)) == len(panels) == 7
 

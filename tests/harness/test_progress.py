@@ -1,6 +1,7 @@
 """Promise: a command says how far it is and that it compiles; compilation is in no figure."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -86,9 +87,9 @@ def test_training_says_the_pace_or_that_there_is_none(job, capsys, steps, said):
 
 
 COMPILE = """
-from tritonrec.harness.progress import announce_compilation
-announce_compilation()
-announce_compilation()
+import sys
+from tritonrec.kernels import caches
+caches._announcement._left = float(sys.argv[1])
 import kernel
 print(kernel.twice(2), kernel.thrice(2))
 """
@@ -102,16 +103,26 @@ def thrice(number): return 3 * number
 
 
 @pytest.mark.slow
-def test_compilation_is_said_once_and_only_where_something_is_compiled(tmp_path):
+def test_compilation_is_said_once_and_only_where_it_takes_long(tmp_path):
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "run.py").write_text(COMPILE)
 
-    def run():
+    def run(seconds, rank=0):
         done = subprocess.run(
-            [sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+            [sys.executable, "run.py", str(seconds)], cwd=tmp_path, capture_output=True, text=True,
+            timeout=120, env={**os.environ, "RANK": str(rank)},
+        )  # fmt: skip
         assert done.stdout == "4 6\n", done.stderr
         return done.stderr
 
-    assert run() == "compiling kernels: on the first run only, up to a minute\n"
-    assert run() == ""
+    def forget():
+        for path in tmp_path.rglob("*.nb?"):
+            path.unlink()
+
+    assert run(1e3) == ""
+    forget()
+    assert run(1e-6, rank=1) == ""
+    forget()
+    said = run(1e-6)
+    assert said.startswith("tritonrec: compiling kernels, on the first run only") and said.count("\n") == 1
+    assert run(1e-6) == ""

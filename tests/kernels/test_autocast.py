@@ -150,14 +150,26 @@ def test_an_op_is_the_float32_one_of_widened_arguments_rounded_once(name, impl, 
 
 
 @pytest.mark.parametrize(("impl", "dtype"), PAIRS)
-def test_the_fused_front_has_the_bits_of_its_three_ops(impl, dtype):
-    x, scale, shift, weight, bias = (on(impl, each) for each in DENSE["front"][0])
-    for low in (x.to(dtype), x):
-        norm = [each.to(low.dtype) for each in (scale, shift)]
-        product = [each.to(dtype) for each in (weight, bias)]
-        normed = ops.norm_mul_dropout(low, None, *norm, impl=impl).to(dtype)
-        want = ops.silu(ops.linear(normed, *product, impl=impl), impl=impl)
-        assert torch.equal(ops.norm_linear_silu(low, *norm, *product, impl=impl), want)
+@pytest.mark.parametrize("recompute", [("norm", "linear"), ()])
+def test_the_fused_front_has_the_bits_of_its_three_ops(recompute, impl, dtype):
+    def gradients(function, x_dtype):
+        dtypes = x_dtype, x_dtype, x_dtype, dtype, dtype
+        leaves = [
+            on(impl, each).to(to).requires_grad_() for each, to in zip(DENSE["front"][0], dtypes, strict=True)
+        ]
+        y = function(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, on(impl, some(8, 7)).to(dtype))
+
+    def three(x, scale, shift, weight, bias):
+        normed = ops.norm_mul_dropout(x, None, scale, shift, impl=impl).to(dtype)
+        return ops.silu(ops.linear(normed, weight, bias, impl=impl), impl=impl)
+
+    def fused(*leaves):
+        return ops.norm_linear_silu(*leaves, recompute=recompute, impl=impl)
+
+    for x_dtype in (dtype, torch.float32):
+        for got, want in zip(gradients(fused, x_dtype), gradients(three, x_dtype), strict=True):
+            assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("impl", "dtype"), PAIRS[2:])

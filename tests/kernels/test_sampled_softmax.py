@@ -147,6 +147,12 @@ def test_not_a_number_shows(impl):
     assert losses.isnan().nonzero().view(-1).tolist() == [4]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_temperature_is_one_by_default(impl):
+    tensors = [on(impl, tensor) for tensor in case("odd_dim")[:4]]
+    assert torch.equal(sampled_softmax(*tensors, impl=impl), sampled_softmax(*tensors, 1.0, impl=impl))
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     tokens=st.integers(1, 6),

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer_parts import EVERY, Ranker, batches, parts, same
 
+from tritonrec import checkpoint
 from tritonrec.checkpoint import flatten, unflatten
 from tritonrec.distributed import Communicators
 from tritonrec.embedding.in_flight import as_lane
@@ -173,6 +175,20 @@ def test_a_trainer_goes_on_from_what_it_saved(tmp_path, optimizer, scheduler):
         assert second.load(tmp_path, seen.append) == 2 == second.next_step
     assert seen == [{"note": [1, "a"]}]
     assert same(trained(again, "fwp", given=batches(4)[2:]), expected)
+
+
+def test_a_save_is_complete_when_it_returns(tmp_path, monkeypatch):
+    write = checkpoint.Saver._write
+
+    def late(*args):
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint.Saver, "_write", late)
+    with trainer(made("momentum"), "dbp") as training:
+        list(training.run(batches(2)))
+        training.save(tmp_path)
+        assert checkpoint.load(tmp_path, rank=0, world_size=1).step == 2
 
 
 def test_a_state_that_was_loaded_shares_no_memory():

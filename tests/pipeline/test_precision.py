@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 from speeds import slow_except
+from torch.optim.swa_utils import AveragedModel
 from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
@@ -240,3 +241,38 @@ def test_what_is_no_precision_is_refused(options, said):
 def test_what_is_no_power_of_two_is_refused(options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} must be a power of two from"):
         LossScaling(**options)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_trainer_evaluates_as_it_trains(precision):
+    made = JOB.build("adam")
+    loader = JOB.epochs()
+    average = AveragedModel(made[0])
+    seen = []
+    average.module.layers[0].register_forward_hook(
+        lambda module, *_: seen.append((torch.is_autocast_enabled("cpu"), module.training))
+    )
+    window = WindowConfig(2, precision=precision)
+    with Trainer(*made, Communicators.local(), "nestpipe", window, average=average) as training:
+        list(training.run([loader.batch(0)]))
+        found = training.evaluate(loader, (10, 20))
+        with training.autocast():
+            assert torch.is_autocast_enabled("cpu") == (precision == "bf16")
+        source = training.run(loader.batch(step) for step in range(1, 6))
+        next(source)
+        with pytest.raises(RuntimeError, match="in flight"):
+            training.evaluate(loader)
+        list(source)
+    assert {*found} == {"HR@10", "NDCG@10", "HR@20", "NDCG@20"} and found["HR@10"] <= found["HR@20"] <= 1
+    assert {*seen} == {(precision == "bf16", False)} and average.module.training
+
+
+def test_a_result_names_its_values():
+    step = trained(parts(Cast), "nestpipe", "batch", batches(1), precision="fp16")[1][0]
+    assert step.values() == {
+        "loss": step.loss, "grad_norm": step.grad_norm, "loss_scale": 2.0**16, "lr": 0.05
+    }  # fmt: skip
+    plain = trained(parts(), "nestpipe", "batch", batches(1))[1][0]
+    assert plain.values() == {"loss": plain.loss, "lr": 0.05}
+    both = replace(plain, learning_rates=(0.1, 0.2))
+    assert both.values() == {"loss": plain.loss, "lr/0": 0.1, "lr/1": 0.2}

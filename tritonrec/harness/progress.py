@@ -1,10 +1,8 @@
-"""How far a command is: a bar on a terminal, a line now and then elsewhere; and that kernels are compiled."""
+"""How far a command is: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
-import sys
 import time
-from functools import cache
 from math import inf, isfinite
 from statistics import median
 from typing import Any
@@ -101,11 +99,3 @@ class Pace:
 
     def _on_compilation(self) -> None:
         self._compiled = True
-
-
-@cache
-def announce_compilation() -> None:
-    """Say once, on standard error, when kernels are compiled."""
-    compiling.append(
-        lambda: print("compiling kernels: on the first run only, up to a minute", file=sys.stderr, flush=True)
-    )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tritonrec.kernels.dispatch import is_compiling
+
 LOW = (torch.bfloat16, torch.float16)
 LOWER, FLOAT32 = "lower", "float32"
 Casts = tuple[tuple[int, torch.dtype], ...]
@@ -32,7 +34,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, autocast is off for tensors of `device`: what is computed there has its dtypes already."""
-    off = torch.compiler.is_compiling() or autocast_dtype(device) is None
+    off = is_compiling() or autocast_dtype(device) is None
     return nullcontext() if off else torch.autocast(device.type, enabled=False)
 
 

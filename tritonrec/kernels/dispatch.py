@@ -21,6 +21,7 @@ emulated: tuple[int, int] | None = None
 
 class _OfThread(threading.local):
     impl: Impl = "auto"
+    eager = False
 
 
 _of_thread = _OfThread()
@@ -36,7 +37,7 @@ def use_impl(impl: Impl) -> Iterator[None]:
 
     Raises ValueError for an unknown name, RuntimeError inside a compiled function.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise RuntimeError("use_impl inside of torch.compile has no effect: enter it around the call")
     before = _of_thread.impl
     _of_thread.impl = _known(impl)
@@ -44,6 +45,27 @@ def use_impl(impl: Impl) -> Iterator[None]:
         yield
     finally:
         _of_thread.impl = before
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces the code that calls this.
+
+    torch's own flag is one for all threads, and is up while one of them compiles: on a thread that
+    `computes_eagerly` it says nothing.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    return torch.compiler.is_dynamo_compiling() or not _of_thread.eager
+
+
+@contextmanager
+def computes_eagerly(eager: bool = True) -> Iterator[None]:
+    """Inside, on this thread, nothing is compiled, whatever other threads do; False: until then it may be."""
+    before, _of_thread.eager = _of_thread.eager, eager
+    try:
+        yield
+    finally:
+        _of_thread.eager = before
 
 
 def default_impl() -> Impl:
@@ -72,7 +94,7 @@ def implementation(impl: Impl, tensor: torch.Tensor) -> str:
     if impl == "auto":
         impl = default_impl()
     on_cpu = tensor.is_cpu
-    if not on_cpu and not torch.compiler.is_compiling():
+    if not on_cpu and not is_compiling():
         prepare_triton()
     if impl == "auto":
         return "cpu" if on_cpu else "triton"

@@ -36,7 +36,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.autocast import cast, casts_of, is_low, run_widened, without_autocast
-from tritonrec.kernels.dispatch import Impl, default_impl, implementation, use_impl
+from tritonrec.kernels.dispatch import Impl, default_impl, implementation, is_compiling, use_impl
 from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
@@ -168,9 +168,9 @@ class Op:
         arguments += (None,) * (self._size - len(arguments))
         has_floats = self._refuse(arguments)
         casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
-        if impl == "auto" and not torch.compiler.is_compiling():
+        if impl == "auto" and not is_compiling():
             impl = default_impl()  # the derivative gets it too, which may run on another thread
-        if not torch.compiler.is_compiling() and current() is not None:
+        if not is_compiling() and current() is not None:
             if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
                 arguments = cast(arguments, casts)
                 self._validate((*arguments, impl))
@@ -182,7 +182,7 @@ class Op:
             if self._written:
                 self._refuse_gradients(arguments)
             # torch.compile traces `backward` with the call, also one that raises
-            if self.has_derivative or not torch.compiler.is_compiling():
+            if self.has_derivative or not is_compiling():
                 return self._function.apply(*arguments, impl)
         return self.registered(*arguments, impl)
 
@@ -238,7 +238,7 @@ class Op:
                 raise not_a_tensor(name, tensor)
             # The dispatcher would hand the op a copy, and lose its new values; torch.compile does not.
             # (It knows no is_neg, so it is asked first.)
-            eager = parameter.is_written and not torch.compiler.is_compiling()
+            eager = parameter.is_written and not is_compiling()
             if eager and (tensor.is_neg() or tensor.is_conj()):
                 raise ValueError(
                     f"{name} is written to and is a negated or conjugated view: give {name}.clone()"
@@ -369,7 +369,7 @@ def _step(
 
 def _again(impl: Impl, gradients: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """Sums of terms run on the implementation of their op, too, and autocast casts nothing in backward."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(use_impl(impl))

@@ -18,7 +18,9 @@ from .. import ops
 from ..data import Batch
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
+from ..kernels.dispatch import computes_eagerly, is_compiling
 from ..nn import GradientAccumulator
+from .compiled import Compilation
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 
@@ -58,6 +60,7 @@ class Flight:
         self._caller = 0
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
+        self._compilation = Compilation(dense.model, bits)
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
     @property
@@ -116,7 +119,7 @@ class Flight:
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
-            with self.accumulator.active():
+            with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
@@ -178,7 +181,7 @@ class Flight:
     def _refuse_forward(self, module: torch.nn.Module, args: object) -> None:
         # A lane's backward may compute a forward again on a thread of autograd, so that only the threads of
         # the caller's code are told apart from the lanes.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         if threading.get_ident() in (self._caller, self.reader) and not is_lane():
             raise RuntimeError(in_flight_message(f"a call of {type(module).__name__}", self._steps()))
@@ -222,7 +225,7 @@ def validate_places(tables: HashTableCollection, device: torch.device) -> None:
 @contextmanager
 def lane_work(impl: ops.Impl) -> Iterator[None]:
     """A lane's work: it may use what is in flight, and its ops run on `impl`."""
-    with as_lane(), ops.use_impl(impl):
+    with computes_eagerly(), as_lane(), ops.use_impl(impl):
         yield
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..data import Batch
+from ..kernels.dispatch import computes_eagerly
 from ..nn.context import Samples, samples
 from .precision import DTYPES, Precision
 
@@ -103,7 +104,7 @@ def train_micro_batch(
     """
     if not batch.num_samples:
         return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
-    with settings.applied(), samples_of(model, batch, seed) as now:
+    with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
         check_losses(losses, batch)
         now.backward = True

@@ -13,6 +13,7 @@ from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
 from .clipping import clamp, dropped, norm_of, scale_of, squares
+from .compiled import Compilation
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
@@ -47,6 +48,7 @@ class ReferenceTrainer:
         self.model, self.tables, self.dense = dense.model, tables, dense
         self.config = config or WindowConfig()
         self.fraction_bits = self.config.fraction_bits
+        self._compilation = Compilation(dense.model, self.fraction_bits)
         self.grad_norm = math.nan  # of the last update, where it is measured
         self.impl = default_impl() if impl == "auto" else impl
         self.device = device or torch.device("cpu")
@@ -90,7 +92,7 @@ class ReferenceTrainer:
                 rows.append(ops.gather_rows(sent, places[number]).requires_grad_())
             seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)
             by_feature = self.tables.by_feature(rows, batch.lookups())
-            with accumulator.active():
+            with self._compilation.call(batch, by_feature, seed, settings), accumulator.active():
                 losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings, exponent))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:

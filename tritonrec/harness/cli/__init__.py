@@ -12,7 +12,6 @@ from typer.main import get_command
 
 from ...host_memory import keep_freed_memory
 from ...version import __version__
-from ..progress import announce_compilation
 
 COMMANDS = {
     "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
@@ -21,12 +20,14 @@ COMMANDS = {
     "bisect": "Find the first difference of two runs: step, tensor or table, key, column, both values.",
     "trace": "Time per lane, exposed communication, hidden lookup; check that every dependency was honoured.",
     "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",
+    "report": "Recorded figures on one page: contract, faults, benchmarks over commits, kernels, traces.",
     "profile": "Show where a training step goes: a trace with lanes and operators, and a flame graph.",
     "lab": "Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.",
     "simulate": "Model the cluster of the NestPipe paper; print paper, model and error side by side.",
     "plan": "Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.",
     "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
     "emulate": "Run tests or a script with Triton's kernels compiled for a GPU and executed on the CPU.",
+    "warmup": "Compile the kernels of training and serving, so that the first run does not.",
     "doctor": "Describe this machine, and test whether batch invariance holds on it.",
 }
 """By name the first sentence of its help; the function of that name is in the module of that name."""
@@ -54,7 +55,6 @@ app = typer.Typer(
     name="tritonrec",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 for _name, _help in COMMANDS.items():
@@ -74,7 +74,6 @@ def options(
     ] = False,
 ) -> None:
     """Train large recommendation models with nested pipelining, and prove it bit for bit."""
-    announce_compilation()
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -12,8 +12,10 @@ from ...files import save_json
 from .. import bisect as bisection
 from .outputs import checked, require_writable
 
-MOST_PARTS = 12
-"""Printed; `--json` has all."""
+MOST_PARTS = 4
+"""Of a group, printed; `--json` has all."""
+GROUPS = ("dense/model/", "dense/", "")
+"""How the names of a group's parts begin: parameters, optimizer states and the like, tables and the rest."""
 
 
 def bisect(
@@ -38,10 +40,14 @@ def bisect(
     if found.step is None:
         raise typer.Exit(0)
     console.print(f"step {found.step} differs in {len(found.parts)} part{'s'[: len(found.parts) > 1]}:")
-    for part in found.parts[:MOST_PARTS]:
-        console.print(f"  {part}")
-    if len(found.parts) > MOST_PARTS:
-        console.print(f"  and {len(found.parts) - MOST_PARTS} more")
+    left = found.parts
+    for prefix in GROUPS:
+        group = [part for part in left if part.name.startswith(prefix)]
+        left = [part for part in left if not part.name.startswith(prefix)]
+        for part in group[:MOST_PARTS]:
+            console.print(f"  {part}")
+        if len(group) > MOST_PARTS:
+            console.print(f"  and {len(group) - MOST_PARTS} more of {prefix or 'the rest'}")
     raise typer.Exit(1)
 
 

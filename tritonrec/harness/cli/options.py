@@ -155,6 +155,8 @@ def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
             value = kind(value)
         else:
             limits = {"min": setting.least, "max": setting.most}
+        if isinstance(value, str) and _foldable(value) != value:
+            limits["show_default"] = _foldable(value)
         option = typer.Option(flag, help=_foldable(setting.help), rich_help_panel=panel, **limits)
         yield name, _parameter(name, value, Annotated[kind, option])
 

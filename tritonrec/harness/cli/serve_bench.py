@@ -25,7 +25,7 @@ def serve_bench(
     plan: ServeConfig = PLAN,
     scenarios: Annotated[
         str, typer.Option(help="Some of delays, balanced, straggler, sizes; none for all-to-alls only.")
-    ] = "delays,balanced,straggler,sizes",
+    ] = "delays, balanced, straggler, sizes",
     delay: Annotated[
         float, typer.Option(min=0, max=1000, help="Longest random delay of a step, in ms.")
     ] = 10.0,

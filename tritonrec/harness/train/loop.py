@@ -18,7 +18,6 @@ from ...loggers import require_no_log
 from ...pipeline import Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
-from ..progress import announce_compilation
 from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
@@ -52,8 +51,6 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     check_ranks_agree(communicators.control, settings_of(run))
     writes = communicators.rank == 0
     console = Console(quiet=quiet or not writes, stderr=str(run.json_lines) == "-")
-    if not console.quiet:
-        announce_compilation()
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()

@@ -12,7 +12,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
-from .variants import RESTART, STREAM, VARIANTS, Variant
+from .variants import OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -120,6 +120,11 @@ class Case:
     def exports(self) -> bool:
         """Whether its last state is exported, and the export compared."""
         return self._variant.exports
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether it trains by `OwnLoop`; its mode is "sequential" then, and N counts backward passes."""
+        return self._variant.own_loop
 
     @property
     def _variant(self) -> Variant:
@@ -283,6 +288,7 @@ def extra_cases(
             for index, name in enumerate(VARIANTS)
             if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
+    cases += loop_cases(size, world_sizes, micro_batches, length)
     if size != "quick":
         cases += rule_cases(modes, largest, length)
     cases += storage_cases(size, modes, largest, micro_batches, length)
@@ -296,6 +302,19 @@ def extra_cases(
     if largest > 1:
         cases.append(case(0, restart=largest - 1, variant=STREAM, clustering=False))
     return cases
+
+
+def loop_cases(size: str, world_sizes: Sequence[int], micro_batches: Sequence[int], steps: int) -> list[Case]:
+    """Loops of one's own: every world size with an N, and `HOSTILE`; ``"quick"`` runs the last one."""
+    cases = [
+        Case(
+            "sequential", "batch", ranks, micro_batches[index % len(micro_batches)], False,
+            OPTIMIZERS[-1 - index % 3], steps, variant=OWN_LOOP,
+        )
+        for index, ranks in enumerate(world_sizes)
+    ]  # fmt: skip
+    cases.append(replace(cases[-1], micro_batches=max(micro_batches), data=HOSTILE))
+    return cases[-1:] if size == "quick" else cases
 
 
 def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:

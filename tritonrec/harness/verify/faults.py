@@ -12,7 +12,7 @@ from ...pipeline import Edge
 from . import injections
 from .cases import Case
 from .injections import Injection
-from .variants import RESTART, STREAM
+from .variants import OWN_LOOP, RESTART, STREAM
 
 
 @dataclass(frozen=True)
@@ -303,6 +303,18 @@ FAULTS = [
         "a row is exported from the step of an earlier checkpoint",
         replace(_case(), variant="export", steps=8),
         Injection(injections.stale_row_in_changes),
+    ),
+    Fault(
+        "padded-to-the-longest",
+        "a converted model's micro-batch is padded to its longest sample",
+        replace(_case(), variant="converted"),
+        Injection(injections.padded_to_the_longest),
+    ),
+    Fault(
+        "gradients-of-the-last-pass",
+        "in a loop of one's own the rows forget the gradients of earlier backward passes of the step",
+        replace(_case(mode="sequential"), variant=OWN_LOOP),
+        Injection(loop=injections.gradients_of_the_last_pass),
     ),
     Fault(
         "lost-gradient-at-window-consistency",

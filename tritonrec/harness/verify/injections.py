@@ -35,18 +35,22 @@ from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 from ...pipeline.stages import gradient_norm
 from ..job import Loader
+from .own_code import OwnLoop
 
 
 @dataclass(frozen=True)
 class Injection:
     """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
     loader of a rank.
+
+    `loop` changes an `OwnLoop`, which has none of these.
     """
 
     program: Callable[[Program], None] | None = None
     loader: Callable[[Loader], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
+    loop: Callable[[OwnLoop], None] | None = None
 
 
 def nothing() -> None:
@@ -257,6 +261,28 @@ def dropout_by_position(program: Program) -> None:
         return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
 
     program.model.forward = by_position
+
+
+def padded_to_the_longest(program: Program) -> None:
+    body: Any = program.model.body
+    forward = body.forward
+
+    def to_the_longest(rows: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+        body.max_seq_len = max(int(seq_offsets.diff().max()), 1)
+        padded: torch.Tensor = forward(rows, seq_offsets)
+        return padded
+
+    body.forward = to_the_longest
+
+
+def gradients_of_the_last_pass(loop: OwnLoop) -> None:
+    backward = loop.backward
+
+    def forgetful(batch: JaggedBatch, seed: int) -> torch.Tensor:
+        loop.row_optimizer.zero_grad()
+        return backward(batch, seed)
+
+    loop.backward = forgetful  # type: ignore[method-assign]
 
 
 def low_precision_not_rounded(program: Program) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ... import ops
-from ...data import Batch, ClickLoader, DynamicStream, Lookup, NextItemStream
+from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, NextItemStream
 from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
@@ -34,6 +34,7 @@ from .cases import Case, Reference
 from .corpus import injection_of
 from .exported import compare_export, saved_between
 from .injections import Injection
+from .own_code import OwnLoop
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
 
@@ -135,6 +136,7 @@ def run_case(
         stretch: the steps to run, and where their state comes from and goes to; all of them by default.
     """
     started = time.perf_counter()
+    compared = _own_loop if case.own_loop else _compared
     stretch = stretch or Stretch(0, case.steps)
     with ExitStack() as stack:
         stack.enter_context(kernels_of(job.target))
@@ -142,9 +144,7 @@ def run_case(
             states = _in_turn(communicators, job, case)
             return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
         file = stack.enter_context(safe_open(Path(references, case.reference(job).file_name), "pt"))
-        return _compared(
-            communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch
-        )
+        return compared(communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch)
 
 
 def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
@@ -216,6 +216,35 @@ def _compared(
         stream = stream.stream
     if stream is not None:
         counts["shard_bytes"] = stream.counts.bytes
+    return RankReport(
+        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
+    )
+
+
+def _own_loop(
+    communicators: Communicators,
+    job: Job,
+    case: Case,
+    expected: Callable[[int], Mapping[str, torch.Tensor]],
+    started: float,
+    fault: str | None,
+    stretch: Stretch,
+) -> RankReport:
+    """As `_compared`, of a case without a trainer."""
+    injected = injection_of(fault) if fault else Injection()
+    made = case.job(job)
+    parts = made.build(case.optimizer)
+    loader, tables = made.loader(communicators.rank, communicators.world_size), parts[1]
+    loop = OwnLoop(parts, communicators, case.micro_batches, case.window(job.seed).seed)
+    if injected.loop is not None:
+        injected.loop(loop)
+    comparison = Comparison(tables, communicators.shard, communicators.shards)
+    for step in range(stretch.first, stretch.last):
+        batch = loader.batch(step)
+        assert isinstance(batch, JaggedBatch)
+        comparison.compare(step, expected(step), loop.step(batch), final=True)
+    counts = sum((Counter(vars(group.table.counters)) for group in tables.groups), Counter())
+    seconds = time.perf_counter() - started
     return RankReport(
         comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
     )

@@ -7,7 +7,7 @@ merging tables or dropping repeated keys does not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
@@ -15,9 +15,12 @@ from ...nn import RECOMPUTED, HSTUConfig
 from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
+from .own_code import ConvertedJob
 
 RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
+OWN_LOOP = "hash-embedding"
+"""The variant without a trainer, and so without a mode."""
 
 
 STREAM = "stream"
@@ -38,6 +41,7 @@ class Variant:
         modes: those that can do it.
         exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
             and scores compared.
+        kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
     """
 
     what: str
@@ -49,14 +53,20 @@ class Variant:
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
     exports: bool = False
+    kind: type[Job] = Job
+    own_loop: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
-        return _with_labels(replace(job, **self.both, **self.case))
+        return self._made(job, self.case)
 
     def reference_job(self, job: Job) -> Job:
         """The reference's job."""
-        return _with_labels(replace(job, **self.both, **self.reference))
+        return self._made(job, self.reference)
+
+    def _made(self, job: Job, changes: Mapping[str, Any]) -> Job:
+        plain = {each.name: getattr(job, each.name) for each in fields(Job)}
+        return _with_labels(self.kind(**{**plain, **self.both, **changes}))
 
 
 def _with_labels(job: Job) -> Job:
@@ -128,6 +138,15 @@ VARIANTS: dict[str, Variant] = {
         {"merge": True},
         {"merge": False},
         shows=("rejected", "promoted"),
+    ),
+    "converted": Variant(
+        "a SASRec of torch's modules, converted, in place of HSTU", kind=ConvertedJob, shows=("lookups",)
+    ),
+    OWN_LOOP: Variant(
+        "hash embeddings in a loop of one's own, without a trainer",
+        shows=("inserted",),
+        modes=(),
+        own_loop=True,
     ),
     "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
     "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),

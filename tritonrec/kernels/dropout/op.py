@@ -27,10 +27,10 @@ def dropout(
     """Zero elements with probability p and divide the others by 1 - p.
 
     Args:
-        x: (L, D) float32. p: in [0, 1). seed: int64.
+        x: (L, D) float32, bf16 or fp16. p: in [0, 1). seed: int64.
         sample_ids, positions: (L,) int64 of each row; positions count by their low 32 bits.
     Returns:
-        (L, D) float32, contiguous. Differentiable in x.
+        (L, D) of x's dtype, contiguous. Differentiable in x.
     Raises:
         ValueError: shapes, dtypes or p that do not fit.
     """

@@ -57,7 +57,7 @@ def hstu_attention(
     """HSTU attention, causal with the diagonal included, over jagged sequences.
 
     Args:
-        q: (M, H, Dqk). k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32; bf16 and fp16 too in Triton. The
+        q: (M, H, Dqk). k: (L, H, Dqk). v: (L, H, Dv). One dtype: float32, bf16 or fp16. The
             last dimension contiguous, other strides free (slices of one projection will do). In Triton no
             head has more than 256 features.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].

@@ -33,7 +33,7 @@ def linear(
     """x @ weight.T + bias, row by row.
 
     Args:
-        x: (L, in) float32, rows contiguous (any row stride); bf16 and fp16 too in Triton.
+        x: (L, in) float32, bf16 or fp16, rows contiguous (any row stride).
         weight: (out, in). bias: (out,) or None. Of x's dtype.
         seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1]. It
             changes no value; a `GradientAccumulator` needs it, which adds the weight's gradient by samples.
@@ -63,7 +63,8 @@ def linear_weight_grad(
 
     Args:
         accumulator: (out, in) int64 multiples of ``2**-fraction_bits``, changed in place; contiguous rows.
-        dy: (L, out) float32. x: (L, in) float32. Any strides.
+        dy: (L, out) float32, bf16 or fp16. x: (L, in) of dy's dtype. Any strides. A sample's product is a
+            float32 sum of exact products where they have 16 bits.
         seq_offsets: (B + 1,) int32 or int64, sample b owns rows seq_offsets[b] : seq_offsets[b + 1].
         bias_accumulator: (out,) int64, contiguous, changed in place. name, bias_name: in errors.
     Returns:

@@ -34,18 +34,24 @@ def outputs(
 def one_by_one(impl: Impl) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`norm_linear_silu` and its backward into dy, by the three ops one after another on `impl`."""
 
+    def norm(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """n, rounded to the product's dtype, and means and rstds of the rows."""
+        rows, means, rstds = NORM_MUL_DROPOUT.launch(x, None, weight, bias, eps, *NO_DROPOUT, impl=impl)
+        return rows.to(dtype), means, rstds
+
     def norm_linear_silu(
         x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
-        _, z, kept, *_ = outputs(x, weight, keep_normed, keep_linear)
-        options = eps, *NO_DROPOUT
-        rows, *of_rows = NORM_MUL_DROPOUT.launch(x, None, norm_weight, norm_bias, *options, impl=impl)
-        normed, (means, rstds) = rows.to(weight.dtype), (each.float() for each in of_rows)
-        all_z = LINEAR.launch(normed, weight, bias, impl=impl)
-        y = SILU.launch(all_z, impl=impl)
-        return y, all_z if keep_linear else z, normed if keep_normed else kept, means, rstds
+        _, no_z, no_normed, *_ = outputs(x, weight, False, False)
+        normed, *of_rows = norm(x, norm_weight, norm_bias, eps, weight.dtype)
+        means, rstds = (each.float() for each in of_rows)
+        z = LINEAR.launch(normed, weight, bias, impl=impl)
+        kept = z if keep_linear else no_z, normed if keep_normed else no_normed
+        return SILU.launch(z, impl=impl), *kept, means, rstds
 
     def norm_linear_silu_backward_into(
         dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
@@ -56,12 +62,15 @@ def one_by_one(impl: Impl) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
         """
-        _, all_z, again, *_ = norm_linear_silu(x, norm_weight, norm_bias, weight, bias, eps, True, True)
-        dy.copy_(SILU_BACKWARD.launch(dy, z if len(z) else all_z, impl=impl))
+        has_normed = len(normed) == len(x)
+        inner = normed if has_normed else norm(x, norm_weight, norm_bias, eps, weight.dtype)[0]
+        z = z if len(z) == len(x) else LINEAR.launch(inner, weight, bias, impl=impl)
+        dy.copy_(SILU_BACKWARD.launch(dy, z, impl=impl))
         dnormed = LINEAR.launch(dy, weight.t(), impl=impl).to(x.dtype)
         of_norm = x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
         dx, _, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(dnormed, *of_norm, impl=impl)
-        return dx, dweight.float(), dbias.float(), again[: 0 if len(normed) else len(x)]
+        again = normed.new_empty(0, x.shape[1]) if has_normed else inner
+        return dx, dweight.float(), dbias.float(), again
 
     return norm_linear_silu, norm_linear_silu_backward_into
 

@@ -37,13 +37,14 @@ def norm_mul_dropout(
     """u * layer_norm(x), with dropout keyed by what it is for.
 
     Args:
-        x: (L, D) float32. u: (L, D) or None, which stands for ones (a plain layer norm). Rows contiguous.
-        weight, bias: (D,). eps: added to the variance.
+        x: (L, D) float32, bf16 or fp16. u: (L, D) of x's dtype or None, which stands for ones (a plain layer
+            norm). Rows contiguous.
+        weight, bias: (D,), float32 or of x's dtype. eps: added to the variance.
         dropout: probability p that an element is zeroed, 0 <= p < 1; only while `training`.
         seed: int64. sample_ids, positions: (L,) int64 per token, of which positions count by their low
             32 bits; needed where there is dropout.
     Returns:
-        (L, D) float32. Differentiable in x, u, weight and bias.
+        (L, D) of x's dtype. Differentiable in x, u, weight and bias.
     Raises:
         ValueError: shapes, dtypes or p that do not fit.
     """

@@ -44,14 +44,14 @@ def relative_aggregate(
     """Each token's sum over itself and the tokens before it, weighted by relative position or time.
 
     Args:
-        v: (L, H, D) float32, the last dimension contiguous, other strides free.
+        v: (L, H, D) float32, bf16 or fp16, the last dimension contiguous, other strides free.
         table: (H, R) float32, 1 <= R <= 2**27, the weight of each bucket.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns rows seq_offsets[b] : seq_offsets[b + 1].
         max_seq_len: no sequence is longer, at most 2**27; it sizes the launch and changes no value.
         timestamps: (L,) int64, any values in any order (a token is at least 1 after those before it), or
             None for relative positions.
     Returns:
-        (L, H, D) float32. Differentiable in v and table.
+        (L, H, D) of v's dtype. Differentiable in v and table.
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """

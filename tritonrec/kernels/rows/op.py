@@ -47,8 +47,8 @@ def gather_rows(
     Raises:
         IndexError: a row is outside the source (on an accelerator: an asynchronous device assertion).
 
-    Differentiable in `source` where that is float32: the gradient of a row is the sum of the gradients of
-    its occurrences, added in order of occurrence (`segment_sum`, consistency "window").
+    Differentiable in a `source` of float32, bf16 or fp16: the gradient of a row is the float32 sum of the
+    gradients of its occurrences, added in order of occurrence (`segment_sum`, consistency "window").
     """
     return GATHER_ROWS(source, rows, count, impl=impl)
 
@@ -79,8 +79,8 @@ def scatter_rows(
             argument.
 
     Differentiable in destination and values, as `Tensor.index_copy_`: rows that are written get no gradient,
-    and values the gradient of the row they went to; with `source` the sum over the rows they went to, for
-    float32 (`segment_sum`, consistency "window").
+    and values the gradient of the row they went to; with `source` the float32 sum over the rows they went to
+    (`segment_sum`, consistency "window"), for all floats but float64.
     """
     SCATTER_ROWS(destination, rows, values, source, count, impl=impl)
 
@@ -101,7 +101,7 @@ def segment_sum(
     """Sum rows by segment.
 
     Args:
-        values: (K, D) float32; for consistency "batch" also int64, in fixed point already.
+        values: (K, D) float32, bf16 or fp16; for consistency "batch" also int64, in fixed point already.
         segments: (K,) int64 in [0, num_segments), in any order.
         consistency: "window" (float32 in order of occurrence) or "batch" (int64, of 2**-fraction_bits).
         out: (S, D) to add to in place, float32 or int64 as the consistency asks, contiguous rows; not

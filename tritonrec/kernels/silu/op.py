@@ -15,7 +15,9 @@ from tritonrec.kernels.silu.register import SILU
 
 
 def silu(x: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
-    """x / (1 + exp(-x)) of a float32 tensor of any shape; contiguous result, differentiable.
+    """x / (1 + exp(-x)) of a tensor of any shape; contiguous result of its dtype, differentiable.
+
+    In float32 inside; x may be float32, bf16 or fp16.
 
     Raises:
         ValueError: another dtype.

@@ -47,7 +47,8 @@ def softmax_attention(
     """Attention of each sequence's queries to its own keys.
 
     Args:
-        q: (M, H, D). k: (L, H, D). v: (L, H, E). float32, the last dimension contiguous, other strides free.
+        q: (M, H, D). k: (L, H, D). v: (L, H, E). One dtype, float32, bf16 or fp16; the last dimension
+            contiguous, other strides free.
         seq_offsets: (B + 1,) int32 or int64, sequence b owns queries seq_offsets[b] : seq_offsets[b + 1].
         max_seq_len: no sequence has more queries or keys; it sizes the launch and changes no value.
         causal: query i sees keys up to place i. scale: of the products; None: D ** -0.5.
@@ -57,7 +58,7 @@ def softmax_attention(
         dropout: probability p that a weight is zeroed, 0 <= p < 1. seed: int64. sample_ids: (B,) int64,
             needed where there is dropout.
     Returns:
-        (M, H, E) float32. Differentiable in q, k and v.
+        (M, H, E) of v's dtype. Differentiable in q, k and v.
     Raises:
         ValueError: shapes, dtypes, offsets or lengths that do not fit.
     """

@@ -241,8 +241,8 @@ def test_an_older_step_is_exported_too(trained, tmp_path):
     assert not torch.equal(old["weights"][:5], new["weights"][:5])
 
 
-def save_rows(folder, rows, world_size=1, base=0, dim=3):
-    """A checkpoint of `rows` rows, by `world_size` ranks, the last `base` of them in a delta."""
+def save_rows(folder, rows, base=0, dim=3):
+    """A checkpoint of `rows` rows, the last `base` of them in an increment."""
     ids = torch.arange(rows) * 977 - 5000
     values = torch.randn(rows, dim + 1, generator=torch.Generator().manual_seed(0))
     score = torch.arange(rows, dtype=torch.int32)
@@ -255,7 +255,6 @@ def save_rows(folder, rows, world_size=1, base=0, dim=3):
         tables = {"a/b": {"keys": ids[places], "rows": values[places], "score": score[places]}}
         return checkpoint.save(folder, step, {}, tables, {"embedding": described}, **options)
 
-    assert world_size == 1
     saved = write(1, slice(0, rows - base))
     if base:
         write(2, slice(rows - base, rows), base=saved, erased={"a/b": ids[:2]})

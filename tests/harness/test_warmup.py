@@ -1,0 +1,81 @@
+"""Promise: after `tritonrec warmup` a run compiles nothing; the shell completes commands and options."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tritonrec.harness import warmup
+from tritonrec.kernels import caches
+from tritonrec.version import __version__
+
+COUNTED = """
+import sys
+from numba.core import event
+class Counter(event.Listener):
+    count = 0
+    def on_start(self, _): Counter.count += 1
+    def on_end(self, _): pass
+event.register("numba:compile", Counter())
+from tritonrec.harness.cli import app
+try:
+    app(sys.argv[1:])
+finally:
+    print("compiled", Counter.count)
+"""
+TRAIN = "train --data zipf:users=50,items=70,ratings=1,seed=2 --model dlrm --optimizer sgd --dim 24 --steps 4"
+
+
+def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypatch):
+    runs, lines = [], []
+
+    def train(model, rule, target):
+        runs.append((model, rule))
+        called = list(caches.compiling)
+        caches.compiling.clear()
+        for each in called:
+            each()
+
+    monkeypatch.setattr(warmup, "_train", train)
+    before = list(caches.compiling)
+    found = warmup.warm_up(["hstu", "dlrm"], ["adam", "sgd"], report=lines.append)
+    assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd")] and lines[1] == "dlrm with adam"
+    assert found.compiled == 3 and caches.compiling == before
+
+
+@pytest.mark.slow
+def test_a_run_after_the_warmup_compiles_nothing(tmp_path):
+    def run(words):
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *words.split()], capture_output=True, text=True, timeout=280,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1].startswith("compiled"), done.stderr[-2000:]
+        return done
+
+    first = run("warmup --models dlrm --optimizers sgd")
+    assert int(first.stdout.split()[-1]) > 20
+    said = first.stdout.splitlines()[-2]
+    assert said.startswith("compiled ") and said.split()[1] == first.stdout.split()[-1]
+    again = run(TRAIN)
+    assert again.stdout.split()[-1] == "0" and "compiling" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), [("", "export"), ("bis", "bisect"), ("export --comp", "--compiled")]
+)
+def test_the_shell_completes_commands_and_options(words, wanted):
+    asked = {"_TRITONREC_COMPLETE": "complete_bash", "COMP_WORDS": f"tritonrec {words}"}
+    asked["COMP_CWORD"] = str(max(1, len(words.split())))
+    program = "from tritonrec.harness.cli import app; app(prog_name='tritonrec')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **asked}
+    )
+    assert wanted in done.stdout.split(), done.stderr
+
+
+def test_the_version_is_printed():
+    program = "from tritonrec.harness.cli import app; app(['--version'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"tritonrec {__version__}\n" and done.returncode == 0

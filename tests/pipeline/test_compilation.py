@@ -1,0 +1,142 @@
+"""Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
+
+from itertools import product
+
+import pytest
+import torch
+from speeds import slow_except
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from trainer_parts import DIM, Ranker, batches, parts, trained, trainer
+
+from tritonrec import nn, ops
+from tritonrec.kernels import caches
+from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
+from tritonrec.pipeline import StageFailedError
+
+
+class Plain(Ranker):
+    """`Ranker` without a list that grows, for which torch would compile each call anew."""
+
+    def __init__(self):
+        super().__init__()
+        del self.seen
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        hidden = torch.exp(-self.hidden(batch, rows[:tokens]).square())
+        score = (hidden * rows[tokens : 2 * tokens]).sum(1)
+        return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
+
+
+def compiled(backend):
+    """`parts` with a model compiled in place, whose names stay."""
+    torch._dynamo.reset()
+    made = parts(Plain)
+    made[0].compile(backend=backend)
+    return made
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def shifted(graph, _inputs):
+    """A backend whose results are off by some units in the last place."""
+    return lambda *inputs: tuple(
+        each * (1 + 2.0**-22) if each.is_floating_point() else each for each in graph(*inputs)
+    )
+
+
+def failing(graph, _inputs):
+    raise OSError("No working C++ compiler found")
+
+
+CALLS = [
+    ("eager", "nestpipe", 3), ("eager", "reference", 1), ("aot_eager", "reference", 1),
+    ("aot_eager", "nestpipe", 3),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "mode", "micro_batches"), CALLS)
+def test_a_compiled_model_has_the_bits_of_the_model_itself(backend, mode, micro_batches):
+    want, losses = trained(parts(Plain), "reference", "batch", batches(3))
+    got, found = trained(compiled(backend), mode, "batch", batches(3), micro_batches=micro_batches)
+    assert same(got, want) and [each.loss for each in found] == [each.loss for each in losses]
+
+
+@pytest.mark.parametrize("mode", slow_except(["sequential"], ["reference", "sequential", "nestpipe"]))
+def test_other_bits_are_refused_and_named(mode):
+    made = compiled(shifted)
+    before = [each.clone() for each in made[0].parameters()]
+    words = "has other bits under torch.compile than without it .* backend='aot_eager'"
+    with pytest.raises((ValueError, StageFailedError), match=words):
+        trained(made, mode, "batch", batches(1))
+    assert same(before, list(made[0].parameters()))
+
+
+@pytest.mark.slow
+def test_window_consistency_takes_other_bits():
+    got, _ = trained(compiled(shifted), "sequential", "window", batches(1))
+    want, _ = trained(parts(Plain), "sequential", "window", batches(1))
+    assert not same(got, want)
+
+
+def test_without_a_compiler_one_sentence_says_so():
+    with pytest.raises(RuntimeError, match=r"could not compile the model .*No working C\+\+ compiler.*g\+\+"):
+        trained(compiled(failing), "sequential", "window", batches(1))
+
+
+@pytest.mark.slow
+def test_steps_that_compile_are_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(caches, "compiling", [lambda: told.append(1)])
+    with trainer(compiled("eager"), "sequential", "window", micro_batches=1) as training:
+        for step in batches(2):
+            training.step(step)
+            assert told == [1], "the first step compiles"
+
+
+def test_a_thread_that_compiles_nothing_computes_while_another_compiles(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert is_compiling()
+    with pytest.raises(RuntimeError, match="use_impl inside of"), ops.use_impl("cpu"):
+        pass
+    with computes_eagerly(), ops.use_impl("reference"):
+        assert not is_compiling()
+        assert ops.unique(torch.tensor([3, 3, 1]))[0].tolist() == [3, 1]
+        with computes_eagerly(False):
+            assert is_compiling()
+
+
+class Deep(Ranker):
+    """Two checkpointed parts between the rows and the score, with dropout of ours."""
+
+    how = ""
+
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Linear(DIM, DIM), nn.GELU(), nn.Dropout(0.4), nn.LayerNorm(DIM))
+        self.deep = torch.nn.Sequential(*layers, nn.Linear(DIM, DIM))
+
+    def hidden(self, batch, rows):
+        if self.how == "checkpoint":
+            return checkpoint(self.deep, rows, use_reentrant=False)
+        if self.how == "sequential":
+            return checkpoint_sequential(self.deep, 2, rows, use_reentrant=False)
+        return self.deep(rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "consistency"),
+    slow_except([("sequential", "batch")], product(("checkpoint", "sequential"), ("batch", "window"))),
+)
+def test_checkpointed_parts_add_their_gradients_once(how, consistency):
+    class Checkpointed(Deep):
+        pass
+
+    Checkpointed.how = how
+    plain = "reference" if consistency == "batch" else "sequential"
+    want, _ = trained(parts(Deep), plain, consistency, batches(3))
+    got, _ = trained(parts(Checkpointed), "nestpipe", consistency, batches(3))
+    assert same(got, want)

@@ -1,0 +1,284 @@
+"""Sections of a report, from the JSON documents that the commands write.
+
+Each function takes a document and its file's name, and raises KeyError, TypeError or AttributeError for a
+document of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .digest import contract_digest
+from .history import Series, series_of, steps
+from .section import Picture, Section, Table
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+CASE_COLUMNS = (
+    "mode", "consistency", "W", "N", "optimizer", "variant", "storage", "log", "steps", "result",
+)  # fmt: skip
+
+
+def contract(report: dict[str, Any], source: str) -> Section:
+    """Cases of ``verify --json``: by mode and consistency, and one by one."""
+    cases, made = report["cases"], report["environment"]
+    kinds = dict.fromkeys((case["mode"], case["consistency"]) for case in cases)
+    rows = []
+    for mode, consistency in kinds:
+        some = [case for case in cases if (case["mode"], case["consistency"]) == (mode, consistency)]
+        ranks = sorted({case["world_size"] for case in some})
+        counts = sorted({case["micro_batches"] for case in some})
+        rows.append((
+            mode, consistency, ", ".join(map(str, ranks)), ", ".join(map(str, counts)),
+            str(len({case["variant"] for case in some} - {""})),
+            f"{sum(map(_identical, some))} of {len(some)}",
+        ))  # fmt: skip
+    identical = sum(map(_identical, cases))
+    return Section(
+        "Contract",
+        f"{identical} of {len(cases)} cases identical to their reference in every bit, after every step. "
+        f"tritonrec {made['tritonrec']}, torch {made['torch']}, Python {made['python']}, {made['platform']}, "
+        f"log {made['job']['data']}. Digest of the contract: "
+        f"{contract_digest(report)}.",
+        source,
+        [
+            Table(
+                "By mode", ("mode", "consistency", "ranks", "micro-batches", "variants", "identical"), rows
+            ),
+            Table(
+                "Every case",
+                CASE_COLUMNS,
+                [
+                    (
+                        case["mode"], case["consistency"], str(case["world_size"]),
+                        str(case["micro_batches"]), case["optimizer"], case["variant"],
+                        case.get("storage", "host"), case["data"], str(case["steps"]), _result(case),
+                    )
+                    for case in cases
+                ],
+                frozenset(number for number, case in enumerate(cases) if not _identical(case)),
+                long=True,
+            ),
+        ],
+        passed=identical == len(cases),
+    )  # fmt: skip
+
+
+def _identical(case: dict[str, Any]) -> bool:
+    return case["identical"] and not case["error"]
+
+
+def _result(case: dict[str, Any]) -> str:
+    return "identical" if _identical(case) else case["error"] or f"differs: {case['first_difference']}"
+
+
+def faults(report: dict[str, Any], source: str) -> Section:
+    """Injected faults of ``verify --inject-faults --json``."""
+    found = report["faults"]
+    caught = sum(fault["caught"] for fault in found)
+    rows = [
+        (
+            fault["name"], fault.get("description", ""), "yes" if fault["caught"] else "NO",
+            ", ".join(fault["by"]), fault.get("first_mismatch") or fault["evidence"],
+        )
+        for fault in found
+    ]  # fmt: skip
+    missed = frozenset(number for number, fault in enumerate(found) if not fault["caught"])
+    return Section(
+        "Injected faults",
+        f"{caught} of {len(found)} faults that were put into the code caught: by bits that differ, by the "
+        "schedule check, or by an error." if found else "The run injected none: add --inject-faults.",
+        source,
+        [Table("Faults", ("fault", "what is wrong", "caught", "by", "first"), rows, missed, long=True)]
+        if found
+        else [],
+        passed=caught == len(found),
+    )  # fmt: skip
+
+
+def benchmarks(report: dict[str, Any], source: str) -> Section:
+    """Ratios of ``bench --json``; losses are marked."""
+    made, rows = report["provenance"], report["rows"]
+    lost = frozenset(number for number, row in enumerate(rows.values()) if row["ratio"] < 1)
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    return Section(
+        "Benchmarks",
+        f"{len(rows) - len(lost)} of {len(rows)} ratios are wins, {len(lost)} are losses. A ratio is a "
+        f"peer's median time over ours in the same run on the same input. {made['machine']}, "
+        f"{made['cores']} cores, {made.get('timer', 'wall')} clock; {versions}; "
+        f"commit {made['commit']}; {made['date'][:10]}.",
+        source,
+        [
+            Table(
+                "Ratios",
+                ("benchmark / peer", "ours", "peer", "ratio", "band"),
+                [
+                    (
+                        name, _seconds(row.get("ours_seconds")), _seconds(row.get("peer_seconds")),
+                        f"{row['ratio']:.2f}", f"{row['band']:.2f}",
+                    )
+                    for name, row in rows.items()
+                ],
+                lost,
+                long=True,
+            )
+        ],
+    )  # fmt: skip
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
+
+
+def over_commits(runs: Sequence[dict[str, Any]], source: str) -> Section:
+    """Ratios of the recorded runs, and steps in them."""
+    series = series_of(runs)
+    rows: list[tuple[str, ...]] = []
+    slower: set[int] = set()
+    for each in series:
+        for step in steps(each.ratios):
+            if step.slower:
+                slower.add(len(rows))
+            rows.append((
+                each.name, each.commits[step.run], "slower" if step.slower else "faster",
+                f"{step.before:.2f}", f"{step.after:.2f}", each.machine,
+            ))  # fmt: skip
+    pictures = [Picture(f"{each.name} ({each.machine})", svg=_chart(each)) for each in series if _drawn(each)]
+    return Section(
+        "Benchmarks over commits",
+        f"{len(runs)} recorded run{'' if len(runs) == 1 else 's'}. A step is where three runs in a row are "
+        f"all slower than the worst since the last step, or faster than the best: {len(rows)} found.",
+        source,
+        [
+            Table(
+                "Steps",
+                ("benchmark", "commit", "step", "before", "after", "machine"),
+                rows,
+                frozenset(slower),
+            )
+        ]
+        if rows
+        else [],
+        pictures,
+        passed=not slower,
+    )
+
+
+def _drawn(series: Series) -> bool:
+    return len(series.ratios) > 1
+
+
+def _chart(series: Series, width: int = 320, height: int = 60) -> str:
+    """The ratios from left to right; runs where a step begins are red (slower) or green (faster)."""
+    low, high = min(series.ratios), max(series.ratios)
+    spread = (high - low) or 1.0
+    points = [
+        (
+            8 + (width - 16) * run / (len(series.ratios) - 1),
+            height - 8 - (height - 16) * (ratio - low) / spread,
+        )
+        for run, ratio in enumerate(series.ratios)
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    marks = "".join(
+        f'<circle cx="{points[step.run][0]:.1f}" cy="{points[step.run][1]:.1f}" r="4" '
+        f'fill="{"#b3261e" if step.slower else "#1b7f3b"}"/>'
+        for step in steps(series.ratios)
+    )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        f'<polyline points="{line}" fill="none" stroke="#3559a8" stroke-width="1.5"/>{marks}</svg>'
+    )
+
+
+def compiled(report: dict[str, Any], source: str) -> Section:
+    """The compile matrix: per kernel the most registers, stack and shared memory of its launches."""
+    kernels, made = report["kernels"], report["provenance"]
+    by_kernel: dict[str, list[dict[str, Any]]] = {}
+    for name, targets in kernels.items():
+        by_kernel.setdefault(name.split()[0], []).append(targets)
+    rows = [(name, *(_most(launches, target) for target in TARGETS)) for name, launches in by_kernel.items()]
+    uncovered = report["uncovered"]
+    return Section(
+        "Compiled kernels",
+        f"{len(kernels)} launches of {len(by_kernel)} kernels compile for {', '.join(TARGETS)}, without a "
+        f"GPU. Triton {made['triton']}, ptxas {made['ptxas']}, {made['date']}. Cells are registers of a "
+        "thread / bytes of stack / bytes of shared memory, each the most of all launches."
+        + (f" No launch reaches {', '.join(uncovered)}." if uncovered else ""),
+        source,
+        [Table("Kernels", ("kernel", *TARGETS), rows, long=True)],
+        passed=not uncovered,
+    )
+
+
+def _most(launches: list[dict[str, Any]], target: str) -> str:
+    found = [launch[target] for launch in launches if target in launch]
+    if not found:
+        return "-"
+    return " / ".join(str(max(row[name] for row in found)) for name in ("registers", "stack", "shared"))
+
+
+def lab(report: dict[str, Any], source: str) -> Section:
+    """Modes over rate-limited links, of ``lab --json``."""
+    made, emulated = report["environment"], report["emulated"]
+    rows = [
+        (
+            row["mode"], ", ".join(f"{name} {value}" for name, value in row["switches"].items()),
+            str(row["micro_batches"]), f"{row['step'] * 1e3:.0f} ms", f"{row['speedup']:.2f}",
+            f"{row['exposed_ratio']:.1%}", f"{row['hidden_lookup'] or 0:.1%}", str(row["losses"]),
+        )
+        for row in report["rows"]
+    ]  # fmt: skip
+    stages = f" Stages {', '.join(emulated['seconds_per_step'])} are emulated." if emulated else ""
+    return Section(
+        "Overlap over slow links",
+        f"{made['world_size']} ranks in network namespaces, links of {made['link_mbit_per_second']:g} "
+        f"Mbit/s, {made['processors']} processors, {made['date'][:10]}.{stages} Every transfer is real.",
+        source,
+        [
+            Table(
+                "Modes",
+                ("mode", "switches", "N", "step", "speedup", "exposed", "lookup hidden", "losses"),
+                rows,
+            )
+        ],
+    )
+
+
+def simulated(report: dict[str, Any], source: str) -> Section:
+    """Cells of the paper beside the model's, of ``simulate --json``."""
+    cells, summary = report["cells"], report["summary"]
+    unseen = summary["unseen"]
+    missed = frozenset(
+        number
+        for number, cell in enumerate(cells)
+        if not cell["fitted"] and abs(_error(cell)) > report["aim"]
+    )
+    return Section(
+        "Simulator",
+        f"{unseen['cells']} cells of the paper that the fit has not seen: median error "
+        f"{unseen['median']:.1%}, worst {unseen['worst']:.1%}, {unseen['within']:.0%} within "
+        f"{report['aim']:.0%}.",
+        source,
+        [
+            Table(
+                "Paper and model",
+                ("table", "row", "workers", "column", "paper", "model", "error", "cell"),
+                [
+                    (
+                        cell["table"], cell["row"], f"{cell['workers']:,} {cell['cluster'].upper()}s",
+                        cell["column"], f"{cell['paper']:.2f}", f"{cell['model']:.2f}",
+                        f"{_error(cell):+.1%}",
+                        "fitted" if cell["fitted"] else "unseen",
+                    )
+                    for cell in cells
+                ],
+                missed,
+                long=True,
+            )
+        ],
+    )  # fmt: skip
+
+
+def _error(cell: dict[str, Any]) -> float:
+    return cell["model"] / cell["paper"] - 1

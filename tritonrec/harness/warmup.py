@@ -1,0 +1,78 @@
+"""Compiling the kernels of training and serving beforehand, as in the build of an image.
+
+Kernels are compiled for types, not for sizes: a small run of each model and update rule compiles what a large
+one needs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from ..distributed import Communicators
+from ..embedding import OptimizerName
+from ..kernels.caches import compiling
+from ..nn import HSTUConfig
+from ..pipeline import WindowConfig
+from .devices import Target
+from .job import Job, ModelName
+from .train import loop
+from .train.run import Run
+
+MODELS: tuple[ModelName, ...] = get_args(ModelName)
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+DATA = "zipf:users=40,items=60,ratings=1,seed=5"
+SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=8, relative_bias=True)
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """How many functions were compiled, and the seconds that it all took."""
+
+    compiled: int
+    seconds: float
+
+
+def warm_up(
+    models: Sequence[ModelName] = MODELS,
+    optimizers: Sequence[OptimizerName] = OPTIMIZERS,
+    target: Target | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Warmed:
+    """Train each model on a small log with the first rule, and the first model with each other rule.
+
+    Args:
+        target: what to compile for. report: gets the name of each run.
+    """
+    began, count = time.perf_counter(), 0
+
+    def compiled() -> None:
+        nonlocal count
+        count += 1
+        compiling.append(compiled)
+
+    compiling.append(compiled)
+    target = target or Target()
+    runs = [(model, optimizers[0]) for model in models] + [(models[0], rule) for rule in optimizers[1:]]
+    try:
+        for model, rule in runs:
+            report(f"{model} with {rule}")
+            _train(model, rule, target)
+    finally:
+        compiling.remove(compiled)
+    return Warmed(count, time.perf_counter() - began)
+
+
+def _train(model: ModelName, rule: OptimizerName, target: Target) -> None:
+    job = Job(
+        DATA, model, batch_size=8, max_seq_len=8, num_negatives=2, max_exposed=3, sizes=SIZES, context_dim=8,
+        bottom=(8,), top=(8,), target=target,
+    )  # fmt: skip
+    clip = WindowConfig(2, max_grad_norm=1.0, clustering=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(job, "nestpipe", clip, rule, steps=2, checkpoint=Path(folder))
+        loop.train(Communicators.local(), run, quiet=True)

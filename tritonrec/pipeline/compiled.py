@@ -1,0 +1,110 @@
+"""`torch.compile` of the dense model: its bits are compared with the model's own before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ..data import Batch
+from ..kernels.caches import note_compilation
+from ..nn import GradientAccumulator
+from .model_call import CallerSettings, train_micro_batch
+
+SIZES = 2
+"""Sizes of micro-batches that are compared: torch compiles for the first, and for any size at the second."""
+
+
+class Compilation:
+    """Watches over a model of which something is compiled by ``torch.compile`` or ``Module.compile``.
+
+    Args:
+        model: as the trainer calls it; one of which nothing is compiled is left alone.
+        bits: fraction bits of the dense gradients; None: bits may differ.
+    """
+
+    def __init__(self, model: torch.nn.Module, bits: int | None):
+        self._model, self._bits, self._compiles = model, bits, _is_compiled(model)
+        self._seen: set[tuple[int, int | None]] = set()
+
+    @contextmanager
+    def call(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> Iterator[None]:
+        """Around the model's call for a micro-batch.
+
+        The first call for each of the first `SIZES` sizes is compared in all bits of losses and gradients
+        with a call that is not compiled (``torch.compiler.set_stance``). Steps in which it is count as those
+        that compile kernels.
+
+        Raises ValueError naming what differs, RuntimeError where torch cannot compile.
+        """
+        if not self._compiles:
+            yield
+            return
+        size = batch.num_samples, getattr(batch, "num_tokens", None)
+        try:
+            if batch.num_samples and size not in self._seen and len(self._seen) < SIZES:
+                self._seen.add(size)
+                note_compilation()
+                if self._bits is not None:
+                    self._compare(batch, rows, seed, settings)
+            yield
+        except Exception as error:
+            if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
+                raise
+            cause = getattr(error, "inner_exception", error)
+            what = next((line for line in str(cause).splitlines() if line), type(cause).__name__)
+            raise RuntimeError(
+                f"torch.compile could not compile the model ({what}): on a CPU inductor needs a C++ "
+                "compiler with OpenMP, as g++ is; install one, or take backend='aot_eager'"
+            ) from error
+
+    def _compare(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> None:
+        buffers = {name: each.clone() for name, each in self._model.named_buffers()}
+        found = []
+        for stance in (torch.compiler.set_stance("force_eager"), nullcontext()):
+            with stance, torch.random.fork_rng(devices=[]):
+                found.append(self._gradients(batch, rows, seed, settings))
+            for name, each in self._model.named_buffers():
+                each.copy_(buffers[name])
+        own, compiled = found
+        for name, want in own.items():
+            got = compiled[name]
+            same = want is got if want is None or got is None else torch.equal(_bits(want), _bits(got))
+            if not same:
+                raise ValueError(
+                    f"{name} has other bits under torch.compile than without it ({batch.num_samples} "
+                    "samples), so consistency='batch' cannot hold: compile with backend='aot_eager', leave "
+                    "torch.compile away, or take consistency='window'"
+                )
+
+    def _gradients(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> dict[str, torch.Tensor | None]:
+        """Losses, gradients of rows and sums of the dense gradients of one call."""
+        leaves = {name: each.detach().clone().requires_grad_() for name, each in rows.items()}
+        accumulator = GradientAccumulator(self._model, self._bits)
+        with accumulator.empty_gradients():
+            with accumulator.active():
+                losses = train_micro_batch(self._model, batch, leaves, seed, settings)
+            sums = accumulator.take()
+        found: dict[str, torch.Tensor | None] = {"the loss": losses}
+        found |= {f"the gradient of the rows of feature {name}": each.grad for name, each in leaves.items()}
+        return found | {f"the gradient of parameter {name}": each for name, each in sums.items()}
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a module is the result of torch.compile, or was compiled in place."""
+    for module in model.modules():
+        wraps = "_orig_mod" in dict(module.named_children())  # as torch.compile names what it wraps
+        if wraps or getattr(module, "_compiled_call_impl", None) is not None:
+            return True
+    return False
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values
