@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tritonrec.embedding import TablePolicy
 from tritonrec.harness import warmup
 from tritonrec.kernels import caches
 from tritonrec.version import __version__
@@ -30,8 +31,8 @@ TRAIN = "train --data zipf:users=50,items=70,ratings=1,seed=2 --model dlrm --opt
 def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypatch):
     runs, lines = [], []
 
-    def train(model, rule, target):
-        runs.append((model, rule))
+    def train(model, rule, target, policy):
+        runs.append((model, rule) if policy == TablePolicy() else (model, rule, "policies"))
         called = list(caches.compiling)
         caches.compiling.clear()
         for each in called:
@@ -40,8 +41,9 @@ def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypa
     monkeypatch.setattr(warmup, "_train", train)
     before = list(caches.compiling)
     found = warmup.warm_up(["hstu", "dlrm"], ["adam", "sgd"], report=lines.append)
-    assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd")] and lines[1] == "dlrm with adam"
-    assert found.compiled == 3 and caches.compiling == before
+    assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd"), ("hstu", "adam", "policies")]
+    assert lines[1] == "dlrm with adam" and len(lines) == 4
+    assert found.compiled == 4 and caches.compiling == before
 
 
 @pytest.mark.slow
