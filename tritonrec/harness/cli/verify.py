@@ -72,6 +72,8 @@ def verify(
     require_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
+    if corpus and (quick or full):
+        raise typer.BadParameter("--corpus runs no table: leave --quick and --full out")
     small = job.target.is_slow and not (quick or full)
     if job.target.is_slow:
         data = SMALL.data if job.data == JOB.data else job.data
