@@ -7,6 +7,7 @@
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
 # make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
+# make results  docs/results.md from the figures that are committed
 # make docs     the site under out/site, strictly: a page outside the navigation or a broken link is an error
 # make clean    remove what these made
 #
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix report docs clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results docs clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -59,8 +60,11 @@ compile-matrix: .venv/installed
 report: .venv/installed
 	$(BIN)/tritonrec report --html out/report.html
 
+results: .venv/installed
+	$(BIN)/tritonrec report --folder ci/baselines --markdown docs/results.md
+
 docs: .venv/installed-docs
-	$(BIN)/mkdocs build --strict --quiet --site-dir out/site
+	$(BIN)/mkdocs build --strict --site-dir out/site
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: files outside docs/ that its pages link to become part of the site, under source/.
 
-A link is written as it works in the repository (`../ci/baselines/lab.json`). Here it is rewritten to where the file is
-in the site, and the file is added. A link to a folder leads to its README. Pages among those files (README.md,
-CONTRIBUTING.md) have their links rewritten in the same way.
+A link is written as it works in the repository (`../ci/baselines/lab.json`). Here it is rewritten to where
+the file is in the site, and the file is added. A link to a folder leads to its README.md. Pages among those
+files (README.md, CONTRIBUTING.md) have their links rewritten in the same way.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def table(report: dict[str, Any]) -> str:
         by_kernel.setdefault(key.split()[0], []).append(row)
     for name, rows in by_kernel.items():
         why = sorted({row["why"] for row in rows if not row["lowers"]})
-        cell = "; ".join(why).replace("|", "\\|")
+        cell = "; ".join(why).replace("|", "\\|").replace("[]", "\\[]")  # no link
         lines.append(f"| {name} | {sum(row['lowers'] for row in rows)} of {len(rows)} | {cell} |")
     return "\n".join(lines)
 

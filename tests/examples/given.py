@@ -165,8 +165,6 @@ def an_array():
 
 
 GIVEN = {
-    "README.md": loop,
-    "README.md 1": wide_loop,
     "checkpoints": checkpoints,
     "checkpoints 1": checkpoints_before_loading,
     "checkpoints 2": a_stream_of_sequences,

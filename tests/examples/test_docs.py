@@ -38,12 +38,14 @@ NOT_RUN = {
     "scale 1": "eight ranks; tests/pipeline/test_replicas.py has four",
 }
 """Python blocks that are only looked at."""
-SLOW = {"README.md", "data", "dlrm", "emulator", "models", "slipstream", "training", "verifying"}
+SLOW = {
+    "README.md", "data", "dlrm", "emulator", "models", "slipstream", "training", "tutorial", "verifying",
+}  # fmt: skip
 """Pages of more than a second or two; `make test` compiles their blocks."""
 OWN_PROCESS = {"emulator"}
 """Pages that need Triton as it is; the test process has it interpret."""
 LEFT = {
-    "README.md": "unique.tolist() == [7, -3, 2**63 - 1] and mean.shape == (3, 16) and result.step == 2",
+    "README.md": "result.step == 19 and ranks.world_size == 1",
     "checkpoints": "len(rows) == 5 and found.step == 3 and found.tables['items']['rows'].shape == (5, 8)",
     "embedding": "ids.tolist() == [-3, 7, 8, 9, 2**63 - 1] and weights.shape == (5, 8)",
     "faults": "result.step == 2 and __import__('pathlib').Path('checkpoints').is_dir()",
@@ -52,6 +54,7 @@ LEFT = {
     "serving": "probabilities.shape == (8,) and rows.shape == (5, 4)",
     "slipstream": "left.num_steps > 0 and found.kept is not None",
     "traces": "__import__('pathlib').Path('run.pftrace').stat().st_size > 1000",
+    "tutorial": "result.step == 9 and 'NDCG@10' in metrics and trainer.next_step == 10",
     "verifying": "report.passed and len(report.cases) > 2 and callable(test_my_model)",
 }
 """By page what holds of its names at the end."""
@@ -65,7 +68,8 @@ LONG = {"--config", "--resume", "--slipstream", "--workers", "--measured"}
 """Options of commands that take files of earlier ones, or minutes."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
 """That commands of the pages read."""
-COMMAND = re.compile(r"(\$ |(sudo )?(\S*/)?(tritonrec|python|torchrun|pytest|bash|make|pip) )")
+PROGRAMS = "tritonrec|python|torchrun|pytest|bash|make|pip|sbatch|docker|kubectl"
+COMMAND = re.compile(rf"(\$ |(sudo )?(\S*/)?({PROGRAMS}) )")
 """How a block of commands begins."""
 
 
@@ -266,6 +270,8 @@ def check(words: list[str]) -> None:
             assert f'"{option}"' in source or f"{option[2:].replace('-', '_')}:" in source, option
     elif name == "pytest":
         assert all((ROOT / each).exists() for each in arguments if each.startswith("tests/"))
+    elif name in ("sbatch", "docker", "kubectl"):
+        assert all((ROOT / each).is_file() for each in arguments if each.startswith("docs/"))
     else:
         assert name in ("pip", "ls"), name
 

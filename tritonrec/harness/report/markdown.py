@@ -16,7 +16,7 @@ The HTML page (`--html`) also has every case, every kernel, the traces' pictures
 Bold rows are losses, misses or failures.
 
 ```
-tritonrec report --folder ci/baselines --markdown docs/results.md
+make results
 ```
 """
 

@@ -1,0 +1,186 @@
+"""Promise: `tritonrec report` shows what is recorded, needs no network, names what is missing, fails where
+one of its figures did; docs/results.md is what it makes of the committed files."""
+
+import copy
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tritonrec.harness.cli import app
+from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps
+from tritonrec.harness.report.section import Section, Table
+
+ROOT = Path(__file__).resolve().parents[2]
+VERIFIED = json.loads((ROOT / "ci/baselines/verify.json").read_text())
+EMPTY = {"area", "br", "circle", "col", "hr", "img", "input", "link", "meta", "polyline"}
+
+
+class Page(HTMLParser):
+    """What stands in a page: tags that were closed in order, text, and every address."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.words, self.addresses = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As in an installed package."""
+    monkeypatch.setattr(build, "checkout", lambda: None)
+
+
+def test_the_page_of_this_checkout_needs_no_network(tmp_path):
+    file = tmp_path / "report.html"
+    result = invoke("--folder", tmp_path, "--html", file)
+    assert result.exit_code == 0, result.output
+    page = Page(file.read_text())
+    text = " ".join(page.words)
+    titles = ["Contract", "Injected faults", "Benchmarks", "Compiled kernels", "Simulator", "Traces"]
+    assert all(title in page.words for title in titles)
+    assert contract_digest(VERIFIED) in text and "Fig. 9" in text and "hstu_attention" in text
+    assert page.tags.count("img") == 4 and page.tags.count("script") == 0
+    assert all(each.startswith(("#s", "data:image/png;base64,")) for each in page.addresses)
+    assert f'content="{html.POLICY}"' in file.read_text() and "url(" not in file.read_text()
+
+
+def test_docs_results_is_made_from_the_committed_files():
+    found, missing = build.collect(ROOT / "ci/baselines", ROOT)
+    assert markdown.page(found) == (ROOT / "docs/results.md").read_text(), "run make results"
+    assert missing == []
+
+
+def test_text_is_not_markup():
+    hostile = Section(
+        "<b>", "a & <script>", "x", [Table("t", ("c|d",), [("<i>|\n*",)], frozenset([0]))], passed=False
+    )
+    page = Page(html.page("<title>", [hostile], ["<missing>"]))
+    assert {"<b>", "a & <script>", "<i>|\n*", "<missing>"} <= set(page.words)
+    assert "| **&lt;i>\\| \\*** |" in markdown.page([hostile])
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        (lambda report: report["cases"][7].update(identical=False), "Contract"),
+        (lambda report: report["cases"][7].update(error="a rank ended"), "Contract"),
+        (lambda report: report["faults"][3].update(caught=False), "Injected faults"),
+    ],
+)
+def test_a_failure_fails(change, title, tmp_path, alone):
+    report = copy.deepcopy(VERIFIED)
+    (tmp_path / "verify.json").write_text(json.dumps(report))
+    assert invoke("--folder", tmp_path).exit_code == 0
+    change(report)
+    (tmp_path / "verify.json").write_text(json.dumps(report))
+    result = invoke("--folder", tmp_path, "--html", tmp_path / "page.html")
+    assert result.exit_code == 1 and f"FAILED  {title}" in result.output
+    assert (tmp_path / "page.html").read_text().count('<tr class="bad">') == 1
+    assert f"No {tmp_path / 'bench.json'}: tritonrec bench --json" in result.output
+
+
+def test_a_run_without_faults_says_so():
+    assert "--inject-faults" in sections.faults({**VERIFIED, "faults": []}, "x").text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "is not what tritonrec verify"),
+        ("[]", "is not what"),
+        ("{", "is no JSON"),
+        ("\xff", "is no JSON"),
+    ],
+)
+def test_another_file_is_one_clear_line(text, message, tmp_path, alone):
+    (tmp_path / "verify.json").write_bytes(text.encode("latin-1"))
+    result = invoke("--folder", tmp_path)
+    assert result.exit_code == 2 and result.output.startswith("error: ") and message in result.output
+    assert result.output.count("\n") <= 2
+
+
+def test_an_empty_folder_is_one_clear_line(tmp_path, alone):
+    result = invoke("--folder", tmp_path)
+    assert result.exit_code == 2 and "has none of the files of a report: verify.json" in result.output
+
+
+def test_a_damaged_trace_is_one_clear_line(tmp_path, alone):
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces/dbp.pftrace").write_bytes(b"nothing of a trace")
+    result = invoke("--folder", tmp_path)
+    assert result.exit_code == 2 and "dbp.pftrace is no trace of a run" in result.output
+
+
+def test_the_digest_is_of_the_contract_only():
+    expected = contract_digest(VERIFIED)
+    report = copy.deepcopy(VERIFIED)
+    report["environment"]["platform"] = "another"
+    report["cases"][0] |= {"seconds": 99.0, "bytes_compared": 1}
+    report["faults"][0] |= {"by": ["error"], "evidence": "another"}
+    assert contract_digest(dict(reversed(report.items()))) == expected
+    for change in (
+        lambda report: report["cases"].pop(),
+        lambda report: report["cases"][0].update(identical=False),
+        lambda report: report["cases"][0]["counts"].update(found=1),
+        lambda report: report["faults"][0].update(caught=False),
+        lambda report: report["environment"].update(tritonrec="0.0"),
+    ):
+        other = copy.deepcopy(VERIFIED)
+        change(other)
+        assert contract_digest(other) != expected
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([], []),
+        ([2.0] * 9, []),
+        ([2.0, 2.1, 1.9, 1.0, 2.0, 2.1], []),  # one slow run
+        ([2.0, 2.1, 1.9, 1.5, 1.6, 1.4], [Step(3, 1.9, 1.6)]),
+        ([2.0, 2.1, 1.9, 1.5, 1.6, 1.9], []),  # the best of three is no worse than the worst before
+        ([2.0, 2.1, 1.9, 2.0, 2.5, 2.6, 2.4], [Step(4, 2.1, 2.4)]),
+        ([2.0] * 3 + [1.0] * 3 + [0.5] * 3, [Step(3, 2.0, 1.0), Step(6, 1.0, 0.5)]),
+        ([2.0, 2.0, 1.0, 1.0, 1.0], []),  # two runs are no level
+    ],
+)
+def test_steps(ratios, expected):
+    assert steps(ratios) == expected
+
+
+def test_a_step_is_flagged_and_drawn():
+    made = {"machine": "A CPU", "cores": 2, "timer": "cpu"}
+    runs = [
+        {"provenance": {**made, "commit": f"{run:012d}"}, "ratios": {"unique / pandas": ratio}}
+        for run, ratio in enumerate([2.0, 2.1, 1.9, 1.5, 1.6, 1.4])
+    ]
+    runs.append({"provenance": {**made, "cores": 64, "commit": "f" * 12}, "ratios": {"unique / pandas": 0.1}})
+    found = sections.over_commits(runs, "x")
+    (row,) = found.tables[0].rows
+    assert row == ("unique / pandas", "0000000", "slower", "1.90", "1.60", "A CPU, 2 cores, cpu clock")
+    assert not found.passed and found.tables[0].bad == {0} and found.pictures[0].svg.count("<circle") == 1
+    Page(html.page("x", [found]))
+    up = [{**run, "ratios": {"unique / pandas": 1 / run["ratios"]["unique / pandas"]}} for run in runs]
+    assert sections.over_commits(up, "x").passed

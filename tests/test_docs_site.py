@@ -1,0 +1,109 @@
+"""Promise: every page is in the site's navigation, every link of the documents leads to a file or heading,
+and links out of docs/ become links inside of the site. `make docs` builds it; here it is only read."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tritonrec.harness.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci"))
+import docs_site  # noqa: E402
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "traces/README.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+]
+
+
+def navigation(nav):
+    for entry in nav:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from [value] if isinstance(value, str) else navigation(value)
+
+
+def settings():
+    class Loader(yaml.SafeLoader):
+        """Knows no tags of Python or mkdocs."""
+
+    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def anchors(page):
+    """Of a page's headings as GitHub makes them, and as mkdocs.yml has them made."""
+    text = docs_site.FENCE.sub("", (ROOT / page).read_text())
+    found = set()
+    for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        repeated = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", each) is not None for each in found)
+        found.add(f"{slug}-{repeated}" if repeated else slug)
+    return found
+
+
+def broken(page, text):
+    """Links that lead nowhere."""
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", docs_site.FENCE.sub("", text)):
+        if "://" in target:
+            continue
+        path = docs_site.target_of(page, target) if target else page
+        if not (ROOT / path).is_file():
+            yield f"{page}: {target} is not there"
+        elif anchor and anchor[1:] not in anchors(path):
+            yield f"{page}: {path} has no heading {anchor}"
+
+
+def test_the_navigation_names_every_page_once():
+    named = list(navigation(settings()["nav"]))
+    there = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(there)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    assert list(broken(page, (ROOT / page).read_text())) == []
+
+
+@pytest.mark.parametrize("link", ["gone.md", "ops.md#gone", "#gone", "../ci/baselines/gone.json"])
+def test_a_link_to_nothing_is_found(link):
+    assert list(broken("docs/index.md", f"[text]({link})"))
+
+
+def test_links_out_of_docs_are_files_of_the_site():
+    added = docs_site.linked()
+    assert {"README.md", "CONTRIBUTING.md", "ci/baselines/lab.json", "traces/nestpipe.png"} <= set(added)
+    text = "[a](../ci/baselines/lab.json) [b](ops.md#a-step) [c](https://a.org/x)\n```\n[d](../e)\n```\n"
+    assert docs_site.rewritten("docs/lab.md", text) == text.replace("../ci", "source/ci")
+    assert docs_site.rewritten("docs/reference/ops.md", "[a](../ops.md)") == "[a](../ops.md)"
+    assert docs_site.rewritten("README.md", "[a](docs/ops.md#b) ![c](traces/d.png)") == (
+        "[a](../ops.md#b) ![c](traces/d.png)"
+    )
+    assert docs_site.rewritten("traces/README.md", "[a](../docs/lab.md)") == "[a](../../lab.md)"
+
+
+def test_the_index_names_every_page_and_the_commands_page_every_command():
+    index = (ROOT / "docs/index.md").read_text()
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md"]
+    assert [page for page in pages if f"]({page})" not in index] == []
+    commands = (ROOT / "docs/commands.md").read_text()
+    assert [name for name in COMMANDS if f"| `tritonrec {name}` |" not in commands] == []
+
+
+def test_the_reference_names_packages():
+    for path in (ROOT / "docs/reference").glob("*.md"):
+        for name in re.findall(r"^::: (.*)$", path.read_text(), re.MULTILINE):
+            part = ROOT / name.replace(".", "/")
+            assert part.with_suffix(".py").is_file() or (part / "__init__.py").is_file()
+    assert len(list((ROOT / "docs/reference").glob("*.md"))) > 5
+
+
+def test_the_readme_is_a_screen_or_two():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -1,0 +1,104 @@
+"""Promise: workflows call what exists and store no secret; a release's links and versions are whole; the
+package has no upper bounds, and our own machines have one for torch."""
+
+import json
+import re
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tritonrec.harness.cli import COMMANDS, load
+from tritonrec.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci"))
+import release  # noqa: E402
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+URL = "https://host.example/owner/name"
+
+
+def jobs(path):
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists(path):
+    makefile = (ROOT / "Makefile").read_text()
+    for job in jobs(path).values():
+        assert job["timeout-minutes"] <= 60
+        for line in "\n".join(step.get("run", "") for step in job["steps"]).splitlines():
+            for target in re.findall(r"\bmake ([\w./-]+)", line) if "gh release" not in line else []:
+                assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
+            for file in re.findall(r"\bci/[\w./]+", line):
+                assert (ROOT / file).exists(), file
+            found = re.match(r"\.venv/bin/tritonrec (\S+) ?(.*)", line)
+            if found:
+                assert found[1] in COMMANDS
+                load(found[1]).make_context(found[1], found[2].split())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_stores_no_secret(path):
+    assert not re.search(r"secrets\.|password|api-token", path.read_text())
+
+
+def test_only_the_job_that_uploads_can_upload():
+    found = jobs(ROOT / ".github/workflows/release.yml")
+    uploading = [name for name, job in found.items() if "pypi-publish" in json.dumps(job)]
+    assert uploading == ["publish"] and found["publish"]["permissions"] == {"id-token": "write"}
+    assert found["publish"]["environment"] and "contents" not in found["verify"].get("permissions", {})
+    assert found["build"]["needs"] == "verify" and found["publish"]["needs"] == "build"
+
+
+def test_the_package_has_no_upper_bounds_and_our_machines_have_one():
+    everything = list(chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()))
+    assert [each for each in everything if "<" in each or "==" in each] == []
+    assert re.search(r"^torch<", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert makefile.count("pip install") == makefile.count("pip install --quiet") == 1
+    assert "-c constraints.txt" in makefile and "pyproject.toml constraints.txt" in makefile
+
+
+def test_the_metadata_names_no_person_and_matches_the_version():
+    assert PROJECT["authors"] == [{"name": "tritonrec developers"}] and PROJECT["version"] == __version__
+    assert PROJECT["classifiers"] and "urls" not in PROJECT
+
+
+def test_links_and_pictures_of_a_release_are_absolute():
+    text = release.absolute((ROOT / "README.md").read_text(), URL, "v1")
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert targets and all(each.startswith("https://") for each in targets)
+    assert f"{URL}/raw/v1/traces/nestpipe.png" in targets
+    assert f"{URL}/blob/v1/docs/verifying.md#your-own-model" in targets
+    files = [each.split("/v1/")[1].split("#")[0] for each in targets]
+    assert all((ROOT / file).is_file() for file in files)
+    assert text.count("```") == (ROOT / "README.md").read_text().count("```")
+
+
+def test_urls_of_a_release():
+    source = (ROOT / "pyproject.toml").read_text()
+    found = tomllib.loads(release.with_urls(source, URL, "v1"))["project"]
+    assert found.pop("urls")["Repository"] == URL and found == PROJECT
+    with pytest.raises(ValueError, match="already"):
+        release.with_urls(release.with_urls(source, URL, "v1"), URL, "v1")
+
+
+def test_a_release_whose_version_or_contract_is_another_is_refused(tmp_path):
+    report = json.loads((ROOT / "ci/baselines/verify.json").read_text())
+    file = tmp_path / "verify.json"
+    file.write_text(json.dumps(report))
+    assert re.fullmatch("[0-9a-f]{64}", release.check(f"v{__version__}", file))
+    with pytest.raises(ValueError, match="not the same"):
+        release.check("v99", file)
+    report["cases"].pop()
+    file.write_text(json.dumps(report))
+    with pytest.raises(ValueError, match=r"run make verify, copy its out/verify.json there"):
+        release.check(f"v{__version__}", file)
+    with pytest.raises(ValueError, match="usage"):
+        release.main(["publish"])
