@@ -107,3 +107,8 @@ def test_the_reference_names_packages():
 
 def test_the_readme_is_a_screen_or_two():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_readme_trains_with_the_lines_of_the_first_example():
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert (ROOT / "docs/examples/train.py").read_text().endswith('"""\n\n' + lines)

@@ -3,6 +3,8 @@ one of its figures did; docs/results.md is what it makes of the committed files.
 
 import copy
 import json
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -65,6 +67,19 @@ def test_the_page_of_this_checkout_needs_no_network(tmp_path):
     assert page.tags.count("img") == 4 and page.tags.count("script") == 0
     assert all(each.startswith(("#s", "data:image/png;base64,")) for each in page.addresses)
     assert f'content="{html.POLICY}"' in file.read_text() and "url(" not in file.read_text()
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the parser above reads the page")
+def test_a_browser_shows_the_page(tmp_path):
+    file = tmp_path / "report.html"
+    assert invoke("--folder", tmp_path, "--html", file).exit_code == 0
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    shown = subprocess.run([BROWSER, *options, file.as_uri()], capture_output=True, text=True, timeout=120)
+    assert contract_digest(VERIFIED) in shown.stdout and "Content Security Policy" not in shown.stderr
 
 
 def test_docs_results_is_made_from_the_committed_files():
@@ -164,6 +179,7 @@ def test_the_digest_is_of_the_contract_only():
         ([2.0, 2.1, 1.9, 2.0, 2.5, 2.6, 2.4], [Step(4, 2.1, 2.4)]),
         ([2.0] * 3 + [1.0] * 3 + [0.5] * 3, [Step(3, 2.0, 1.0), Step(6, 1.0, 0.5)]),
         ([2.0, 2.0, 1.0, 1.0, 1.0], []),  # two runs are no level
+        ([2.0, 2.0, 2.0, 1.0, 1.1, 1.2, 1.3], [Step(3, 2.0, 1.2)]),  # nor is one, after a step
     ],
 )
 def test_steps(ratios, expected):
