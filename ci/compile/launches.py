@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -515,3 +516,31 @@ for _dtype in (torch.float32, torch.bfloat16):
         _label = f"hstu_attention {TYPES[_dtype]} d{_qk}x{_v}"
         CASES[_label] = lambda dtype=_dtype, qk=_qk, v=_v: _attention(dtype, qk, v)
     CASES[f"hstu_attention {TYPES[_dtype]} d50x64 targets"] = lambda dtype=_dtype: _targets(dtype)
+
+
+@case("precision lower")
+def _lower_precision():
+    """What autocast to bfloat16 gives to kernels that the cases above know in float32."""
+    low = partial(ones, dtype=torch.bfloat16, grad=True)
+    cuts, draws = offsets(), {"seed": 2**40 + 1, "sample_ids": keys()}
+    gate = {"dropout": 0.2, "positions": keys(), **draws}
+    run(ops.norm_mul_dropout, low(size, 50), None, low(50), low(50)).sum().backward()
+    run(ops.norm_mul_dropout, low(size, 50), low(size, 50), ones(50), ones(50), **gate).sum().backward()
+    run(ops.silu, low(size, 50)).sum().backward()
+    run(ops.dropout, low(size, 50), 0.2, positions=keys(), **draws).sum().backward()
+    v, table = low(size, 2, 50), ones(2, 64, grad=True)
+    run(ops.relative_aggregate, v, table, cuts, longest, keys()).sum().backward()
+    draws = {"dropout": 0.2, "seed": 2**40 + 1, "sample_ids": keys(len(cuts) - 1)}
+    bias = ones(len(cuts) - 1, 2, longest, longest)
+    for dim in (32, 128):
+        q, k, v = (low(size, 2, dim) for _ in range(3))
+        run(ops.softmax_attention, q, k, v, cuts, longest, causal=True).sum().backward()
+    run(ops.softmax_attention, q, k, v, cuts, longest, bias=bias, **draws).sum().backward()
+    for consistency in ("window", "batch"):
+        run(ops.segment_sum, low(size, 50).detach(), keys() % 7, 7, consistency=consistency)
+    x, vector, rows, weight = ones(size, 50), ones(50), ones(size), low(128, 50).detach()
+    y, bias = run(ops.norm_linear_silu, x, vector, vector, weight), ones(128, dtype=torch.bfloat16)
+    sums = [torch.zeros(shape, dtype=torch.int64) for shape in ((50,), (50,), (128, 50), (128,))]
+    front = x, vector, vector, weight, bias, 1e-6, y[:0], weight[:0], rows, rows, cuts, 36, list("abcd")
+    with Deferred().active():
+        run(NORM_LINEAR_SILU_BACKWARD_EXACT.launch, *sums, y, *front)

@@ -121,7 +121,7 @@ def write(folder, step, values):
 
 def main(folder, data, epochs, patience, seed=0):
     torch.manual_seed(seed)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29511}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -87,6 +87,18 @@ def test_evaluation_is_that_of_the_loader(log, folder):
     assert evaluate(by_history, made, batch_size=17) == evaluate(by_history, known)
 
 
+def test_items_outside_of_the_catalogue_are_neither_seen_nor_targets(log, folder):
+    known = loader(log).catalogue
+    made, whole = stream(folder, catalogue=known[::3].clone()), stream(folder)
+    for few, every in zip(made.evaluation_batches(50), whole.evaluation_batches(50), strict=True):
+        pairs = zip(every.seen_users.tolist(), every.seen_items.tolist(), strict=True)
+        in_few = [(user, item) for user, item in pairs if item % 3 == 0]
+        found = list(zip(few.seen_users.tolist(), (few.seen_items * 3).tolist(), strict=True))
+        assert found == in_few and len(found) < len(every.seen_items)
+        targets = torch.where(every.targets % 3 == 0, every.targets // 3, -1)
+        assert torch.equal(few.targets, torch.where(every.targets < 0, -1, targets))
+
+
 def test_ranks_have_the_negatives_of_one_rank(folder):
     whole = stream(folder)
     ranks = [stream(folder, rank, 3) for rank in range(3)]

@@ -1,6 +1,8 @@
 """Promise: merging tables changes the number of lookups and no bit; an id that does not fit is named."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -246,3 +248,12 @@ def test_features_of_one_table_have_one_rate():
 def test_a_scale_that_is_none_is_named(scale):
     with pytest.raises(ValueError, match="feature 'a': learning_rate_scale must be positive and finite"):
         FeatureConfig("a", 4, learning_rate_scale=scale)
+
+
+def test_the_documentations_scaled_feature_is_as_pasted():
+    page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
+    (block,) = re.findall(r"```python\n([^`]*learning_rate_scale.*?)```", page, re.DOTALL)
+    names = {}
+    exec(block, names)
+    rates = {group.layout.names: group.optimizer.lr(50) for group in names["tables"].groups}
+    assert rates == {("item",): pytest.approx(5e-4), ("user",): pytest.approx(5e-5)}

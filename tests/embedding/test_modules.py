@@ -348,3 +348,10 @@ def test_compiled_models_break_their_graph_at_a_lookup():
         assert torch.equal(found, plain(jagged))
         found.square().sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])
+def test_a_module_of_one_table_puts_it_where_it_is_told(kind):
+    placement = Placement("cached", cache_rows=8)
+    (group,) = kind(4, placement=placement).tables.groups
+    assert group.table.placement == placement and group.table.padded

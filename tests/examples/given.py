@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from tritonrec import (
     ops,
 )
 from tritonrec.data import ClickLoader, NextItemLoader, load, load_clicks
+from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.nn import DLRM, HSTU, DLRMConfig, HSTUConfig
 
 
@@ -78,6 +80,13 @@ def checkpoints():
 def checkpoints_before_loading():
     columns = {"keys": torch.empty(0, dtype=torch.int64), "rows": torch.empty(0, 8)}
     return {"tables": {"items": columns}}
+
+
+def a_stream_of_sequences():
+    """`checkpoints`: a trainer, and sequences in Parquet."""
+    Path("sequences").mkdir()
+    write_sequences([load("zipf:users=40,items=60,seed=3")], Path("sequences"), 20, 10)
+    return {"trainer": trainer(loop())}
 
 
 def step_on_padded_lists():
@@ -158,6 +167,7 @@ def an_array():
 GIVEN = {
     "checkpoints": checkpoints,
     "checkpoints 1": checkpoints_before_loading,
+    "checkpoints 2": a_stream_of_sequences,
     "emulator": an_array,
     "faults": running,
     "ops": step_on_padded_lists,

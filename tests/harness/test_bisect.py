@@ -63,6 +63,17 @@ def test_a_changed_weight_is_named_by_key_and_column(tmp_path):
     assert found.parts == [Part("table item", 2, 500, (key, "weight 2"), (before, after), 1)]
 
 
+def test_the_smallest_key_is_named_whatever_part_it_is_read_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.CheckpointStream, "slices_of", lambda stream, table: 16)
+    save(tmp_path / "a")
+    dense, tables = state()
+    tables["item"]["rows"][:, 1] += 1
+    save(tmp_path / "b", of=(dense, tables))
+    (part,) = bisect(tmp_path / "a", tmp_path / "b").parts
+    assert part.place == (int(tables["item"]["keys"].min()), "weight 1")
+    assert (part.count, part.of) == (500, 500)
+
+
 def test_missing_rows_states_and_metadata_are_named(tmp_path):
     save(tmp_path / "a")
     _, tables = state()

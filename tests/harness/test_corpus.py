@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import invoke
 from speeds import slow_except
 
 from tritonrec.harness.verify.corpus import PUBLIC, SELECTIONS, SOURCES
@@ -42,6 +43,12 @@ def test_every_bug_has_a_thread_and_a_name_of_its_own():
     for source in SOURCES.values():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source)
     assert all(fault in SELECTIONS[True, True] for fault in FAULTS)
+
+
+@pytest.mark.parametrize("size", ["--quick", "--full"])
+def test_the_corpus_takes_no_size_of_a_table(size):
+    status, output, _ = invoke("verify", "--corpus", size)
+    assert status == 2 and "--corpus runs no table: leave --quick and --full out" in output
 
 
 def test_the_page_lists_every_bug_and_who_noticed_it():

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from commands import invoke
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint.lock import WriterLock
@@ -72,6 +73,11 @@ def test_a_stream_refuses_what_it_cannot_do(job):
         replace(job, balance=True).loader()
     with pytest.raises(ValueError, match="its rows are sequences, which hstu and fuxi stream"):
         replace(job, model="grm").loader()
+
+
+def test_verify_refuses_shards_by_name(job):
+    code, output, _error = invoke("verify", "--quick", "--data", job.data)
+    assert code == 2 and "has rows of sequences" in output
 
 
 def test_batches_cut_by_tokens_train(job, tmp_path):

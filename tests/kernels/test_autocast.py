@@ -12,6 +12,7 @@ from test_arguments import CALLS, OFFSETS, call, label, some, whole
 from tritonrec import ops
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.autocast import autocast_dtype
+from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
 
 GPU = torch.cuda.is_available()
 LOW = [torch.bfloat16, torch.float16]
@@ -221,6 +222,32 @@ def test_exact_gradients_of_a_cast_parameter(impl, dtype):
             assert (sums["weight"] - want).abs().max() <= 2**-20 * 2**ops.FRACTION_BITS
         else:
             assert torch.equal(sums["weight"], want)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_float32_sum_of_a_cast_parameter_is_not_rounded(dtype):
+    model = torch.nn.ParameterDict({"weight": some(7, 5)})
+    x, dy = some(8, 5).to(dtype), some(8, 7).to(dtype)
+    accumulator = ops.GradientAccumulator(model, None)
+    with accumulator.active(), mixed(dtype):
+        ops.linear(x, model["weight"], None, CUTS, impl="cpu").backward(dy)
+    assert torch.equal(accumulator.take()["weight"], dy.float().t() @ x.float())
+
+
+@pytest.mark.parametrize(("impl", "dtype"), PAIRS)
+def test_exact_sums_behind_a_norm_that_is_computed_again(impl, dtype):
+    """Its rows are rounded to the product's dtype, as those that were kept."""
+    x, scale, shift, weight, bias = (on(impl, each) for each in DENSE["front"][0])
+    given = x, scale, shift, weight.to(dtype), bias.to(dtype), 1e-6
+    y, z, normed, means, rstds = NORM_LINEAR_SILU.launch(*given, True, True, impl=impl)
+    found = []
+    for kept in (normed, normed[:0]):
+        sums = [torch.zeros_like(each, dtype=torch.int64) for each in (scale, shift, weight, bias)]
+        rest = z, kept, means, rstds, on(impl, CUTS), 36, list("abcd")
+        NORM_LINEAR_SILU_BACKWARD_EXACT.launch(*sums, y.clone(), *given, *rest, impl=impl)
+        found.append(sums)
+    for one, other in zip(*found, strict=True):
+        assert one.any() and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("exact", [False, True])

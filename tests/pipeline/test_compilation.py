@@ -1,6 +1,7 @@
 """Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tritonrec import nn, ops
 from tritonrec.kernels import caches
 from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
 from tritonrec.pipeline import StageFailedError
+from tritonrec.pipeline.compiled import Compilation
 
 
 class Plain(Ranker):
@@ -75,6 +77,13 @@ def test_other_bits_are_refused_and_named(mode):
     assert same(before, list(made[0].parameters()))
 
 
+def test_two_sizes_of_each_kind_and_one_are_compared():
+    sizes = [(7, 40), (7, 40), (7, 41), (9, 40), (1, 3), (2, 1), (1, 1), (8, 30)]
+    watch = Compilation(Ranker(), 36)
+    new = [watch._is_new(SimpleNamespace(num_samples=b, num_tokens=n)) for b, n in sizes]
+    assert new == [True, False, True, True, True, True, False, False]
+
+
 @pytest.mark.slow
 def test_window_consistency_takes_other_bits():
     got, _ = trained(compiled(shifted), "sequential", "window", batches(1))
@@ -82,6 +91,7 @@ def test_window_consistency_takes_other_bits():
     assert not same(got, want)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_one_sentence_says_so():
     with pytest.raises(RuntimeError, match=r"could not compile the model .*No working C\+\+ compiler.*g\+\+"):
         trained(compiled(failing), "sequential", "window", batches(1))

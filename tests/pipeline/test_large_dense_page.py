@@ -23,6 +23,7 @@ def run(communicators, folder):
     return names["losses"], names["weights"], here
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_the_sharded_model(pool, tmp_path):
     found = pool.run(run, 4, str(tmp_path))

@@ -2,19 +2,21 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
 import torch
 from speeds import slow_except
 from torch.optim.swa_utils import AveragedModel
-from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
+from torch.utils.checkpoint import checkpoint
+from trainer_parts import Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline import STAGED, LossScaling, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, rounded_rows
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
@@ -46,8 +48,16 @@ def run(mode, consistency="batch", model=Cast, count=6, **window):
     return got, [(result.loss_scale, result.skipped, result.grad_norm) for result in results], made[0].seen
 
 
-@pytest.mark.parametrize(("mode", "consistency"), EVERY)
-@pytest.mark.parametrize("precision", PRECISIONS)
+MODES_AND_LEVELS = list(product(STAGED, ("batch", "window")))
+
+
+@pytest.mark.parametrize(
+    ("mode", "consistency", "precision"),
+    slow_except(
+        [("nestpipe", "batch", "fp16"), ("fwp", "window", "bf16")],
+        [(*each, precision) for each, precision in product(MODES_AND_LEVELS, PRECISIONS)],
+    ),
+)
 def test_every_mode_is_its_reference(mode, consistency, precision):
     options = PRECISIONS[precision]
     expected, ends, _ = run("reference" if consistency == "batch" else "sequential", consistency, **options)
@@ -56,6 +66,20 @@ def test_every_mode_is_its_reference(mode, consistency, precision):
     assert not same(got, run(mode, consistency)[0])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert {each for each in seen if isinstance(each, (torch.dtype, bool))} == {dtype, False}
+
+
+class Checkpointed(Cast):
+    """Computes its forward again in backward, where autocast is off."""
+
+    def hidden(self, batch, rows):
+        return checkpoint(super().hidden, batch, rows, use_reentrant=False)
+
+
+@pytest.mark.parametrize("precision", slow_except(["fp16"], PRECISIONS))
+def test_what_backward_computes_again_is_in_the_precision_of_forward(precision):
+    plain, ends, _ = run("nestpipe", **PRECISIONS[precision])
+    got, found, _ = run("nestpipe", model=Checkpointed, **PRECISIONS[precision])
+    assert same(got, plain) and found == ends
 
 
 def test_the_scale_falls_after_an_overflow_and_rises_after_a_while():
@@ -89,8 +113,16 @@ def test_the_defaults_are_those_of_torch():
     assert vars(ours) == {name: state.get(name, torchs.get_scale()) for name in vars(ours)}
 
 
-@pytest.mark.parametrize(("mode", "consistency"), EVERY)
-@pytest.mark.parametrize("scale", slow_except([2.0**20], [1.0, 2.0**20, 2.0**32]))
+@pytest.mark.parametrize(
+    ("mode", "consistency", "scale"),
+    slow_except(
+        [("nestpipe", "batch", 2.0**20), ("fwp", "window", 2.0**20)],
+        [
+            (*each, scale)
+            for each, scale in product([("reference", "batch"), *MODES_AND_LEVELS], (1.0, 2.0**20, 2.0**32))
+        ],
+    ),
+)
 def test_scaling_rounds_nothing(mode, consistency, scale):
     """A model that computes in float32 has the same bits with any scale, and the same norm."""
     fp16 = {"precision": "fp16", "loss_scaling": LossScaling(scale)}
@@ -165,8 +197,13 @@ SHARED = {
 
 
 @pytest.mark.multi_rank
-@pytest.mark.parametrize(("world_size", "replicas"), slow_except([(2, 1)], [(1, 1), (2, 1), (2, 2), (4, 2)]))
-@pytest.mark.parametrize("options", SHARED)
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "options"),
+    slow_except(
+        [(2, 1, "fp16"), (2, 1, "first use")],
+        [(*each, options) for each, options in product([(1, 1), (2, 1), (2, 2), (4, 2)], SHARED)],
+    ),
+)
 def test_any_number_of_ranks_is_the_reference(pool, world_size, replicas, options):
     window = WindowConfig(3, seed=4, **SHARED[options])
     alone = replace(window, micro_batches=1, first_use=False, skip_fetch=False)
@@ -192,7 +229,7 @@ def test_rows_in_16_bits_take_half_the_bytes(pool, replicas):
         assert bf16.rows == float32.rows and bf16.key_bytes == float32.key_bytes
 
 
-@pytest.mark.parametrize("storage", ["device", "cached"])
+@pytest.mark.parametrize("storage", slow_except(["cached"], ["device", "cached"]))
 def test_rows_are_rounded_wherever_they_are_stored(storage):
     window = WindowConfig(3, seed=4, exchange_precision="fp16", skip_fetch=True)
     job = replace(JOB, placement=Placement(storage, cache_rows=20))
@@ -243,7 +280,7 @@ def test_what_is_no_power_of_two_is_refused(options):
         LossScaling(**options)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", slow_except(["bf16"], ["float32", "bf16"]))
 def test_a_trainer_evaluates_as_it_trains(precision):
     made = JOB.build("adam")
     loader = JOB.epochs()

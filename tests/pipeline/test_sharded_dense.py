@@ -28,7 +28,7 @@ STEPS = 4
 
 def mesh_of(communicators):
     """A mesh of these ranks, on a group that no lane uses."""
-    group = communicators.checkpoint.group
+    group = communicators.control.group
     if group is None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return DeviceMesh.from_group(group, "cpu")
@@ -104,14 +104,36 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", slow_except([2], (1, 2, 3, 4)))
-def test_every_layout_has_the_bits_of_the_whole_model(pool, ranks):
-    found = pool.run(of_ranks, ranks, list(CASES.values()))
-    for place, (name, (_mode, _by, rule, window)) in enumerate(CASES.items()):
+QUICK = ["nestpipe", "clip"]
+
+
+def compare(pool, ranks, names):
+    found = pool.run(of_ranks, ranks, [CASES[name] for name in names])
+    for place, name in enumerate(names):
+        *_, rule, window = CASES[name]
         want = reference(rule, **{**window, "micro_batches": 1})
         assert all(not differing(each[place], want) for each in found), name
 
 
+def test_two_ranks_have_the_bits_of_the_whole_model(pool):
+    compare(pool, 2, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_every_layout_has_the_bits_of_the_whole_model(pool, ranks):
+    compare(pool, ranks, list(CASES))
+
+
+@pytest.mark.slow
+def test_copies_of_the_tables_change_no_bit(pool):
+    for got in pool.run(of_ranks, 4, [CASES["norm"], CASES["clip"]], replicas=2):
+        for found, name in zip(got, ("norm", "clip"), strict=True):
+            *_, rule, window = CASES[name]
+            assert not differing(found, reference(rule, **{**window, "micro_batches": 1})), name
+
+
+@pytest.mark.slow
 def test_window_consistency_has_the_bits_of_the_same_cut_of_the_whole_model(pool):
     window = {"micro_batches": 2, "consistency": "window"}
     ((sharded,), _) = pool.run(of_ranks, 2, [("nestpipe", "layer", "adam", window)])
@@ -130,6 +152,7 @@ def averaged_of_ranks(communicators):
     return run(made, communicators, "nestpipe", WindowConfig(2), average=average)
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_whole_model(pool):
     made = parts()
     want = run(made, Communicators.local(), "reference", WindowConfig(), average=averaged(made[0]))
@@ -146,12 +169,39 @@ def stretch(communicators, first, last, load, save, by):
 RESTARTS = [((2, "layer"), (1, "")), ((1, ""), (3, "whole")), ((4, "part"), (2, "layer"))]
 
 
-@pytest.mark.parametrize(("before", "after"), slow_except(RESTARTS[:2], RESTARTS))
+@pytest.mark.parametrize(("before", "after"), slow_except(RESTARTS[:1], RESTARTS))
 def test_a_checkpoint_goes_on_at_another_world_size_sharded_or_not(pool, tmp_path, before, after):
     want = reference()
     pool.run(stretch, before[0], 0, 2, "", str(tmp_path), before[1])
     (got, *_) = pool.run(stretch, after[0], 2, STEPS, str(tmp_path), "", after[1])
     assert got[0] == want[0][2:] and not differing((want[0], got[1]), want)
+
+
+def frozen(made):
+    model = made[0]
+    for parameter in (model.norm.weight, model.layers[0].uvqk.weight):
+        parameter.requires_grad_(False)
+    return made
+
+
+def frozen_of_ranks(communicators):
+    """A run that begins with frozen parameters, and one in which they are frozen half way."""
+    mesh = mesh_of(communicators)
+    return frozen_runs(communicators, mesh, "nestpipe", WindowConfig(3))
+
+
+def frozen_runs(communicators, mesh, mode, window):
+    later = parts(mesh=mesh)
+    first = run(frozen(parts(mesh=mesh)), communicators, mode, window)
+    before = run(later, communicators, mode, window, 0, 2)
+    return first, before, run(frozen(later), communicators, mode, window, 2, STEPS)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_stay(pool):
+    want = frozen_runs(Communicators.local(), None, "reference", WindowConfig())
+    for got in pool.run(frozen_of_ranks, 2):
+        assert not any(map(differing, got, want))
 
 
 def shares(communicators):
@@ -208,6 +258,7 @@ def given_back(communicators):
     return before, gradients, [isinstance(each, DTensor) for each in model.parameters()]
 
 
+@pytest.mark.slow
 def test_outside_of_a_flight_the_model_is_fsdp2s(pool):
     found = pool.run(given_back, 2)
     before, gradients, types = found[0]

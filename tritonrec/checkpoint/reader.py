@@ -75,7 +75,7 @@ def load(
     """
     check_rank(rank, world_size)
     directory = Path(directory)
-    path, body, advice = _opened(directory, step)
+    step, path, body, advice = _opened(directory, step)
     if like is not None:
         saved = {name: table["columns"] for name, table in body["tables"].items()}
         expected = columns_of(like)
@@ -95,7 +95,7 @@ def load(
     columns = [values for table in tables.values() for values in table.values()]
     needed = sum(tensor.nbytes for tensor in [*dense.values(), *columns])
     return Checkpoint(
-        body["step"],
+        step,
         dense,
         tables,
         body["meta"],
@@ -121,8 +121,7 @@ class CheckpointStream:
 
     def __init__(self, directory: Path | str, step: int | None = None):
         self._directory = Path(directory)
-        _, self._body, self._advice = _opened(self._directory, step)
-        self.step: int = self._body["step"]
+        self.step, _, self._body, self._advice = _opened(self._directory, step)
         self.meta: dict[str, Any] = self._body["meta"]
         self.world_size: int = self._body["world_size"]
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {
@@ -163,8 +162,8 @@ class CheckpointStream:
         return _Reader(self._directory, rank, world_size, self._advice)
 
 
-def _opened(directory: Path, step: int | None) -> tuple[Path, dict[str, Any], str]:
-    """The manifest of a step, or of the newest, with its path, and advice for errors."""
+def _opened(directory: Path, step: int | None) -> tuple[int, Path, dict[str, Any], str]:
+    """A step, or the newest, with its manifest's path and content, and advice for errors."""
     available = steps(directory)
     if step is None and not available:
         raise CheckpointError(f"{directory} holds no checkpoint")
@@ -172,7 +171,7 @@ def _opened(directory: Path, step: int | None) -> tuple[Path, dict[str, Any], st
     others = [other for other in available if other != step]
     advice = f"; the directory also holds step {others[-1]}" if others else ""
     path = manifest_of(directory, step)
-    return path, read_manifest(path, advice), advice
+    return step, path, read_manifest(path, advice), advice
 
 
 def _dense_difference(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:

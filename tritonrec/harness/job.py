@@ -136,6 +136,11 @@ class Job:
         log = _interactions(self.data)
         return log.rating is not None or bool(log.feedback)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the data are shards of sequences."""
+        return _sequences(self.data) is not None
+
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
         loader = self.epochs(rank, world_size)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..distributed import Communicators
-from ..embedding import OptimizerName
+from ..embedding import Eviction, OptimizerName, PrecisionTiers, TablePolicy
 from ..kernels.caches import compiling
 from ..nn import HSTUConfig
 from ..pipeline import WindowConfig
@@ -26,6 +26,7 @@ from .train.run import Run
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 DATA = "zipf:users=40,items=60,ratings=1,seed=5"
+POLICY = TablePolicy(Eviction("lru", capacity=20), admission=2, precision=PrecisionTiers(2, every=2))
 SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=8, relative_bias=True)
 
 
@@ -43,7 +44,8 @@ def warm_up(
     target: Target | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Warmed:
-    """Train each model on a small log with the first rule, and the first model with each other rule.
+    """Train each model on a small log with the first rule, then the first one with each other rule and with
+    all policies of tables.
 
     Args:
         target: what to compile for. report: gets the name of each run.
@@ -61,18 +63,20 @@ def warm_up(
     try:
         for model, rule in runs:
             report(f"{model} with {rule}")
-            _train(model, rule, target)
+            _train(model, rule, target, TablePolicy())
+        report(f"{models[0]} with policies of tables")
+        _train(models[0], optimizers[0], target, POLICY)
     finally:
         compiling.remove(compiled)
     return Warmed(count, time.perf_counter() - began)
 
 
-def _train(model: ModelName, rule: OptimizerName, target: Target) -> None:
+def _train(model: ModelName, rule: OptimizerName, target: Target, policy: TablePolicy) -> None:
     job = Job(
         DATA, model, batch_size=8, max_seq_len=8, num_negatives=2, max_exposed=3, sizes=SIZES, context_dim=8,
-        bottom=(8,), top=(8,), target=target,
+        bottom=(8,), top=(8,), target=target, policy=policy, slots=8,
     )  # fmt: skip
     clip = WindowConfig(2, max_grad_norm=1.0, clustering=True)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(job, "nestpipe", clip, rule, steps=2, checkpoint=Path(folder))
+        run = Run(job, "nestpipe", clip, rule, steps=3, checkpoint=Path(folder))
         loop.train(Communicators.local(), run, quiet=True)

@@ -35,7 +35,14 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
-from tritonrec.kernels.autocast import cast, casts_of, is_low, run_widened, without_autocast
+from tritonrec.kernels.autocast import (
+    autocast_dtype,
+    cast,
+    casts_of,
+    is_low,
+    run_widened,
+    without_autocast,
+)
 from tritonrec.kernels.dispatch import Impl, default_impl, implementation, is_compiling, use_impl
 from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
@@ -371,10 +378,12 @@ def _again(impl: Impl, gradients: tuple[Any, ...]) -> AbstractContextManager[Any
     """Sums of terms run on the implementation of their op, too, and autocast casts nothing in backward."""
     if is_compiling():
         return nullcontext()
+    device = next((each.device for each in gradients if each is not None), None)
+    if device is None or autocast_dtype(device) is None:
+        return use_impl(impl)
     stack = ExitStack()
     stack.enter_context(use_impl(impl))
-    for device in {each.device for each in gradients if each is not None}:
-        stack.enter_context(without_autocast(device))
+    stack.enter_context(without_autocast(device))
     return stack
 
 

@@ -31,7 +31,6 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from functools import lru_cache
 from itertools import product
 
 from .schedule import Access, Schedule, Task
@@ -51,7 +50,6 @@ class ScheduleError(ValueError):
     """A schedule may compute something else than its stages one after another."""
 
 
-@lru_cache(maxsize=256)
 def check(schedule: Schedule, micro_batches: int) -> None:
     """Raise `ScheduleError` naming the tasks and the row unless `schedule` is race-free and equivalent.
 

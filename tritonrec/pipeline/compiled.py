@@ -13,7 +13,8 @@ from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 
 SIZES = 2
-"""Sizes of micro-batches that are compared: torch compiles for the first, and for any size at the second."""
+"""Sizes that are compared, of samples and of tokens: torch compiles for the first, and at the second for any
+but 1."""
 
 
 class Compilation:
@@ -26,7 +27,7 @@ class Compilation:
 
     def __init__(self, model: torch.nn.Module, bits: int | None):
         self._model, self._bits, self._compiles = model, bits, _is_compiled(model)
-        self._seen: set[tuple[int, int | None]] = set()
+        self._seen: tuple[set[int], set[int]] = set(), set()  # numbers of samples and of tokens
 
     @contextmanager
     def call(
@@ -34,19 +35,17 @@ class Compilation:
     ) -> Iterator[None]:
         """Around the model's call for a micro-batch.
 
-        The first call for each of the first `SIZES` sizes is compared in all bits of losses and gradients
-        with a call that is not compiled (``torch.compiler.set_stance``). Steps in which it is count as those
-        that compile kernels.
+        The first call for each of the first `SIZES` numbers of samples and of tokens, and for 1, is compared
+        in all bits of losses and gradients with a call that is not compiled (``torch.compiler.set_stance``).
+        Steps in which it is count as those that compile kernels.
 
         Raises ValueError naming what differs, RuntimeError where torch cannot compile.
         """
         if not self._compiles:
             yield
             return
-        size = batch.num_samples, getattr(batch, "num_tokens", None)
         try:
-            if batch.num_samples and size not in self._seen and len(self._seen) < SIZES:
-                self._seen.add(size)
+            if batch.num_samples and self._is_new(batch):
                 note_compilation()
                 if self._bits is not None:
                     self._compare(batch, rows, seed, settings)
@@ -60,6 +59,15 @@ class Compilation:
                 f"torch.compile could not compile the model ({what}): on a CPU inductor needs a C++ "
                 "compiler with OpenMP, as g++ is; install one, or take backend='aot_eager'"
             ) from error
+
+    def _is_new(self, batch: Batch) -> bool:
+        """Whether torch may compile for the batch's size."""
+        new = False
+        for seen, size in zip(self._seen, (batch.num_samples, getattr(batch, "num_tokens", 1)), strict=True):
+            if size not in seen and (size == 1 or len(seen - {1}) < SIZES):
+                seen.add(size)
+                new = True
+        return new
 
     def _compare(
         self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings

@@ -56,7 +56,8 @@ def export(
 ) -> dict[str, Any]:
     """Export a checkpoint of a `Trainer` for `Predictor.load` and other tools; returns the manifest.
 
-    A part of a table is in memory at a time: a slice of the checkpoint and a shard.
+    A part of a table is in memory at a time: a slice of the checkpoint and a shard. No trainer of this
+    process may be in a step while a model is traced: torch marks the whole process as tracing.
 
     Args:
         checkpoint: its directory. step: of the checkpoint there, the newest by default.

@@ -72,11 +72,18 @@ def verify(
     require_writable({"--json": json_file}, {"--trace": trace})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
+    if corpus and (quick or full):
+        raise typer.BadParameter("--corpus runs no table: leave --quick and --full out")
     small = job.target.is_slow and not (quick or full)
     if job.target.is_slow:
         data = SMALL.data if job.data == JOB.data else job.data
         job = replace(SMALL, data=data, target=job.target)
     job = checked(lambda: load_job(job))
+    if job.is_streamed:
+        raise typer.BadParameter(
+            f"verify needs a log that is read whole, and streams shards of its own in its variant stream: "
+            f"--data {job.data} has rows of sequences"
+        )
     size = "quick" if quick else "full" if full else "default"
     chosen = names(modes, PIPELINED, "--modes")
     ranks = numbers(world_size, "--world-size", most=MOST_RANKS)
