@@ -128,6 +128,16 @@ def test_a_lab_that_emulates_nothing_says_nothing_of_it():
     assert "emulated" not in sections.lab(report, "x").text
 
 
+def test_a_kernel_that_a_target_lacks_fails():
+    report = json.loads((ROOT / "ci/baselines/compile.json").read_text())
+    assert sections.compiled(report, "x").passed
+    name = next(iter(report["kernels"]))
+    del report["kernels"][name]["gfx942"]
+    found = sections.compiled(report, "x")
+    assert not found.passed and f"{len(report['kernels']) - 1} of {len(report['kernels'])}" in found.text
+    assert not sections.compiled({**report, "uncovered": ["unique.slow_kernel"]}, "x").passed
+
+
 def test_a_run_without_faults_says_so():
     assert "--inject-faults" in sections.faults({**VERIFIED, "faults": []}, "x").text
 
