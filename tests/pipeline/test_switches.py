@@ -140,7 +140,7 @@ def test_a_row_neither_fetched_nor_kept_and_a_row_lost_are_found():
     def without(stage, rows):
         return KEEPING._with(stage, touches=tuple(a for a in KEEPING[stage].touches if a.rows != rows))
 
-    with pytest.raises(ScheduleError, match=r"exchange\(4, 0\) reads buffer\[0\], which holds no row"):
+    with pytest.raises(ScheduleError, match=r"exchange\(1, 0\) reads buffer\[1\], which holds no row"):
         check(without("copy_kept_rows", "kept"), 2)
     with pytest.raises(ScheduleError, match="never reaches the tables"):
         check(without("write_back", "dropped"), 2)

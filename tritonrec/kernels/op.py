@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -229,9 +228,9 @@ class Op:
         if chosen == "reference":
             return self._reference
         # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
-        # whether it interprets.
+        # whether it interprets. `import_module` waits where another lane is importing it.
         module, function = self._places[chosen]
-        return getattr(sys.modules.get(module) or import_module(module), function)
+        return getattr(import_module(module), function)
 
     def _refuse(self, arguments: tuple[Any, ...]) -> bool:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""

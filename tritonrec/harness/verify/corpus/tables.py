@@ -13,7 +13,10 @@ def new_rows_are_not_initialised(program: Program) -> None:
     """A new row holds whatever lay in its memory, here not a number."""
     for group in program.tables.groups:
         width = group.table.row_width
-        _begin_with(group.table, lambda keys, width=width: torch.full((len(keys), width), torch.nan))
+        _begin_with(
+            group.table,
+            lambda keys, width=width: torch.full((len(keys), width), torch.nan, dtype=torch.float32),
+        )
 
 
 @bug("DeepRec-AI/DeepRec#1023", case(mode="dbp"))
