@@ -17,6 +17,7 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"),
+    ("warmup", "--models"), ("warmup", "--optimizers"),
 }  # fmt: skip
 FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below
 

@@ -18,7 +18,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write its tables as Markdown.")] = None,
 ) -> None:
-    """Recorded figures on one page: contract, faults, benchmarks over commits, kernels, traces, simulator.
+    """Recorded figures on one page: contract, faults, benchmarks over commits, kernels, traces.
 
     A file that FOLDER lacks is taken from ci/baselines of the checkout, or named as missing. Exit status 1
     where a case differs, a fault is not caught, a dependency is violated, or a benchmark has become slower.
