@@ -10,6 +10,7 @@ whole numbers once a window, of which each rank receives those of its shards alo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from ..distributed import Communicator
 from ..nn import GradientAccumulator
 from .reduce_scatter import DENSE_ROW, ReduceScatter
 from .sums import Sums
+
+# That hook gathers parameters for the backward pass; here they stay gathered until the window's end.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
 BUCKET = 2**22
 """Values of the sums in one message at least, unless there are no more: 32 MiB before packing."""
