@@ -140,7 +140,10 @@ VARIANTS: dict[str, Variant] = {
         shows=("rejected", "promoted"),
     ),
     "converted": Variant(
-        "a SASRec of torch's modules, converted, in place of HSTU", kind=ConvertedJob, shows=("lookups",)
+        "a SASRec of torch's modules, converted, in place of HSTU, on samples of many lengths",
+        {"data": MADE},
+        kind=ConvertedJob,
+        shows=("lookups",),
     ),
     OWN_LOOP: Variant(
         "hash embeddings in a loop of one's own, without a trainer",
