@@ -28,6 +28,7 @@ def no_work(monkeypatch):
 
     for module in ("verify", "job", "lab"):
         monkeypatch.setattr(f"tritonrec.harness.cli.{module}.load_job", load)
+    monkeypatch.setattr("tritonrec.harness.cli.report.build", load)
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
     monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)
