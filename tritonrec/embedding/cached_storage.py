@@ -45,6 +45,7 @@ class CachedStorage(RowStorage):
         self._found = torch.zeros((), dtype=torch.int64, device=device)
         self._moved = [0, 0]  # to float32, to 16 bits; in host memory a cached row moves when it leaves
         self._lock = Turn(device)  # for columns that grow
+        self._moving = Turn(device)  # for rows that move while another lane reads the table's state
 
     @property
     def cached(self) -> int:
@@ -69,9 +70,10 @@ class CachedStorage(RowStorage):
         self._home.release(handles)
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        places = self._place(handles)
-        values = self._home.gather(torch.where(places < 0, handles, -1), out)
-        return super().gather(places, values)
+        with self._moving:
+            places = self._place(handles)
+            values = self._home.gather(torch.where(places < 0, handles, -1), out)
+            return super().gather(places, values)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
@@ -88,9 +90,15 @@ class CachedStorage(RowStorage):
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        return torch.where(self._place(handles) < 0, self._home.in_low_precision(handles), self._low[handles])
+        with self._moving:
+            at_home = self._place(handles) < 0
+            return torch.where(at_home, self._home.in_low_precision(handles), self._low[handles])
 
     def prefetch(self, handles: torch.Tensor) -> None:
+        with self._moving:
+            self._prefetch(handles)
+
+    def _prefetch(self, handles: torch.Tensor) -> None:
         self._lookup += 1
         now, before, self._size = self._lookup, self._size, len(handles)
         places = self._place(handles)
