@@ -35,16 +35,16 @@ def place(path: str) -> str:
 
 def linked() -> list[str]:
     """Files outside docs/ that its pages link to, and that those pages link to."""
-    todo = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
     found: list[str] = []
-    while todo:
-        page = todo.pop()
+    while pages:
+        page = pages.pop()
         for link in links((ROOT / page).read_text(encoding="utf-8")):
             path = target_of(page, link)
             if not path.startswith("docs/") and path not in found and (ROOT / path).is_file():
                 found.append(path)
                 if path.endswith(".md"):
-                    todo.append(path)
+                    pages.append(path)
     return sorted(found)
 
 

@@ -44,6 +44,17 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path):
     assert same(found.tables["t"], ascending(before))
 
 
+def test_a_program_may_change_its_folder_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gate, elsewhere = Gate(), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with Saver("saved", gather=gate) as saver:
+        saver.save(1, {"w": torch.zeros(4)}, {}, {})
+        monkeypatch.chdir(elsewhere)
+        gate.opened.set()
+    assert steps(tmp_path / "saved") == [1] and not [*elsewhere.iterdir()]
+
+
 def test_owned_tensors_are_not_copied(tmp_path):
     gate = Gate()
     dense = {"w": torch.zeros(4)}

@@ -58,7 +58,7 @@ def running():
     """`faults`: a trainer in its loop, with a saver."""
     names = loop()
     trained = trainer(names)
-    return {**names, "trainer": trained, "steps": 3, "saver": trained.saver(Path.cwd() / "checkpoints")}
+    return {**names, "trainer": trained, "steps": 3, "saver": trained.saver("checkpoints")}
 
 
 def training_before_saving():

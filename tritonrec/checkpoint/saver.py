@@ -62,7 +62,8 @@ class Saver:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         check_rank(rank, world_size)
-        self.directory, self.rank, self.world_size, self.gather = Path(directory), rank, world_size, gather
+        self.directory = Path(directory).absolute()  # a thread writes later, wherever the program is then
+        self.rank, self.world_size, self.gather = rank, world_size, gather
         self.full_every, self.context = full_every, context
         self.blocked = self.waited = self.seconds = 0.0
         self._thread: threading.Thread | None = None
