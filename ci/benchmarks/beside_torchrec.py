@@ -64,15 +64,23 @@ def run(system: str, folder: Path, source: str, epochs: int, seed: int, ranked: 
                 starts.append(clocks())
             return super().batch(step)
 
-    def evaluate(score, loader, ks):
-        seconds = [end - start for end, start in zip(clocks(), starts[-1], strict=True)]
-        found = data.evaluate(score, loader, ks) if ranked else {"HR@10": 0.0, "NDCG@10": 0.0}
-        steps = loader.steps_per_epoch
-        times = {"wall": seconds[0] / steps, "cpu": seconds[1] / steps}
-        rows.append({"steps": steps * len(starts), **times, **found})
-        return found
+    def timed(evaluate):
+        """`evaluate` (loader among its arguments), with a row of the epoch before it."""
 
-    module.NextItemLoader, module.evaluate = Loader, evaluate
+        def measured(*arguments, **options):
+            seconds = [end - start for end, start in zip(clocks(), starts[-1], strict=True)]
+            found = evaluate(*arguments, **options) if ranked else {"HR@10": 0.0, "NDCG@10": 0.0}
+            loader = next(value for value in arguments if isinstance(value, Loader))
+            steps = loader.steps_per_epoch
+            times = {"wall": seconds[0] / steps, "cpu": seconds[1] / steps}
+            rows.append({"steps": steps * len(starts), **times, **found})
+            return found
+
+        return measured
+
+    module.NextItemLoader = Loader
+    module.evaluate = timed(data.evaluate)
+    tritonrec.Trainer.evaluate = timed(tritonrec.Trainer.evaluate)
     module.main(folder / "out", source, epochs, NEVER, seed=seed, **options)
     (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(rows))
 
