@@ -220,6 +220,14 @@ def test_probabilities_are_without_dropout_and_leave_the_mode():
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
+def test_dropout_of_the_input_is_drawn_from_the_seed():
+    model = make_model(replace(CONFIG, dropout=0.0, input_dropout=0.4))
+    one, same, other = (model.logits(*make_batch(), seed) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    plain = make_model(replace(CONFIG, dropout=0.0)).eval().logits(*make_batch(), 1)
+    assert torch.equal(model.eval().logits(*make_batch(), 1), plain)
+
+
 def test_layers_draw_masks_of_their_own():
     model, seeds = make_model(), []
     for layer in model.layers:

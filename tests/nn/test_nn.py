@@ -1,6 +1,7 @@
 """HSTU and its modules: a sample's bits depend on that sample alone, exact gradients on no split."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -254,6 +255,30 @@ def test_eval_mode_has_no_dropout():
     model.eval()
     calm = [model.encode(batch, rows, seed) for seed in (1, 2)]
     assert torch.equal(*calm) and not torch.equal(calm[0], train[0])
+
+
+def test_dropout_of_the_input_goes_by_sample_and_position(monkeypatch):
+    """Masks of the first layer's input are drawn apart from the layers', the same in any batch."""
+    config = replace(CONFIG, dropout=0.0, input_dropout=0.4)
+    model, batch = make_model(config), make_batch()
+    inputs, layer = [], HSTULayer.forward
+    monkeypatch.setattr(
+        HSTULayer, "forward", lambda self, x, *rest: inputs.append(x) or layer(self, x, *rest)
+    )
+    encoded = [model.encode(batch, TABLE[batch.ids], seed) for seed in (1, 1, 2)]
+    assert torch.equal(encoded[0], encoded[1]) and not torch.equal(encoded[0], encoded[2])
+    kept = inputs[0] != 0
+    assert 0.45 < kept.float().mean() < 0.75
+    plain = make_model(replace(config, input_dropout=0.0))
+    plain.encode(batch, TABLE[batch.ids], 1)
+    torch.testing.assert_close(inputs[0][kept], inputs[-2][kept] / 0.6)
+    for sample in range(len(LENGTHS)):
+        first, last = batch.offsets[sample : sample + 2].tolist()
+        one = batch.select(torch.tensor([sample]))
+        assert torch.equal(model.encode(one, TABLE[one.ids], 1), encoded[0][first:last]), sample
+    assert torch.equal(
+        model.eval().encode(batch, TABLE[batch.ids], 1), plain.eval().encode(batch, TABLE[batch.ids], 2)
+    )
 
 
 def test_layers_draw_masks_of_their_own(monkeypatch):

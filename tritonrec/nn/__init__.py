@@ -20,6 +20,7 @@ from .modules import (
     PositionalEmbedding,
     RelativeAggregate,
     RelativeBias,
+    TokenDropout,
 )
 from .next_item import LayerConfig, NextItemModel
 from .padding import Padded, PaddedNextItem, pad, unpad
@@ -62,6 +63,7 @@ __all__ = [
     "RelativeBias",
     "SiLU",
     "Sigmoid",
+    "TokenDropout",
     "Tokens",
     "TransformerEncoderLayer",
     "binary_cross_entropy",

@@ -29,7 +29,7 @@ from .. import ops
 from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
-from .modules import LayerNorm, Linear, PositionalEmbedding
+from .modules import LayerNorm, Linear, PositionalEmbedding, TokenDropout
 from .next_item import LayerConfig
 from .tokens import Tokens, sum_by_sample
 
@@ -91,6 +91,7 @@ class GRM(torch.nn.Module):
         layer = HSTUConfig(**shared, relative_bias=config.relative_bias)
         self.context = torch.nn.ModuleList(Linear(config.context_dim, config.dim) for _ in config.context)
         self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
+        self.drop = TokenDropout(config.input_dropout)
         self.layers = torch.nn.ModuleList(HSTULayer(layer) for _ in range(config.layers))
         self.norm = LayerNorm(config.dim)
         self.head = MMoE(config.dim, len(config.tasks), config.experts, config.top_k)
@@ -123,6 +124,7 @@ class GRM(torch.nn.Module):
         to, exposed_to, tokens = self.place(batch)
         x = self.embed(batch, rows)
         x = ops.gather_rows(x, torch.argsort(to)) * self.config.dim**0.5 + self.positions(tokens.positions)
+        x = self.drop(x, ops.derive_seed(seed, len(self.layers), 0), tokens.sample_ids, tokens.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, tokens, ops.derive_seed(seed, index, 0))
         return self.head(self.norm(ops.gather_rows(x, exposed_to)), batch.exposed_offsets)

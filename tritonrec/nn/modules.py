@@ -80,6 +80,23 @@ class GatedNorm(torch.nn.Module):
         )
 
 
+class TokenDropout(torch.nn.Module):
+    """Dropout of tokens' rows; the mask is a function of (seed, sample, position, column)."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(
+        self, x: torch.Tensor, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """x (L, dim); sample_ids, positions (L,) int64 of each token."""
+        return ops.dropout(x, self.p, seed, sample_ids, positions) if self.training and self.p else x
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
 class PositionalEmbedding(torch.nn.Module):
     """A learned row (dim) for each position in [0, max_seq_len)."""
 

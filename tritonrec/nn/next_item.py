@@ -16,7 +16,7 @@ import torch
 from .. import ops
 from ..settings import setting
 from .hstu_layer import check_recompute
-from .modules import LayerNorm, PositionalEmbedding
+from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 from .tokens import Tokens, sum_by_sample
 
 
@@ -27,6 +27,7 @@ class LayerConfig:
     Args:
         dim: d, of embeddings and residual stream. layers, heads: how many. qk_dim, v_dim: features of a head.
         max_seq_len: most tokens of a sample, and the attention's normaliser. dropout: of the gated norm.
+        input_dropout: of the first layer's input, rows plus positions.
         time_buckets: weights for powers of two of a time difference, where a model has them; 64 tell all
             powers apart, fewer clamp the longest ones.
         recompute: what a layer's backward computes again instead of keeping it, of "norm", "uvqk", "silu",
@@ -40,6 +41,7 @@ class LayerConfig:
     v_dim: int = 32
     max_seq_len: int = setting(50, "Tokens per sample at most; grm: of history.", 1, 2**20)
     dropout: float = setting(0.2, "Share of values that the gated norm drops.", 0, 0.99)
+    input_dropout: float = setting(0.0, "Share of values dropped before the first layer.", 0, 0.99)
     time_buckets: int = 64
     recompute: tuple[str, ...] = setting(
         ("norm",), "Parts that a layer's backward computes again: norm,uvqk,silu,attention,gate."
@@ -81,6 +83,7 @@ class NextItemModel(torch.nn.Module):
         super().__init__()
         self.config = config
         self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
+        self.drop = TokenDropout(config.input_dropout)
         self.layers = torch.nn.ModuleList(self.layer(config) for _ in range(config.layers))
         self.norm = LayerNorm(config.dim)
 
@@ -92,6 +95,7 @@ class NextItemModel(torch.nn.Module):
         """Hidden states (L, d) from the embedding rows (L, d) of the tokens."""
         tokens = self.place(batch)
         x = rows * self.config.dim**0.5 + self.positions(tokens.positions)
+        x = self.drop(x, ops.derive_seed(seed, len(self.layers), 0), tokens.sample_ids, tokens.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, tokens, ops.derive_seed(seed, index, 0))
         return self.norm(x)
