@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 from tritonrec.data.zipf import _zipf_rank
 from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Cluster, KeyModel, Plan, Workers, Workload, predict
+from tritonrec.harness.simulator.closed_forms import closed_forms, step_seconds
 from tritonrec.harness.simulator.cluster import costs
 from tritonrec.harness.simulator.curves import scaling
 from tritonrec.harness.simulator.engine import simulate
 from tritonrec.harness.simulator.fit import fit, least_squares
 from tritonrec.harness.simulator.paper import CELLS, ROWS
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
+from tritonrec.harness.simulator.withheld import withheld
 from tritonrec.pipeline.schedule import Task
 
 SMALL = Workload(samples=32, tokens=64, dim=16, items=50_000, communities=8)
@@ -157,7 +159,7 @@ def test_the_papers_cells_are_consistent_with_each_other():
     for (row, workers), step in steps.items():
         # The paper's own step and QPS of UniEmb differ by 1.6 %.
         assert workers * 512 / step / 100 == pytest.approx(rates[row, workers], rel=0.02)
-    assert len(CELLS) == 101 and all(cell.row in ROWS for cell in CELLS)
+    assert len(CELLS) == 109 and all(cell.row in ROWS for cell in CELLS)
 
 
 def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
@@ -169,6 +171,45 @@ def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
     for cell in replay.cells:
         assert (cell.why is None) == cell.within
         assert cell.error == pytest.approx(cell.model / cell.paper - 1)
+
+
+def test_computation_follows_layers_tokens_and_dimension(model):
+    base = model.predict("npu", 1536, ROWS["NestPipe"]).compute
+    for row, factor in {"2 layers": 0.5, "8 layers": 2, "512 tokens": 0.5, "2048 tokens": 2}.items():
+        assert model.predict("npu", 1536, ROWS[row]).compute == pytest.approx(factor * base, rel=1e-3), row
+    wide = model.predict("npu", 1536, ROWS["dimension 1024"])
+    assert wide.compute == pytest.approx(4 * base, rel=1e-3)
+    # Rows are twice as long and computation four times: the exchanges stay hidden.
+    assert wide.exposed_ratio == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_formulas_give_the_simulated_steps_and_part_from_them_where_they_do_not_hold(model):
+    forms = closed_forms(model, Replay(model).outcome)
+    assert len(forms) == 25
+    for form in forms:
+        assert form.simulated == pytest.approx(form.step, rel=5e-4), form
+    slow = replace(CLUSTER, lookup_seconds=1.0)  # lookup is longer than a step: nothing hides it
+    plan = Plan("nestpipe", 4)
+    assert predict(slow, SMALL, plan).step > 2 * step_seconds(slow, SMALL, plan)
+
+
+def test_without_its_n_nestpipe_is_predicted_at_every_n(model):
+    replay = Replay(model)
+    lines = {line.micro_batches: line for line in withheld(model, replay.outcome)}
+    assert list(lines) == [1, 2, 4, 8, 16, 32]
+    assert sorted(reader for line in lines.values() for reader in line.chosen_by) == [
+        "exposed ratios", "fastest in the model", "the GPUs' step",
+    ]  # fmt: skip
+    assert min(lines.values(), key=lambda line: line.step).chosen_by == ("fastest in the model",)
+    steps = [
+        abs(cell.error)
+        for cell in replay.cells
+        if cell.row.startswith("NestPipe")
+        and cell.cluster == "npu"
+        and cell.column in ("step ms", "QPS 1e5", "speedup", "scaling %")
+    ]
+    assert lines[8].whole_median == pytest.approx(np.median(steps)) and lines[8].whole_worst == max(steps)
+    assert lines[2].whole_median > 10 * lines[8].whole_median
 
 
 def test_workers_that_scatter_are_slower_than_identical_ones():
@@ -203,6 +244,7 @@ def test_simulate_writes_cells_and_a_picture(tmp_path):
     assert len(document["cells"]) == len(CELLS)
     assert {"table", "row", "column", "paper", "model", "error", "fitted", "why"} <= set(document["cells"][0])
     assert document["summary"]["unseen"]["cells"] + document["summary"]["fitted"]["cells"] == len(CELLS)
+    assert len(document["closed_forms"]) == 25 and len(document["withheld"]) == 6
     assert document["scaling"][-1]["workers"] == 16_384
     assert document["sweep"] and document["improvements"] and document["constants"]["npu"]["contention"] > 0
 

@@ -22,6 +22,10 @@ def layer_norm(x, module):
     return centred / torch.sqrt(variance + module.eps) * module.weight + module.bias
 
 
+def rms_norm(x, module):
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + module.eps) * module.weight
+
+
 def attention(q, k, v, heads, normaliser, targets, bias=0):
     """One sample: (n, heads * size) each; the last `targets` rows do not see each other. bias (n, n)."""
     n = len(q)
@@ -47,7 +51,9 @@ def hstu_layer(x, module, targets=0, times=None, asked=None):
     u, v, q, k = silu(linear(layer_norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
     bias = 0 if module.bias is None else relative_bias(module.bias, times, asked)
     attended = attention(q, k, v, module.config.heads, module.config.max_seq_len, targets, bias)
-    return x + linear(u * layer_norm(attended, module.gate), module.output)
+    product = module.gate.norm_product
+    gated = layer_norm(u * attended, module.gate) if product else u * layer_norm(attended, module.gate)
+    return x + linear(gated, module.output)
 
 
 def mmoe(x, module):
@@ -80,15 +86,16 @@ def relative(v, weight, heads, times=None):
 
 def fuxi_layer(x, module, times):
     """One sample (n, d), without dropout."""
-    heads = module.config.heads
-    u, v, q, k = silu(linear(layer_norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
+    heads, rms = module.config.heads, module.config.norm == "rms"
+    norm, gate_norm = (rms_norm, module.gate.norm) if rms else (layer_norm, module.gate)
+    u, v, q, k = silu(linear(norm(x, module.norm), module.uvqk)).split(module.sizes, 1)
     channels = [
         relative(v, module.by_position.weight, heads),
         relative(v, module.by_time.weight, heads, times),
         attention(q, k, v, heads, module.config.max_seq_len, 0),
     ]
-    y = x + linear(u * layer_norm(torch.cat(channels, 1), module.gate), module.output)
-    gate, value = linear(layer_norm(y, module.ffn_norm), module.ffn.inner).chunk(2, 1)
+    y = x + linear(u * norm(torch.cat(channels, 1), gate_norm), module.output)
+    gate, value = linear(norm(y, module.ffn_norm), module.ffn.inner).chunk(2, 1)
     return y + linear(silu(gate) * value, module.ffn.outer)
 
 

@@ -1,14 +1,15 @@
 """FuXi, and HSTU beside it: the formulas in float64, and a sample's bits depend on that sample alone."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import formulas
 import pytest
 import torch
 
-from tritonrec import ops
-from tritonrec.data import JaggedBatch
+from tritonrec import FeatureConfig, ops, verify
+from tritonrec.data import JaggedBatch, NextItemLoader, load
 from tritonrec.nn import (
     HSTU,
     FuXi,
@@ -24,7 +25,8 @@ SIZES = {
     "temperature": 0.7,
 }  # fmt: skip
 CONFIG = FuXiConfig(**SIZES, ffn_dim=13, time_buckets=8)  # times further apart than 2**7 share a bucket
-MODELS = {"fuxi": (FuXi, CONFIG), "hstu": (HSTU, HSTUConfig(**SIZES))}
+PUBLISHED = replace(CONFIG, norm="rms")
+MODELS = {"fuxi": (FuXi, CONFIG), "fuxi-rms": (FuXi, PUBLISHED), "hstu": (HSTU, HSTUConfig(**SIZES))}
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
 NEGATIVES = 4
 SEED = 77
@@ -128,9 +130,10 @@ def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
         close(own, parameter.grad, what)
 
 
+@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
 @pytest.mark.parametrize("exactly", [False, True])
-def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly):
-    model, (batch, rows) = make_model(), make_batch()
+def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly, name):
+    model, (batch, rows) = make_model(name), make_batch()
     if exactly:
         accumulate(model)
     losses, hidden, gradient = run(model, batch, rows)
@@ -142,8 +145,9 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly):
 
 
 @pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
-def test_exact_sums_do_not_depend_on_the_split(accumulate, split):
-    model, (batch, rows) = make_model(), make_batch()
+@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
+def test_exact_sums_do_not_depend_on_the_split(accumulate, name, split):
+    model, (batch, rows) = make_model(name), make_batch()
     whole = accumulate(model)
     run(model, batch, rows)
     parts = accumulate(model)
@@ -200,6 +204,38 @@ def test_layers_draw_masks_of_their_own():
         layer.register_forward_hook(lambda module, given, out: seeds.append(given[2]))
     model(batch, {"item": rows}, SEED)
     assert len(seeds) == len(set(seeds)) == CONFIG.layers
+
+
+def test_both_norms_have_one_first_stage():
+    """With the layer norm, the stage of single ops has the bits of the fused one."""
+    model, (batch, rows) = make_model(), make_batch()
+    fused = run(model, batch, rows)
+    for layer in model.layers:
+        layer.forward = partial(by_single_ops, layer)
+    for got, want in zip(run(model, batch, rows), fused, strict=True):
+        assert torch.equal(got, want)
+
+
+def by_single_ops(layer, x, tokens, seed):
+    y = layer.first_stage(x, tokens, seed)
+    return y + layer.ffn(layer.ffn_norm(y), tokens.seq_offsets)
+
+
+def test_training_with_the_published_norm_is_exact():
+    def build():
+        torch.manual_seed(0)
+        return FuXi(FuXiConfig(dim=8, layers=1, heads=1, qk_dim=8, v_dim=8, max_seq_len=10, norm="rms"))
+
+    loader = NextItemLoader(load("zipf:users=20,items=30"), 8, max_seq_len=10, num_negatives=2, seed=0)
+    batches = [loader.batch(step) for step in range(2)]
+    item = [FeatureConfig("item", 8)]
+    report = verify(build, batches, item, modes=["nestpipe"], micro_batches=(3,), world_sizes=(1,))
+    assert report.passed, str(report)
+
+
+def test_an_unknown_norm_is_refused():
+    with pytest.raises(ValueError, match="norm must be 'layer' or 'rms', got 'root'"):
+        FuXiConfig(norm="root")
 
 
 def test_what_does_not_fit_is_refused():

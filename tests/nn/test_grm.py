@@ -122,6 +122,7 @@ CONFIGS = {
     "full": CONFIG,
     "bare": replace(CONFIG, context=(), genres=False, tasks=("click",)),
     "biased": replace(CONFIG, relative_bias=True, time_buckets=5, recompute=("norm", "silu")),
+    "product": replace(CONFIG, norm_product=True, recompute=("attention", "gate")),
     "deep": replace(CONFIG, context=("age",), layers=3, experts=4, top_k=4),
 }
 
@@ -174,7 +175,9 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, name, exactly):
             assert torch.equal(got[2][name], part), (subset, name)
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIGS["biased"]], ids=["full", "biased"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, CONFIGS["biased"], CONFIGS["product"]], ids=["full", "biased", "product"]
+)
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
 def test_exact_sums_do_not_depend_on_the_split(accumulate, split, config):
     model, (batch, rows) = make_model(config), make_batch()

@@ -4,6 +4,7 @@ import re
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -31,6 +32,7 @@ SIZES = {"dim": 10, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dro
 LAYERS = {
     "hstu": (HSTULayer, HSTUConfig(**SIZES)),
     "biased": (HSTULayer, HSTUConfig(**SIZES, relative_bias=True)),
+    "product": (partial(HSTULayer, norm_product=True), HSTUConfig(**SIZES)),
     "fuxi": (FuXiLayer, FuXiConfig(**SIZES, ffn_dim=13)),
 }
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
@@ -86,7 +88,7 @@ def assert_equal(got, want, what=""):
 
 @pytest.mark.parametrize(
     ("name", "exactly"),
-    [("hstu", False), ("hstu", True), ("biased", False), ("biased", True), ("fuxi", False), ("fuxi", True)],
+    [(name, exactly) for name in LAYERS for exactly in (False, True)],
 )
 def test_bits_are_those_of_the_single_steps(name, exactly):
     layer = make_layer(name)
@@ -174,7 +176,7 @@ def test_exact_sums_do_not_depend_on_the_cut(name, cut):
         assert value.any() and torch.equal(value, whole[key]), key
 
 
-@pytest.mark.parametrize("name", ["hstu", "biased"])
+@pytest.mark.parametrize("name", ["hstu", "biased", "product"])
 def test_error_is_that_of_plain_float32(name):
     layer = make_layer(name, recompute=("norm", "uvqk")).eval()
     x, tokens = make_tokens(name)

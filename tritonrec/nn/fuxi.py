@@ -8,7 +8,8 @@ Interaction Enhanced Transformer", WWW 2025).
 
 The channels of relative position and relative time have one learned weight for each head and bucket, without
 a SiLU and without a scale; they share the values v with the semantic channel, which is HSTU's attention. The
-paper normalises by the root mean square; here it is the layer norm that HSTU has.
+paper normalises by the root mean square, ``norm="rms"``; the default is the layer norm that HSTU has, because
+the fused layer is made for it.
 
 Dimensions: L tokens, H heads, d model dimension.
 """
@@ -16,13 +17,18 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from .. import ops
 from .hstu_layer import hstu_layer
-from .modules import GatedMLP, GatedNorm, LayerNorm, Linear, RelativeAggregate
+from .layers import RMSNorm
+from .modules import GatedMLP, GatedNorm, GatedRMSNorm, LayerNorm, Linear, RelativeAggregate
 from .next_item import LayerConfig, NextItemModel
 from .tokens import Tokens
+
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,18 @@ class FuXiConfig(LayerConfig):
 
     Args:
         ffn_dim: inner width of the second stage, 2 d unless given. temperature: of the sampled softmax.
+        norm: "layer", or "rms" as published, of single ops that keep all they compute: `recompute` has no
+            effect on it.
     """
 
     ffn_dim: int | None = None
     temperature: float = 1.0
+    norm: Literal["layer", "rms"] = "layer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm not in ("layer", "rms"):
+            raise ValueError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
 
 
 class FuXiLayer(torch.nn.Module):
@@ -45,22 +59,41 @@ class FuXiLayer(torch.nn.Module):
         self.config = config
         width, qk_width = config.heads * config.v_dim, config.heads * config.qk_dim
         self.sizes = [3 * width, width, qk_width, qk_width]
-        self.norm = LayerNorm(config.dim)
+        rms = config.norm == "rms"
+        self.norm = RMSNorm(config.dim, EPS) if rms else LayerNorm(config.dim)
         self.uvqk = Linear(config.dim, sum(self.sizes))
         self.by_position = RelativeAggregate(config.heads, config.max_seq_len)
         self.by_time = RelativeAggregate(config.heads, config.time_buckets)
-        self.gate = GatedNorm(3 * width, config.dropout)
+        self.gate = (GatedRMSNorm if rms else GatedNorm)(3 * width, config.dropout)
         self.output = Linear(3 * width, config.dim)
-        self.ffn_norm = LayerNorm(config.dim)
+        self.ffn_norm = RMSNorm(config.dim, EPS) if rms else LayerNorm(config.dim)
         self.ffn = GatedMLP(config.dim, config.ffn_dim or 2 * config.dim, config.dim)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
         """`tokens` with timestamps and without targets; `seed`: of this layer's dropout."""
         if tokens.timestamps is None or tokens.num_targets is not None:
             raise ValueError("a FuXi layer needs the tokens' timestamps and has no mask for targets")
-        tables = {"by_position": self.by_position.weight, "by_time": self.by_time.weight}
-        y = hstu_layer(self, x, tokens, seed, **tables)
+        if self.config.norm == "rms":
+            y = self.first_stage(x, tokens, seed)
+        else:
+            tables = {"by_position": self.by_position.weight, "by_time": self.by_time.weight}
+            y = hstu_layer(self, x, tokens, seed, **tables)
         return y + self.ffn(self.ffn_norm(y), tokens.seq_offsets)
+
+    def first_stage(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
+        """The first stage of single ops, with whatever `norm` and `gate` are."""
+        config, offsets = self.config, tokens.seq_offsets
+        uvqk = ops.silu(self.uvqk(self.norm(x), offsets))
+        u, *vqk = uvqk.split(self.sizes, 1)
+        v, q, k = (part.unflatten(1, (config.heads, -1)) for part in vqk)
+        # The gradients of v are added in the reverse of this order, as the fused layer does.
+        attended = ops.hstu_attention(
+            q, k, v, offsets, config.max_seq_len, alpha=config.qk_dim**-0.5, scaling_seqlen=config.max_seq_len
+        )
+        positional = self.by_position(v, offsets, config.max_seq_len)
+        temporal = self.by_time(v, offsets, config.max_seq_len, tokens.timestamps)
+        attended = torch.cat([channel.flatten(1) for channel in (positional, temporal, attended)], 1)
+        return x + self.output(self.gate(attended, u, seed, tokens.sample_ids, tokens.positions), offsets)
 
 
 class FuXi(NextItemModel):

@@ -44,6 +44,8 @@ class GRMConfig(LayerConfig):
         dim: of item, action and genre rows and of the residual stream. context_dim: of contextual rows.
         context, tasks: names, in the batch's order. experts, top_k: of MMoE. genres: whether items have
             pooled genres. relative_bias: as `HSTUConfig`'s; contextual tokens are older than all others.
+        norm_product: layers norm the product of attention and gate, norm(O * U) as equation 3 has it, not
+            norm(O) * U as the HSTU that the paper builds upon (Zhai et al., equation 3).
     """
 
     max_seq_len: int = 200
@@ -54,6 +56,7 @@ class GRMConfig(LayerConfig):
     top_k: int = 2
     genres: bool = False
     relative_bias: bool = False
+    norm_product: bool = False
 
 
 class ImpressionInput(Protocol):
@@ -92,7 +95,7 @@ class GRM(torch.nn.Module):
         self.context = torch.nn.ModuleList(Linear(config.context_dim, config.dim) for _ in config.context)
         self.positions = PositionalEmbedding(config.max_seq_len, config.dim)
         self.drop = TokenDropout(config.input_dropout)
-        self.layers = torch.nn.ModuleList(HSTULayer(layer) for _ in range(config.layers))
+        self.layers = torch.nn.ModuleList(HSTULayer(layer, config.norm_product) for _ in range(config.layers))
         self.norm = LayerNorm(config.dim)
         self.head = MMoE(config.dim, len(config.tasks), config.experts, config.top_k)
 

@@ -38,16 +38,20 @@ class HSTUConfig(LayerConfig):
 
 
 class HSTULayer(torch.nn.Module):
-    """One layer: (L, d) -> (L, d)."""
+    """One layer: (L, d) -> (L, d).
 
-    def __init__(self, config: HSTUConfig):
+    Args:
+        norm_product: the last step is ``linear(dropout(norm(a * u)))``, as MTGRBoost writes it.
+    """
+
+    def __init__(self, config: HSTUConfig, norm_product: bool = False):
         super().__init__()
         self.config = config
         width, qk_width = config.heads * config.v_dim, config.heads * config.qk_dim
         self.sizes = [width, width, qk_width, qk_width]
         self.norm = LayerNorm(config.dim)
         self.uvqk = Linear(config.dim, sum(self.sizes))
-        self.gate = GatedNorm(width, config.dropout)
+        self.gate = GatedNorm(width, config.dropout, norm_product=norm_product)
         self.output = Linear(width, config.dim)
         self.bias = RelativeBias(config.max_seq_len, config.time_buckets) if config.relative_bias else None
 

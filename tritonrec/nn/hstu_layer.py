@@ -2,7 +2,7 @@
 
     n = norm(x),   z = linear(n),   u, v, q, k = silu(z)
     a = [channels of v by relative position and time,] attention(q, k, v)
-    g = dropout(norm(a) * u),   out = x + linear(g)
+    g = dropout(norm(a) * u),   out = x + linear(g)        or g = dropout(norm(a * u)), as the gate says
 
 Backward needs n, z, uvqk, a and g. `RECOMPUTED` names them in this order; those in a configuration's
 ``recompute`` are not kept but computed again, by the same kernels from the same inputs, so to the same bits
@@ -89,6 +89,7 @@ class Call(NamedTuple):
     max_seq_len: int
     eps: float  # of the norm
     gate_eps: float
+    norm_product: bool  # the gate norms a * u
     dropout: float
     seed: int
     recompute: tuple[str, ...]
@@ -146,7 +147,7 @@ def hstu_layer(
     )  # fmt: skip
     call = Call(
         tokens, config.heads, config.qk_dim, config.v_dim, config.max_seq_len, norm.eps, gate.eps,
-        gate.dropout if gate.training else 0.0, seed,
+        gate.norm_product, gate.dropout if gate.training else 0.0, seed,
         config.recompute if torch.is_grad_enabled() else RECOMPUTED,
         channels=1 + sum(name in CHANNELS for name in tables),
     )  # fmt: skip
@@ -171,6 +172,8 @@ def _attend(parts: tuple[torch.Tensor, ...], p: Parameters, call: Call) -> torch
 
 
 def _gate(attended: torch.Tensor, u: torch.Tensor, p: Parameters, call: Call):
+    if call.norm_product:
+        attended, u = attended * u, torch.ones_like(u)
     return NORM_MUL_DROPOUT(attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws())
 
 
@@ -273,8 +276,13 @@ class _HSTULayer(torch.autograd.Function):
 
         duvqk = torch.empty_like(uvqk)
         dparts = call.parts(duvqk)
+        of_factors = dparts[0], attended, parts[0]
+        if call.norm_product:
+            ones = torch.ones_like(parts[0])
+            of_factors = ones.new_empty(ones.shape), attended * parts[0], ones
+        du, normed_by_gate, factor = of_factors
         of_gate = (
-            dparts[0], ops.linear(dout, p.output_weight.t()), attended, parts[0], p.gate_weight, p.gate_bias,
+            du, ops.linear(dout, p.output_weight.t()), normed_by_gate, factor, p.gate_weight, p.gate_bias,
             *call.draws(), gate_means, gate_rstds,
         )  # fmt: skip
         targets = targets_of(accumulator, own.gate_weight, own.gate_bias)
@@ -284,7 +292,10 @@ class _HSTULayer(torch.autograd.Function):
             del dweight, dbias
         else:
             dattended = NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*targets.sums, *of_gate, *targets[1:])
-        del attended, of_gate
+        if call.norm_product:
+            torch.mul(dattended, attended, out=dparts[0])
+            dattended = dattended * parts[0]
+        del attended, of_factors, du, normed_by_gate, factor, of_gate
         take(**_attend_backward(kernel, dattended, parts, dparts, p, call))
         del uvqk, parts, dattended
 

@@ -57,11 +57,14 @@ class LayerNorm(layers.LayerNorm):
 
 
 class GatedNorm(torch.nn.Module):
-    """``u * layer_norm(x)`` with dropout whose mask is a function of (seed, sample, position, column)."""
+    """``u * layer_norm(x)`` with dropout whose mask is a function of (seed, sample, position, column).
 
-    def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6):
+    With `norm_product` it is ``layer_norm(u * x)``.
+    """
+
+    def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6, norm_product: bool = False):
         super().__init__()
-        self.dropout, self.eps = dropout, eps
+        self.dropout, self.eps, self.norm_product = dropout, eps, norm_product
         self.weight = torch.nn.Parameter(torch.ones(dim, dtype=torch.float32))
         self.bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
 
@@ -75,6 +78,8 @@ class GatedNorm(torch.nn.Module):
     ) -> torch.Tensor:
         """x, u (L, dim); sample_ids, positions (L,) int64 of each token."""
         dropout = self.dropout if self.training else 0.0
+        if self.norm_product:
+            x, u = x * u, torch.ones_like(u)
         return ops.norm_mul_dropout(
             x, u, self.weight, self.bias, self.eps, dropout, seed, sample_ids, positions
         )
@@ -95,6 +100,25 @@ class TokenDropout(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """``u * rms_norm(x)`` with the dropout of `GatedNorm`."""
+
+    def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6):
+        super().__init__()
+        self.norm, self.drop = layers.RMSNorm(dim, eps), TokenDropout(dropout)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        u: torch.Tensor,
+        seed: int,
+        sample_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `GatedNorm`."""
+        return self.drop(self.norm(x) * u, seed, sample_ids, positions)
 
 
 class PositionalEmbedding(torch.nn.Module):

@@ -36,7 +36,8 @@ LOOKUP_STAGES = ("prefetch", "h2d", "route", "retrieve", "write_back")
 
 @dataclass(frozen=True)
 class Workload:
-    """One worker's batch. `samples` sequences of `tokens` ids each; rows of `dim` float32 values.
+    """One worker's batch. `samples` sequences of `tokens` ids each; rows of `dim` float32 values; `layers` of
+    the dense model.
 
     `items`, `exponent`, `communities` and `affinity` as in `KeyModel`.
     """
@@ -44,6 +45,7 @@ class Workload:
     samples: int = 512
     tokens: int = 1024
     dim: int = 512
+    layers: int = 4
     items: int = 32_038_725
     exponent: float = setting(1.05, "Zipf's, of the assumed keys.", 0, 5)
     communities: int = 64
@@ -55,6 +57,15 @@ class Workload:
         return KeyModel(
             self.samples * self.tokens, self.items, self.exponent, self.communities, self.affinity
         )
+
+    @property
+    def products(self) -> float:
+        """Multiplications of the dense layers up to a factor, by which computation grows.
+
+        Attention's own part, by tokens ** 2 * dim, is left out: NestPipe has 4.00 times the
+        computation of 512 tokens at 2,048 (Fig. 10e).
+        """
+        return float(self.samples * self.tokens * self.layers * self.dim**2)
 
     @property
     def row_bytes(self) -> int:

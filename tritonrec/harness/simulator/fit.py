@@ -24,7 +24,10 @@ _NOISE = 0.01
 
 @dataclass(frozen=True)
 class Model:
-    """The fitted clusters, by name, and the workload they train; `predict` fills in a row's own inputs."""
+    """The fitted clusters, by name, and the workload they train; `predict` changes it to a row's own.
+
+    A row's computation is the fitted one times its `Workload.products` over those of `workload`.
+    """
 
     clusters: dict[str, Cluster]
     workload: Workload
@@ -35,11 +38,9 @@ class Model:
 
     def predict(self, name: str, workers: int, row: Row) -> Outcome:
         """One step of a row's plan on so many identical workers."""
-        cluster, workload = self.cluster(name, workers), self.workload
-        if row.compute_ms is not None:
-            cluster = replace(cluster, compute_seconds=row.compute_ms / 1e3)
-        if row.tokens is not None:
-            workload = replace(workload, tokens=row.tokens)
+        cluster, workload = self.cluster(name, workers), replace(self.workload, **row.changes)
+        longer = workload.products / self.workload.products
+        cluster = replace(cluster, compute_seconds=cluster.compute_seconds * longer)
         return predict(cluster, workload, row.plan)
 
 
@@ -56,7 +57,11 @@ def model_value(cell: PaperCell, samples: int, run: Predict) -> float:
     return {
         "step ms": lambda: here.step * 1e3,
         "speedup": lambda: run(cell.cluster, cell.workers, ROWS["TorchRec"]).step / here.step,
+        "compute ms": lambda: here.compute * 1e3,
         "lookup ms": lambda: here.exposed_lookup * 1e3,
+        "lookup hidden %": lambda: (
+            (1 - here.exposed_lookup / run(cell.cluster, cell.workers, ROWS["TorchRec"]).exposed_lookup) * 100
+        ),
         "communication ms": lambda: here.communication * 1e3,
         "exposed ms": lambda: here.exposed * 1e3,
         "exposed %": lambda: here.exposed_ratio * 100,
