@@ -13,8 +13,8 @@ INPUTS = {
     ("report", "--folder"), ("train", "--config"),
 }  # fmt: skip
 FOLDERS = {
-    ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"), ("trace", "--kineto"),
-    ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
+    ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"),
+    ("trace", "--kineto"), ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
 }  # fmt: skip
 OUTPUTS = sorted({*commands.options(Path)} - INPUTS)
 
@@ -32,6 +32,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
     monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)
+    monkeypatch.setattr("tritonrec.harness.fuzz.run.search", load)
     monkeypatch.setattr("tritonrec.harness.serve.rounds.run_bench", load)
 
 

@@ -17,7 +17,7 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"),
-    ("warmup", "--models"), ("warmup", "--optimizers"),
+    ("warmup", "--models"), ("warmup", "--optimizers"), ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
 FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below
 
@@ -34,6 +34,7 @@ def no_work(monkeypatch):
     for name in (
         "train.loop.train", "lab.rounds.run_lab", "serve.rounds.run_bench", "bench.bench",
         "verify.contract.Verifier", "profile.run.profile", "simulator.run.simulate", "simulator.run.plan",
+        "fuzz.run.search",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
     monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", lambda: None)

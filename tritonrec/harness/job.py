@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -176,7 +177,7 @@ class Job:
 
         `wrap` changes the model before its parameters are given to the optimizer.
         """
-        with torch.random.fork_rng(devices=[]):
+        with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self._model().to(self.target.device)
         wrap(model)
@@ -301,24 +302,31 @@ CLICKS = ("criteo", "avazu")
 """How the words for logs of clicks begin."""
 
 
+_GENERATOR = Lock()
+"""torch's own, which ranks that are threads share."""
 SHARDS = "shards:"
 """``shards:SOURCE``: the log SOURCE as shards of sequences, in a folder of this process, and streamed."""
 
 
-@lru_cache(maxsize=4)
 def _sequences(spec: str) -> ParquetRows | None:
     """The rows of a dataset of sequences, which is streamed; None for any other data."""
+    return _rows_in_folder(spec)[0]
+
+
+@lru_cache(maxsize=4)
+def _rows_in_folder(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
+    """The rows, and the folder of this process that holds them, which lives as long."""
     from ..data.parquet_rows import ParquetRows, schema_of
 
     if spec.startswith(SHARDS):
-        return ParquetRows(_shards(spec.removeprefix(SHARDS)).name, COLUMNS)
+        folder = _shards(spec.removeprefix(SHARDS))
+        return ParquetRows(folder.name, COLUMNS), folder
     kind, _, path = spec.partition(":")
     if kind != "parquet" or not path or not holds_sequences(schema_of(path)):
-        return None
-    return ParquetRows(path, COLUMNS)
+        return None, None
+    return ParquetRows(path, COLUMNS), None
 
 
-@lru_cache(maxsize=4)
 def _shards(spec: str) -> ScratchFolder:
     from ..data.convert_sequences import write_sequences
 

@@ -15,6 +15,7 @@ from ...version import __version__
 
 COMMANDS = {
     "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
+    "fuzz": "Try random configurations against synchronous training, and print the smallest that fails.",
     "train": "Train a model in any mode; print loss and metrics beside those of a ranking without training.",
     "export": "Write a checkpoint's tables and dense model for serving and other tools.",
     "bisect": "Find the first difference of two runs: step, tensor or table, key, column, both values.",

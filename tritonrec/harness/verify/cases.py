@@ -117,6 +117,11 @@ class Case:
         return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
 
     @property
+    def max_delay(self) -> float:
+        """Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
+        return 0.004
+
+    @property
     def exports(self) -> bool:
         """Whether its last state is exported, and the export compared."""
         return self._variant.exports

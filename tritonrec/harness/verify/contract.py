@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
@@ -21,6 +22,7 @@ from .faults import Fault
 from .report import CaseResult, FaultResult, Report, print_report
 from .run_case import RankReport, Stretch, record_reference, run_case
 from .state import earliest
+from .thread_ranks import ThreadPool
 
 MAX_SHRINKS = 12
 """Simpler cases tried after a difference; each is one short run."""
@@ -31,10 +33,11 @@ class Verifier:
 
     Args:
         job: the training job.
-        pool: of the world sizes and replicas of the cases. It is restarted when a rank has died.
+        pool: of the world sizes and replicas of the cases, processes or threads. It is restarted when a rank
+            has died.
     """
 
-    def __init__(self, job: Job, pool: RankPool):
+    def __init__(self, job: Job, pool: RankPool | ThreadPool):
         self.job, self._pool = job, pool
         self._references = ScratchFolder()
         self._recorded: dict[Reference, int] = {}
@@ -137,6 +140,12 @@ class Verifier:
             by.append("error")
             evidence.append(result.error.splitlines()[0])
         return FaultResult(fault, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
+
+    def forget(self) -> None:
+        """Delete the references that were recorded so far."""
+        for reference in self._recorded:
+            Path(self._references.name, reference.file_name).unlink(missing_ok=True)
+        self._recorded.clear()
 
     def close(self) -> None:
         """Drop the references."""

@@ -23,6 +23,17 @@ from .state import Difference, as_json
 from .variants import VARIANTS
 
 
+def environment() -> dict[str, Any]:
+    """Versions and machine."""
+    return {
+        "tritonrec": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+    }
+
+
 @dataclass(frozen=True)
 class CaseResult:
     """A case's outcome over all its ranks: `counts` of their lookups and tables, summed.
@@ -70,11 +81,7 @@ class Report:
         """The document that ``--json`` writes."""
         return {
             "environment": {
-                "tritonrec": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "platform": platform.platform(),
-                "processors": os.cpu_count(),
+                **environment(),
                 "job": self.job.as_json(),
                 "emulated": ARCHITECTURE if self.job.target.emulated else None,
             },

@@ -38,9 +38,6 @@ from .own_code import OwnLoop
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
 
-MAX_DELAY = 0.004
-"""Seconds; longer than a stage of the harness's small job, so that random waits reorder the lanes."""
-
 
 @dataclass(frozen=True)
 class Stretch:
@@ -353,7 +350,7 @@ def prepared(
     model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)
     if case.mode == "sequential":
-        config = replace(config, skip_fetch=False)  # the reference keeps nothing
+        config = replace(config, skip_fetch=False, depth=0)  # the reference keeps and reads ahead nothing
     schedule = None
     if injected.schedule is not None:
         schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
@@ -377,6 +374,6 @@ def _delays(case: Case, rank: int) -> Callable[[Task], float] | None:
     seed = case.delay_seed
 
     def delay(task: Task) -> float:
-        return Random(f"{seed}/{rank}/{task}").random() * MAX_DELAY
+        return Random(f"{seed}/{rank}/{task}").random() * case.max_delay
 
     return delay

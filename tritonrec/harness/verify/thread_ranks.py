@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...distributed import Communicator, Communicators
+from ...distributed import Communicator, Communicators, RankDiedError
 
 Result = TypeVar("Result")
 TIMEOUT = 120.0
@@ -70,33 +70,65 @@ class ThreadCommunicator(Communicator):
         return taken
 
 
-def run_ranks(world_size: int, function: Callable[[Communicators], Result]) -> list[Result]:
+def run_ranks(
+    world_size: int, function: Callable[[Communicators], Result], replicas: int = 1
+) -> list[Result]:
     """Call ``function(communicators)`` on every rank at once; results in order, or the first rank's error.
 
-    A rank that fails ends the others, whose errors say so and are not raised.
+    A rank that fails ends the others, whose errors say so and are not raised. `replicas` ranks own the same
+    shard of the tables, as in `Communicators`.
     """
-    names = [each.name for each in fields(Communicators) if each.type == "Communicator"]
-    alone = {"replica_routing", "replica"}
-    tables = {name: _Table(1 if name in alone else world_size) for name in names}
+    if world_size == 1:
+        return [function(Communicators.local())]
+    mesh = torch.arange(world_size, dtype=torch.int64).view(-1, replicas)
+    groups: list[dict[str, Communicator]] = [{} for _ in range(world_size)]
+    tables: list[_Table] = []
+    for name in (each.name for each in fields(Communicators) if each.type == "Communicator"):
+        for ranks in _members(name, mesh):
+            tables.append(_Table(len(ranks)))
+            for place, number in enumerate(ranks):
+                alone = len(ranks) == 1
+                groups[number][name] = (
+                    Communicator() if alone else ThreadCommunicator(tables[-1], place, name)
+                )
     errors: list[BaseException] = []
 
     def rank(number: int) -> Result:
-        groups: dict[str, Any] = {
-            name: Communicator() if name in alone else ThreadCommunicator(table, number, name)
-            for name, table in tables.items()
-        }
+        own: dict[str, Any] = {**groups[number]}
         try:
-            return function(Communicators(**groups))
+            return function(Communicators(**own))
         except BaseException as error:
             errors.append(error)
-            for table in tables.values():
+            for table in tables:
                 table.barrier.abort()
             raise
 
-    if world_size == 1:
-        return [function(Communicators.local())]
     with ThreadPoolExecutor(world_size, thread_name_prefix="tritonrec-rank") as pool:
         futures = [pool.submit(rank, number) for number in range(world_size)]
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+def _members(name: str, mesh: torch.Tensor) -> list[list[int]]:
+    """The groups of a name on a mesh (L, G) of ranks, as `Communicators` has them."""
+    if name in ("reduce", "control"):
+        return [mesh.flatten().tolist()]
+    return mesh.tolist() if name in ("replica_routing", "replica") else mesh.t().tolist()
+
+
+class ThreadPool:
+    """Runs functions on ranks that are threads, as `RankPool` does on ranks that are processes.
+
+    Functions and arguments are not pickled. It has every mesh.
+    """
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
+        """As `RankPool.run`; RankDiedError with the first error's text, from that error."""
+        try:
+            return run_ranks(world_size, lambda ranks: function(ranks, *args), replicas)
+        except Exception as error:
+            raise RankDiedError(f"{type(error).__name__}: {error}") from error
+
+    def restart(self) -> None:
+        """Nothing is left of a failed run."""

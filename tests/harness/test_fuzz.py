@@ -1,0 +1,195 @@
+"""Promise: a search tries what it says, counts what is refused, and finds a fault that is injected."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+
+import commands
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tritonrec.harness import job as jobs
+from tritonrec.harness.fuzz.configuration import Configuration
+from tritonrec.harness.fuzz.run import Fuzzer, FuzzReport, search
+from tritonrec.harness.fuzz.strategies import configurations
+from tritonrec.harness.job import Job
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.nn import HSTUConfig
+
+SMALL = Configuration(
+    mode="fwp", world_size=2, micro_batches=2, steps=2, batch_size=4, items=9, median_length=4, max_seq_len=3
+)
+FAULT = "lost-micro-batch-gradient"
+
+
+@pytest.fixture
+def fuzzer():
+    with Fuzzer() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mode": "nestpipe", "replicas": 2, "skip_fetch": True, "storage": "cached", "delay_seed": 3},
+        {"consistency": "window", "mode": "dbp", "depth": 3, "optimizer": "adam"},
+        {"restart": 3, "evict": "lru:2:1", "tiers": "2:2", "model": "grm", "accumulate": 2},
+    ],
+    ids=["fwp", "nestpipe", "window", "restart"],
+)
+def test_a_configuration_is_equal_to_its_reference(fuzzer, changes):
+    assert fuzzer.evidence(replace(SMALL, **changes)) == ""
+    assert fuzzer.report.identical == 1 and fuzzer.report.tensors > 0 and not fuzzer.report.refused
+
+
+def test_a_fault_is_seen(fuzzer):
+    with Fuzzer(fault=FAULT) as faulty:
+        assert "expected" in faulty.evidence(SMALL) and not faulty.report.identical
+    assert fuzzer.evidence(SMALL) == ""
+
+
+def test_refused_configurations_are_counted_by_message_and_once(fuzzer):
+    for depth in (2, 2, 5):
+        assert fuzzer.evidence(replace(SMALL, depth=depth)) == ""
+    assert fuzzer.evidence(replace(SMALL, model="grm", lazy_weight_decay=True, tiers="1:1")) == ""
+    assert (
+        fuzzer.report.refused["mode 'fwp' has one batch in flight, not N: depth is for dbp and nestpipe"] == 2
+    )
+    assert len(fuzzer.report.refused) == 2 and fuzzer.report.identical == 0 and fuzzer.report.tried == 3
+
+
+def test_an_error_is_no_refusal(fuzzer, monkeypatch):
+    def broken(*args):
+        raise ValueError("in the middle of training")
+
+    monkeypatch.setattr("tritonrec.harness.verify.run_case.compare_run", broken)
+    assert "in the middle of training" in fuzzer.evidence(SMALL)
+    assert not fuzzer.report.refused
+
+
+def test_every_setting_reaches_the_run():
+    plain = Configuration(mode="nestpipe", evict="lru:9:1")
+    others = {"delay_seed": 1, "restart": 2, "evict": "lfu:9:1", "tiers": "1:1", "recompute": ("norm",)}
+    others |= {"mode": "dbp", "consistency": "window", "storage": "device", "wrapping": "checkpoint"}
+    others |= {"optimizer": "adam", "model": "fuxi", "lr_schedule": "cosine", "dedup": "none"}
+    others |= {"precision": "bf16", "exchange_precision": "bf16", "loss_scale": 2.0, "taper": 0.5}
+
+    def run(one):
+        case = one.case
+        return replace(case, configuration=Configuration()), case.job(Job()), case.window(0)
+
+    for each in fields(Configuration):
+        value = getattr(plain, each.name)
+        other = (
+            others[each.name]
+            if each.name in others
+            else (not value if isinstance(value, bool) else value + 1)
+        )
+        assert run(replace(plain, **{each.name: other})) != run(plain), each.name
+
+
+@settings(max_examples=100)
+@given(configurations())
+def test_its_words_make_it_again(configuration):
+    text = json.dumps(configuration.as_json())
+    assert Configuration.from_json(text) == configuration
+    assert "fuzz --configuration '{" in configuration.command
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "a JSON object"), ("{", "a JSON object"), ('{"x": 1}', "no setting named x"),
+        ('{"steps": "1"}', "steps of a configuration is of type int"),
+        ('{"steps": true}', "steps of a configuration is of type int"),
+        ('{"steps": 1e99}', "of type int"), ('{"steps": 99999999999}', "at most"),
+        ('{"recompute": [1]}', "of type tuple"),
+    ],
+)  # fmt: skip
+def test_other_words_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Configuration.from_json(text)
+
+
+@pytest.mark.slow
+def test_a_search_makes_a_failure_small(tmp_path):
+    report = search(200, most=60, database=tmp_path / "found", fault="gradient-added-twice", mode="dbp")
+    failure = report.failures[0]
+    small = Configuration.from_json(json.dumps(failure.configuration))
+    assert small.world_size == small.layers == 1 and small.restart == 0 and small.model == "hstu"
+    assert len(failure.configuration) <= 8 and failure.repeated == 3 and report.shrinking
+    again = search(100, most=1, database=tmp_path / "found", fault="gradient-added-twice", mode="dbp")
+    assert again.failures[0].configuration == failure.configuration  # the folder's come first
+
+
+def test_the_command_repeats_a_failure(tmp_path):
+    text, file = json.dumps(SMALL.as_json()), tmp_path / "report.json"
+    code, output, _ = commands.invoke("fuzz", "--configuration", text, "--inject", FAULT, "--json", file)
+    assert code == 1 and "3 of 3 repeats" in output and "expected" in output
+    assert json.loads(file.read_text())["failures"][0]["configuration"] == SMALL.as_json()
+    code, output, _ = commands.invoke("fuzz", "--configuration", text)
+    assert code == 0 and "1 identical, 0 refused, 0 failed" in output
+
+
+def test_the_command_searches(tmp_path):
+    """The first configuration that Hypothesis draws is the simplest."""
+    code, output, _ = commands.invoke("fuzz", "--configurations", 1, "--database", tmp_path / "found")
+    assert code == 0 and "1 configurations in" in output and "1 identical" in output
+
+
+def test_refused_settings_are_one_sentence():
+    code, output, _ = commands.invoke("fuzz", "--configuration", '{"skip_fetch": true}')
+    assert code == 2 and "keeps no rows between batches" in output
+    code, output, _ = commands.invoke("fuzz", "--inject", "nonsense")
+    assert code == 2 and "--inject takes the name of a fault" in output
+
+
+def test_the_report_says_what_was_covered(fuzzer):
+    assert fuzzer.evidence(SMALL) == ""
+    written = fuzzer.report.as_json()
+    assert written["covered"]["mode"] == {"fwp": 1} and written["shown"]["inserted"] == 1
+    assert json.loads(json.dumps(written)) == written
+    assert FuzzReport(0).tried == 0
+
+
+def test_threads_have_the_groups_of_a_mesh():
+    """Communicators of 4 ranks with 2 replicas: shards 0 0 1 1, and sums over shard groups {0, 2}, {1, 3}."""
+
+    def rank(ranks):
+        one = torch.tensor([10.0**ranks.rank])
+        sums = [
+            getattr(ranks, name).all_reduce(one.clone(), "x").item()
+            for name in ("routing", "replica", "reduce")
+        ]
+        return ranks.shard, ranks.shards, ranks.replicas, ranks.saves, sums
+
+    found = run_ranks(4, rank, replicas=2)
+    assert [each[:4] for each in found] == [
+        (0, 2, 2, True),
+        (0, 2, 2, False),
+        (1, 2, 2, True),
+        (1, 2, 2, False),
+    ]
+    assert [each[4] for each in found] == [
+        [101, 11, 1111],
+        [1010, 11, 1111],
+        [101, 1100, 1111],
+        [1010, 1100, 1111],
+    ]
+
+
+def test_ranks_that_are_threads_build_equal_models():
+    job = Job("zipf:users=9,items=9", sizes=HSTUConfig(dim=32, layers=2, heads=2, qk_dim=16, v_dim=16))
+    with ThreadPoolExecutor(4) as pool:
+        models = [model.state_dict() for model, _, _ in pool.map(job.build, ["sgd"] * 12)]
+    assert all(torch.equal(model[name], models[0][name]) for model in models for name in model)
+
+
+def test_shards_live_as_long_as_their_rows():
+    first = jobs._sequences("shards:zipf:users=9,items=9,seed=0")
+    for seed in range(1, 6):
+        jobs._sequences(f"shards:zipf:users=9,items=9,seed={seed}")
+        assert jobs._sequences("shards:zipf:users=9,items=9,seed=0") is first
+    assert next(iter(Job("shards:zipf:users=9,items=9,seed=0", batch_size=2).loader())).num_samples == 2

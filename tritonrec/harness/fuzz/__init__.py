@@ -1,0 +1,1 @@
+"""Random configurations against the reference, with the smallest one that fails."""
