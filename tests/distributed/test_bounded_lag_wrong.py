@@ -231,7 +231,7 @@ def test_a_lazy_conjugate_is_sent_as_its_values():
         ({"bound": 1.5}, "bound must be at least 0 exchanges, and whole, got 1.5"),
         ({"bound": 0, "capacity": -1}, "capacity must be at least 0"),
         ({"bound": 0, "capacity": 1e6}, "capacity must be at least 0 bytes, and whole, got 1000000.0"),
-        ({"bound": 0, "transport": "tcp"}, "transport must be one of auto, shared, mpi, messages, got 'tcp'"),
+        ({"bound": 0, "transport": "tcp"}, "transport must be one of auto, shared, messages, got 'tcp'"),
         ({"bound": 0, "tag": -5}, "take 129 tags from -5 on, and tags are 0 to 2147483647"),
         ({"bound": 2, "tag": LAST_TAG - 100}, "choose a smaller bound or another tag"),
     ],
