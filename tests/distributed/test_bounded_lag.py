@@ -5,6 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from thread_ranks import Clock, ThreadRanks, lags
 
 from tritonrec.distributed import RankDiedError
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, one_sided
 
+TRANSPORTS = ("shared", "messages")
 WORLD = 3
 ROW = 3
 ranks = ThreadRanks(WORLD)
@@ -101,36 +103,40 @@ def test_what_was_sent_arrives_and_no_two_ranks_are_further_apart_than_the_bound
     delays = data.draw(st.lists(some, min_size=WORLD, max_size=WORLD), "milliseconds")
     late = data.draw(st.lists(st.integers(0, 5), min_size=WORLD, max_size=WORLD), "waits")
     dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]), "dtype")
-    exercise(BoundedLagAllToAll, bound, steps, delays, data.draw(st.integers(0, 99)), late, dtype)
+    make = partial(BoundedLagAllToAll, transport=data.draw(st.sampled_from(TRANSPORTS), "transport"))
+    exercise(make, bound, steps, delays, data.draw(st.integers(0, 99)), late, dtype)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_the_bound_is_reached_where_one_rank_is_slow(bound):
+def test_the_bound_is_reached_where_one_rank_is_slow(bound, transport):
     gate = Gate(bound)
-    assert exercise(BoundedLagAllToAll, bound, 8, gate=gate) == bound
+    assert exercise(partial(BoundedLagAllToAll, transport=transport), bound, 8, gate=gate) == bound
     assert gate.opened.is_set()
 
 
 class LagLetThrough(BoundedLagAllToAll):
     """One exchange more in flight than allowed."""
 
-    def __init__(self, group, bound, *args):
-        super().__init__(group, bound + 1, *args)
+    def __init__(self, group, bound, *args, **options):
+        super().__init__(group, bound + 1, *args, **options)
 
 
 class ReusesTooEarly(BoundedLagAllToAll):
     """Tag and slot j mod k, while k + 1 are in flight."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._slots.pop()
+    def _ready(self):
+        first, transport = self._transport is None, super()._ready()
+        if first:
+            transport._slots.pop()
+        return transport
 
 
 class WaitsForTheNewest(BoundedLagAllToAll):
     """Completes the exchange that was started last."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self._in_flight = Backwards()
 
 
@@ -140,16 +146,24 @@ class Backwards(deque):
 
 
 @pytest.mark.parametrize(
-    ("mutant", "error", "message"),
+    ("mutant", "transport", "error", "message"),
     [
-        (LagLetThrough, AssertionError, "the bound was exceeded"),
-        (ReusesTooEarly, RuntimeError, "all ranks have to run the same exchanges"),
-        (WaitsForTheNewest, RuntimeError, "all ranks have to run the same exchanges"),
+        (LagLetThrough, "messages", AssertionError, "the bound was exceeded"),
+        (LagLetThrough, "shared", AssertionError, "the bound was exceeded"),
+        (ReusesTooEarly, "messages", RuntimeError, "all ranks have to run the same exchanges"),
+        (WaitsForTheNewest, "messages", RuntimeError, "all ranks have to run the same exchanges"),
     ],
 )
-def test_injected_faults_are_caught(mutant, error, message):
+def test_injected_faults_are_caught(mutant, transport, error, message):
     with pytest.raises(error, match=message):
-        exercise(mutant, 2, 12, patience=[3] * WORLD, gate=Gate(3))
+        exercise(partial(mutant, transport=transport), 2, 12, patience=[3] * WORLD, gate=Gate(3))
+
+
+def test_as_many_slots_as_exchanges_in_flight_lose_rows_of_one_sided_puts(monkeypatch):
+    """The hazard of the paper's buffers: rank 1 has not read exchange 0 when the others start exchange 3."""
+    monkeypatch.setattr(one_sided, "slots", lambda bound: bound + 1)
+    with pytest.raises(RuntimeError, match=r"sent all-to-all \d and rank \d expects \d: all ranks"):
+        exercise(partial(BoundedLagAllToAll, transport="shared"), 2, 12, [[0], [100], [0]])
 
 
 def test_a_later_exchange_completes_the_earlier_ones_first():
@@ -188,7 +202,7 @@ def test_bound_zero_equals_the_synchronous_collective():
 
 def test_buffers_are_reused():
     def run(group):
-        exchange = BoundedLagAllToAll(group, 2, 1000)
+        exchange = BoundedLagAllToAll(group, 2, 1000, transport="messages")
         sizes, places = set(), set()
         for step in range(100):
             count = step % 3
@@ -196,13 +210,38 @@ def test_buffers_are_reused():
             assert exchange.in_flight == min(step + 1, 3)
             if step >= 3:
                 sizes.add(exchange.buffer_bytes)
-            places.update(each.data_ptr() for slot in exchange._slots for each in slot.receive)
+            slots = exchange._transport._slots
+            places.update(each.data_ptr() for slot in slots for each in slot.receive)
         exchange.drain()
         return len(sizes), len(places - {0}), exchange.in_flight
 
     # A rank's rows to itself need no full-size buffer: its three may be replaced once, as they grow.
     for sizes, places, left in ranks.run(run):
         assert sizes <= 2 and places <= 3 * (WORLD + 1) and left == 0
+
+
+def test_a_window_grows_with_the_largest_message_only():
+    """Exchanges of known sizes above and below the room for them: rows arrive, and added rooms are reused."""
+
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 1, transport="shared")
+        rank, sizes = group.rank(), []
+        for step in range(40):
+            counts = [(step * (source + 1) % 7) * 10_000 for source in range(WORLD)]
+            values = torch.arange(WORLD * counts[rank]) * 10 + rank
+            got, _ = exchange.start(values, [counts[rank]] * WORLD, counts).wait()
+            first = [count * rank for count in counts]
+            expected = [
+                torch.arange(at, at + count) * 10 + source
+                for source, (at, count) in enumerate(zip(first, counts, strict=True))
+            ]
+            assert torch.equal(got, torch.cat(expected)), f"step {step}"
+            sizes.append(exchange.buffer_bytes)
+        exchange.drain()
+        return sizes
+
+    for sizes in ranks.run(run):
+        assert sizes[0] < sizes[-1] and len(set(sizes[28:])) == 1
 
 
 def test_one_rank_needs_no_group():
@@ -212,13 +251,14 @@ def test_one_rank_needs_no_group():
     assert [handle.wait()[0].tolist() for handle in handles] == [[0, 1, 2], [], [0, 1, 2, 3, 4], [0]]
 
 
-def test_a_stalled_rank_is_named_within_the_timeout():
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_never_comes_is_named_within_the_timeout(transport):
     others = threading.Semaphore(0)
 
     def run(group):
         if group.rank() == 1:
             return [others.acquire(timeout=30) for _ in range(WORLD - 1)]
-        exchange = BoundedLagAllToAll(group, 1, 64, timedelta(seconds=1))
+        exchange = BoundedLagAllToAll(group, 1, 64, timedelta(seconds=0.5), transport=transport)
         try:
             for _ in range(4):
                 exchange.start(torch.ones(WORLD), [1] * WORLD)
@@ -235,6 +275,6 @@ def test_a_stalled_rank_is_named_within_the_timeout():
         ranks.groups = []
     assert waited == [True, True]
     # The one that gives up first closes its connections, which may be what the other one sees.
-    stalled = "rank 1 did nothing about exchange 0 within 1 s: it stalled"
+    stalled = "rank 1 did nothing about exchange 0 within 0.5 s: it stalled"
     assert stalled in (first, last)
     assert all(message == stalled or "gave up on another rank" in message for message in (first, last))

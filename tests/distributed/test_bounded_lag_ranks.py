@@ -142,9 +142,9 @@ def test_no_collective_reaches_its_backend_by_the_way_that_keeps_the_lock_of_pyt
     assert [name for name in names if name not in vars(BoundedLagGroup)] == []
 
 
-def die_on_the_way(communicators, victim, bound):
+def die_on_the_way(communicators, victim, bound, transport):
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
-    exchange = BoundedLagAllToAll(group, bound, 64, timedelta(seconds=10))
+    exchange = BoundedLagAllToAll(group, bound, 64, timedelta(seconds=10), transport=transport)
     for step in range(20):
         if communicators.rank == victim and step == 7:
             os._exit(3)
@@ -152,10 +152,14 @@ def die_on_the_way(communicators, victim, bound):
     exchange.drain()
 
 
-def test_a_rank_that_dies_is_an_error_on_every_other(pool):
-    with pytest.raises(RankDiedError) as caught:
-        pool.run(die_on_the_way, WORLD, 1, 2)
+@pytest.mark.parametrize("transport", ["messages", "shared"])
+def test_a_rank_that_dies_is_an_error_on_every_other(transport):
+    with RankPool((WORLD,), TIMEOUT) as pool, pytest.raises(RankDiedError) as caught:
+        pool.run(die_on_the_way, WORLD, 1, 2, transport)
     lines = str(caught.value).splitlines()
     assert lines[0] == "rank 1 died (exit code 3)"
     for rank in (0, 2):
-        assert any(line.startswith(f"rank {rank}: RankDiedError: rank ") for line in lines)
+        (own,) = [line for line in lines if line.startswith(f"rank {rank}: ")]
+        assert own.startswith(f"rank {rank}: RankDiedError: rank ")
+        if transport == "shared":
+            assert "rank 1 is gone in exchange 7: its process has ended" in own

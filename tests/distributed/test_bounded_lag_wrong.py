@@ -1,5 +1,6 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -7,21 +8,29 @@ import pytest
 import torch
 from thread_ranks import ThreadRanks
 
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting
+from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
 from tritonrec.distributed.bounded_lag.messages import EAGER, HEADER, LAST_TAG, UNKNOWN, Header, Layout
+from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 
 WORLD = 3
 PATIENCE = timedelta(seconds=5)
+LOCK = threading.Lock()
 ranks = ThreadRanks(WORLD)
 
 
-def errors_of(start, bound=0, capacity=0, exchanges=4):
+@pytest.fixture(params=["shared", "messages"])
+def transport(request):
+    return request.param
+
+
+def errors_of(start, bound=0, capacity=0, exchanges=4, transport="auto"):
     """The errors of all ranks, which each make ``start(exchange, rank, number)`` until one of them fails."""
 
     def run(group):
         rank = group.rank()
         own = [each[rank] if isinstance(each, tuple) else each for each in (bound, capacity)]
-        exchange = BoundedLagAllToAll(group, own[0], own[1], PATIENCE)
+        exchange = BoundedLagAllToAll(group, own[0], own[1], PATIENCE, transport=transport)
         for number in range(exchanges):
             start(exchange, rank, number)
         exchange.drain()
@@ -32,7 +41,7 @@ def errors_of(start, bound=0, capacity=0, exchanges=4):
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("rows", [1, 40_000], ids=["small", "large"])
 @pytest.mark.parametrize("expected", [0.5, 1.5, 3.0], ids=["too small", "a bit too large", "too large"])
-def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(bound, rows, expected):
+def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(bound, rows, expected, transport):
     rows *= 2
 
     def start(exchange, rank, number):
@@ -42,7 +51,7 @@ def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(boun
         exchange.start(torch.ones(rows * WORLD, 2), [rows] * WORLD, receive)
 
     expects = f"rank 1 expects {int(expected * rows)} of 2 float32 in all-to-all 1"
-    for error in errors_of(start, bound, exchanges=9):
+    for error in errors_of(start, bound, exchanges=9, transport=transport):
         assert f"rank 0 sent {rows} rows of 2 float32, and {expects}" in error
 
 
@@ -58,14 +67,14 @@ def test_receive_counts_that_are_not_what_is_sent_are_refused_on_every_rank(boun
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("known", [False, True])
-def test_rows_of_another_dtype_or_width_are_refused_on_every_rank(values, named, known):
+def test_rows_of_another_dtype_or_width_are_refused_on_every_rank(values, named, known, transport):
     def start(exchange, rank, number):
         mine = values if rank == 1 else torch.ones(2 * WORLD)
         send = [len(mine) // WORLD] * WORLD
         receive = [len(values) // WORLD if source == 1 else 2 for source in range(WORLD)]
         exchange.start(mine, send, receive if known else None)
 
-    errors = errors_of(start, capacity=64)
+    errors = errors_of(start, capacity=64, transport=transport)
     assert all(named in errors[rank] for rank in (0, 2)), errors
     assert "of 1 float32, and rank 1 expects" in errors[1], errors
 
@@ -90,27 +99,53 @@ def test_another_bound_is_refused_on_every_rank():
         assert f"rank {2 if rank < 2 else 0} has bound={int(rank < 2)} and rank {rank} has" in error
 
 
-def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank():
+def test_another_transport_is_refused_on_every_rank():
+    def run(group):
+        chosen = "messages" if group.rank() == 1 else "auto"
+        BoundedLagAllToAll(group, 0, 64, PATIENCE, transport=chosen).start(torch.ones(WORLD), [1] * WORLD)
+
+    for rank, error in enumerate(map(str, ranks.outcomes(run))):
+        other, own = ("auto", "messages") if rank == 1 else ("messages", "auto")
+        assert f"has transport={other} and rank {rank} has transport={own}: give" in error
+
+
+def test_ranks_on_several_hosts_send_messages_and_cannot_share_memory(monkeypatch):
+    def run(group):
+        with LOCK:
+            monkeypatch.setattr(meeting, "host_words", lambda: (group.rank(), 1))
+            auto = BoundedLagAllToAll(group, 0, 64, PATIENCE)
+            shared = BoundedLagAllToAll(group, 0, 64, PATIENCE, transport="shared")
+        rows = auto.start(torch.arange(WORLD) + 10 * group.rank(), [1] * WORLD).wait()[0].tolist()
+        auto.drain()
+        with pytest.raises(RuntimeError, match="needs all ranks to be processes of one user on one host"):
+            shared.start(torch.ones(WORLD), [1] * WORLD)
+        return rows, type(auto._transport)
+
+    for rank, found in enumerate(ranks.run(run)):
+        assert found == ([10 * source + rank for source in range(WORLD)], MessageTransport)
+
+
+def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank(transport):
     def start(exchange, rank, number):
         exchange.started += int(rank == 1 and number == 1)
         exchange.start(torch.ones(WORLD), [1] * WORLD)
 
-    errors = errors_of(start, 0, 64)
+    errors = errors_of(start, 0, 64, transport=transport)
     assert all("sent all-to-all 2 and rank" in errors[rank] for rank in (0, 2)), errors
 
 
-def test_more_than_the_capacity_of_a_rank_that_expects_any_number_is_refused_on_every_rank():
+def test_more_than_the_capacity_of_a_rank_that_expects_any_number_is_refused_on_every_rank(transport):
     def start(exchange, rank, number):
         count = 20_000 if rank == 0 else 1
         receive = [20_000 if source == 0 else 1 for source in range(WORLD)]
         exchange.start(torch.ones(count * WORLD), [count] * WORLD, None if rank == 1 else receive)
 
     wrong = "rank 0 sent 80000 bytes, and rank 1 has a capacity of 64 in all-to-all 0"
-    assert all(wrong in error for error in errors_of(start, 0, 64))
+    assert all(wrong in error for error in errors_of(start, 0, 64, transport=transport))
 
 
 @pytest.mark.parametrize("capacity", [0, EAGER + 100])
-def test_messages_around_the_size_of_the_first_buffer_arrive_complete(capacity):
+def test_messages_around_the_size_of_the_first_buffer_arrive_complete(capacity, transport):
     sizes = [0, 1, EAGER - 1, EAGER, EAGER + 1, 2 * EAGER, 2 * EAGER + 1, 5 * EAGER - 3]
 
     def rows(source, to, number):
@@ -119,7 +154,8 @@ def test_messages_around_the_size_of_the_first_buffer_arrive_complete(capacity):
         return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
     def run(group):
-        exchange, rank, handles = BoundedLagAllToAll(group, 2, capacity, PATIENCE), group.rank(), []
+        exchange = BoundedLagAllToAll(group, 2, capacity, PATIENCE, transport=transport)
+        rank, handles = group.rank(), []
         for number in range(len(sizes)):
             parts = [rows(rank, to, number) for to in range(WORLD)]
             receive = [len(rows(source, rank, number)) for source in range(WORLD)]
@@ -195,6 +231,7 @@ def test_a_lazy_conjugate_is_sent_as_its_values():
         ({"bound": 1.5}, "bound must be at least 0 exchanges, and whole, got 1.5"),
         ({"bound": 0, "capacity": -1}, "capacity must be at least 0"),
         ({"bound": 0, "capacity": 1e6}, "capacity must be at least 0 bytes, and whole, got 1000000.0"),
+        ({"bound": 0, "transport": "tcp"}, "transport must be one of auto, shared, messages, got 'tcp'"),
         ({"bound": 0, "tag": -5}, "take 129 tags from -5 on, and tags are 0 to 2147483647"),
         ({"bound": 2, "tag": LAST_TAG - 100}, "choose a smaller bound or another tag"),
     ],
@@ -252,7 +289,7 @@ class SlowSends:
 
     def recv(self, tensors, source, tag):
         if tensors[0].dtype == torch.int64:
-            return Answer(tensors[0], torch.tensor([1, 64]))  # the settings
+            return Answer(tensors[0], torch.tensor([1, 64, TRANSPORTS.index("messages"), *[0] * 5]))
         message = torch.zeros(HEADER + 4, dtype=torch.uint8)
         Header.of(self.received, 1, Layout(torch.float32, 1), UNKNOWN).write(message)
         self.received += 1
@@ -261,9 +298,9 @@ class SlowSends:
 
 def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_up():
     group = SlowSends()
-    exchange = BoundedLagAllToAll(group, 1, 64, PATIENCE)
+    exchange = BoundedLagAllToAll(group, 1, 64, PATIENCE, transport="messages")
     for number in range(20):
         exchange.start(torch.full((2,), float(number)), [1, 1])
-        assert all(len(slot.sending) <= 2 for slot in exchange._slots)
+        assert all(len(slot.sending) <= 2 for slot in exchange._transport._slots)
     exchange.drain()
     assert all(each.waited for each in group.sends) and len(group.sends) == 21

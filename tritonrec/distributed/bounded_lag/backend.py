@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import BarrierOptions
 from torch._subclasses.fake_tensor import is_fake
 
 from .calls import SYMMETRIC_ARGUMENTS, CallCheck, describe_call
-from .exchange import BoundedLagAllToAll, Exchange
+from .exchange import BoundedLagAllToAll
+from .transport import Exchange
 
 if TYPE_CHECKING:
     from ...trace import SupportsRecording
@@ -37,11 +38,12 @@ class BoundedLagOptions:
 
     Args:
         bound: exchanges that two ranks may be apart; 0 makes every all-to-all synchronous.
-        recorder: see `BoundedLagAllToAll`.
+        recorder, transport: see `BoundedLagAllToAll`.
     """
 
     bound: int = 0
     recorder: SupportsRecording | None = None
+    transport: str = "auto"
 
 
 class _Pending(dist.Work):
@@ -138,7 +140,9 @@ class BoundedLagGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         gloo: Any = self._get_backend(torch.device("cpu"))
         self.check = CallCheck(gloo, timeout)
-        self.exchange = BoundedLagAllToAll(gloo, options.bound, 0, timeout, options.recorder)
+        self.exchange = BoundedLagAllToAll(
+            gloo, options.bound, 0, timeout, options.recorder, transport=options.transport
+        )
 
     def getBackendName(self) -> str:
         """The backend's name in torch.distributed."""

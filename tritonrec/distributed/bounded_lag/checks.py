@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import operator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
 from .messages import UNKNOWN, Header, Layout
+
+if TYPE_CHECKING:
+    from .transport import Exchange
 
 
 def checked_counts(name: str, counts: list[int], world_size: int) -> list[int]:
@@ -69,4 +73,28 @@ def disagreement(
             f"rank {rank} sent {sent} rows of {layout}, and rank {peer} expects {header.expects} of "
             f"{header.layout} in all-to-all {number}: give each rank the counts that are sent to it"
         )
+    return ""
+
+
+def capacity_problem(
+    header: Header,
+    peer: int,
+    rank: int,
+    exchange: Exchange,
+    sent: int,
+    expected: int,
+    capacity: int,
+    most: int,
+) -> str:
+    """The words for rows of more than `most` bytes whose receiver expects any number; empty if none.
+
+    Args: as for `disagreement`; capacity: of `BoundedLagAllToAll`.
+    """
+    for source, to, rows, known in ((peer, rank, header.rows, expected), (rank, peer, sent, header.expects)):
+        size = exchange.size(rows)
+        if known == UNKNOWN and source != to and size > most:
+            return (
+                f"rank {source} sent {size} bytes, and rank {to} has a capacity of {capacity} in "
+                f"all-to-all {exchange.number}: give BoundedLagAllToAll a larger one, on all ranks"
+            )
     return ""

@@ -86,7 +86,11 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, buffer: torch.Tensor) -> Header:
-        number, rows, width, expects, *dtype = header_words(buffer)[:6].tolist()
+        return cls.of_words(header_words(buffer))
+
+    @classmethod
+    def of_words(cls, words: np.ndarray) -> Header:
+        number, rows, width, expects, *dtype = words[:6].tolist()
         return cls(number, rows, width, expects, (dtype[0], dtype[1]))
 
     def matches(self, layout: Layout) -> bool:
@@ -157,6 +161,10 @@ class Deadline:
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self._end
+
+    def stalled(self, peer: int, number: int) -> str:
+        """The error of a rank that has sent nothing."""
+        return f"rank {peer} did nothing about exchange {number} within {self.seconds:g} s: it stalled"
 
 
 class Slot:

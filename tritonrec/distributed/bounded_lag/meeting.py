@@ -1,0 +1,81 @@
+"""The ranks of an exchange compare their settings, and choose a transport together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .by_messages import MessageTransport, await_work
+from .messages import Deadline, SupportsMessages, Tags
+from .transport import TRANSPORTS, Disagreement, Transport, others
+from .window import host_words
+
+WORDS = 8
+"""Of the settings: bound, capacity, transport, two of the host, and the name of the window."""
+
+
+class Meeting:
+    """Sends this rank's settings at once; `choose` and `finish` wait for those of the others.
+
+    Args: as of `BoundedLagAllToAll`.
+    """
+
+    def __init__(self, group: SupportsMessages | None, bound: int, capacity: int, transport: str, tags: Tags):
+        self.group, self.bound, self.capacity, self.transport = group, bound, capacity, transport
+        self._tags = tags
+        self._works: list[tuple[int, Any]] = []
+        self._shared: Any = None
+        if group is None or group.size() == 1:
+            return
+        rank, world_size = group.rank(), group.size()
+        host = host_words() if transport in ("auto", "shared") else (0, 0)
+        if any(host):
+            from .one_sided import SharedMemory
+
+            self._shared = SharedMemory(rank, world_size, bound, capacity)
+        name = self._shared.window.name if self._shared is not None else (0, 0, 0)
+        words = [bound, capacity, TRANSPORTS.index(transport), *host, *name]
+        self._settings = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(world_size)]
+        self._settings[rank] = torch.tensor(words, dtype=torch.int64)
+        for peer in others(rank, world_size):
+            self._works.append((peer, group.recv([self._settings[peer]], peer, tags.settings)))
+        for peer in others(rank, world_size):
+            self._works.append((peer, group.send([self._settings[rank]], peer, tags.settings)))
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until the settings of all ranks are here."""
+        while self._works:
+            await_work(*self._works[0], 0, deadline)
+            self._works.pop(0)
+
+    def choose(self, deadline: Deadline) -> Transport:
+        """The transport of all ranks.
+
+        Raises RankDiedError naming a rank that has not come, and RuntimeError for settings that differ.
+        """
+        group = self.group
+        assert group is not None
+        rank, world_size = group.rank(), group.size()
+        self.finish(deadline)
+        found = [each.tolist() for each in self._settings]
+        names = [TRANSPORTS[each[2]] for each in found]
+        for peer in others(rank, world_size):
+            theirs = {"bound": found[peer][0], "capacity": found[peer][1], "transport": names[peer]}
+            mine = {"bound": self.bound, "capacity": self.capacity, "transport": self.transport}
+            for name, value in mine.items():
+                if theirs[name] != value:
+                    raise Disagreement(
+                        f"rank {peer} has {name}={theirs[name]} and rank {rank} has {name}={value}: give "
+                        "BoundedLagAllToAll the same on all ranks"
+                    )
+        together = all(any(each[3:5]) and each[3:5] == found[0][3:5] for each in found)
+        if self._shared is not None and together:
+            self._shared.open([(each[5], each[6], each[7]) for each in found])
+            return self._shared
+        if self.transport == "shared":
+            raise Disagreement(
+                'transport="shared" needs all ranks to be processes of one user on one host with Linux 5.3 '
+                'or later; transport="messages" does not'
+            )
+        return MessageTransport(group, self.bound, self.capacity, self._tags)
