@@ -80,6 +80,7 @@ def two_lists(d: Draw) -> Arguments:
         "right": torch.cat([both[:right], d.keys(3)]).unique()[:right],
         "left_count": d.maybe(d.scalar(left)),
         "right_count": d.maybe(d.scalar(right)),
+        "table": d.maybe(torch.from_numpy(d.rng.integers(-2, 300, 64, dtype=np.int32))),
     }
 
 

@@ -49,7 +49,7 @@ from tritonrec.kernels.sparse_optimizers.register import SPARSE_UPDATES
 UPDATES = [f"sparse_{rule}" for rule in SPARSE_UPDATES]
 # registered op -> how its arguments are drawn
 DRAWN: dict[str, Callable[[Draw], Arguments]] = {
-    "unique": keys, "unique_padded": keys, "owner_of": routed, "bucketize": routed,
+    "unique": keys, "unique_padded": keys, "unique_table": keys, "owner_of": routed, "bucketize": routed,
     "counting_sort": sorted_by_bucket,
     "intersect": two_lists, "intersect_padded": two_lists,
     "hash_insert": hash_table, "hash_find": hash_table,
@@ -146,6 +146,7 @@ def update(op: str) -> Callable[..., None]:
 PUBLIC: dict[str, tuple[str, Callable[..., Any]]] = {
     **{name: (name, getattr(ops, name)) for name in DRAWN if hasattr(ops, name)},
     "unique padded": ("unique_padded", lambda **given: ops.unique(padded=True, **given)),
+    "unique with a table": ("unique_table", lambda **given: ops.unique(padded=True, table=True, **given)),
     "intersect padded": ("intersect_padded", lambda **given: ops.intersect(padded=True, **given)),
     **{op: (op, update(op)) for op in UPDATES},
     "hash_insert": ("hash_insert", insert),

@@ -50,6 +50,8 @@ ARGUMENTS: dict[str, Interval] = {
 # By name of a pointer argument, what lies behind it; anything of its type elsewhere.
 LOADED: dict[str, Interval] = {
     **dict.fromkeys(("offsets_ptr", "q_offsets_ptr", "k_offsets_ptr"), (0, MOST)),
+    # of fewer than 2**31 keys
+    "rank_ptr": (0, 2**31 - 1),
     "layout.offsets_ptr": (0, MOST), "layout.rows_ptr": (0, MOST),
     # level << 32 | sequence; a level counts blocks of at least 16 places in a sequence
     "tiles_ptr": (0, (LONGEST // 16 << 32) + 2**32 - 1),
@@ -59,7 +61,7 @@ LIMITS: dict[tuple[str, str], Interval] = {
     # `hash_table` refuses other row numbers; -1 and -2 are none
     ("_find_kernel", "new_row"): (0, 2**31 - 1), ("_claim_kernel", "row"): (-2, 2**31 - 1),
     # `unique` and `intersect` refuse 2**31 keys; lanes behind the last key are masked
-    ("_build_kernel", "position"): (0, 2**31 - 1), ("_first_kernel", "position"): (0, 2**31 - 1),
+    ("_build_kernel", "position"): (0, 2**31 - 1),
     # `check_lengths` refuses a longer sequence, `_check_counts` more targets and contexts than it has
     ("locate", "length"): SEQUENCE, ("other_sequence", "length"): SEQUENCE,
     ("open_sequence", "length"): SEQUENCE,

@@ -311,6 +311,12 @@ def _unique_padded():
     run(ops.unique, keys() // 3, padded=True, count=count_of(size))
 
 
+@case("unique with a table, and intersect with it")
+def _unique_table():
+    right, _inverse, _counts, count, table = run(ops.unique, keys() // 3, padded=True, table=True)
+    run(ops.intersect, keys(), right, padded=True, right_count=count, table=table)
+
+
 @case("intersect")
 def _intersect():
     run(ops.intersect, keys(), keys() + 50)

@@ -92,6 +92,14 @@ def _unique():
     yield lambda: launch.unique_padded(given), 4 * size(given)  # keys in; keys, inverse and counts out
 
 
+@case("unique with its table", "intersect with that table")
+def _intersect_with_table():
+    given, left = keys(), distinct()
+    right, _, _, count, table = launch.unique_table(given)
+    yield lambda: launch.unique_table(given), 4 * size(given) + size(table)
+    yield lambda: launch.intersect_padded(left, right, None, count, table), 2 * size(left, left)
+
+
 @case("intersect")
 def _intersect():
     left, right = distinct(), distinct()

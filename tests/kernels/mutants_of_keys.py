@@ -21,6 +21,7 @@ import test_schedules
 import test_segment_sum
 import test_sparse_optimizers
 import test_unique
+import test_unique_table
 import torch
 from mutate import each
 
@@ -74,13 +75,20 @@ HASH = [
     lambda: test_padding.test_find_assign_and_erase_pass_over_what_does_not_hold(IMPL),
     lambda: test_padding.test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(IMPL),
 ]
+TABLE = [
+    *each(test_unique_table.test_the_matches_are_the_same, "skewed"),
+    lambda: test_unique_table.test_a_table_has_the_position_of_every_distinct_key_once(IMPL),
+    lambda: test_unique_table.test_a_table_of_other_keys_leads_to_no_other_memory(IMPL),
+]
 UNIQUE = [
+    *TABLE,
     *each(test_unique.test_equals_a_dict, "extremes", "all_equal", "skewed", "repeat_at_end"),
     *each(test_unique.test_counts_around_a_block, 257),
     lambda: test_unique.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, True),
     *each(test_padding.test_unique, "extremes"),
 ]
 INTERSECT = [
+    *TABLE,
     *each(test_intersect.test_equals_all_pairs, "left_longer", "right_longer"),
     lambda: test_intersect.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, 2**20 - 1),
     lambda: test_padding.check_intersect(torch.arange(-9, 9), torch.arange(4, -20, -1), 12, 20, IMPL),
@@ -174,9 +182,9 @@ PLAIN_BUILD = """previous = tl.load(holders_ptr + slot, mask=open_slot, other=-2
 COUNT = 'tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")'
 PLAIN_COUNT = """times = tl.load(counts_ptr + rank, mask=inside, other=0)
     tl.store(counts_ptr + rank, times + 1, mask=inside)"""
-LEAST = 'tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")'
-PLAIN_LEAST = "tl.store(first_ptr + slot, position, mask=inside & (position < current))"
-MOST = 'tl.atomic_max(first_ptr + slot, position, mask=inside & (position > current), sem="relaxed")'
+LEAST = 'tl.atomic_min(holders_ptr + slot, position, mask=inside & (position < settled), sem="relaxed")'
+PLAIN_LEAST = "tl.store(holders_ptr + slot, position, mask=inside & (position < settled))"
+MOST = 'tl.atomic_max(holders_ptr + slot, position, mask=inside, sem="relaxed")'
 STABLE = "place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1"
 UNSTABLE = "place = start + tl.sum(mine.to(tl.int64), axis=0) - tl.cumsum(mine.to(tl.int64), axis=0)"
 
@@ -209,15 +217,17 @@ MUTANTS = {
         "table_is_not_a_ring": [("slot = (slot + 1) & (num_slots - 1)", "slot = tl.minimum(slot + 1, num_slots - 1)")],
         "lookup_stops_early": [("pending = occupied & (holder_key != key)", "pending = occupied & (visit < 0)")],
         "count_ignored": [("num_valid(num_keys, count_ptr)", "num_keys")],
+        "last_occurrence": [(LEAST, MOST)],
+        "table_trusted": [(" & (holder < num_table_keys)", "")],
     },
     "unique.triton_unique": {
         "first_occurrence_not_counted": [("mask=inside, sem=", "mask=inside & (representative != offsets), sem=")],
         "count_without_atomic": [(COUNT, PLAIN_COUNT)],
-        "last_occurrence": [(LEAST, MOST), ("torch.full_like(holders, size)", "torch.full_like(holders, -1)")],
         "dropped_block": [
             ("inside = representative >= 0", "inside = (representative >= 0) & (offsets // BLOCK != 1)")
         ],
         "padding_of_the_inverse": [("mask=inside, other=0) - 1", "mask=inside, other=1) - 1")],
+        "table_of_positions": [("tl.store(table_ptr + slot, rank, mask=is_first)", "")],
     },
     "intersect.triton_intersect": {
         "position_off_by_one": [("tl.store(left_ptr + place, offsets,", "tl.store(left_ptr + place, offsets + 1,")],
@@ -226,8 +236,9 @@ MUTANTS = {
         "left_for_right": [("tl.store(right_ptr + place, matched", "tl.store(right_ptr + place, offsets")],
         "counts_swapped": [
             ("build(right, right_count)", "build(right, left_count)"),
-            ("holders, left_count)", "holders, right_count)"),
+            ("table.contiguous(), left_count)", "table.contiguous(), right_count)"),
         ],
+        "given_table_ignored": [("if table is None or table.numel() == 0:", "if True:")],
     },
     "bucketize.triton_bucketize": {
         "unstable": [(STABLE, UNSTABLE)],
@@ -344,12 +355,12 @@ SPECIAL = {
     ),
     "sum_read_back": ("fixed_point.triton_fixed_point", [("first = bad.min()", "first = torch.tensor(bad.min().item())")], hidden_step),
     "claimed_by_the_first_to_come": (
-        "unique.triton_unique",
-        [("_first_kernel[grid](slots, first, size, count, **config)", "first = holders")],
+        "triton_scratch",
+        [(LEAST, "pass")],
         interleaved(test_schedules.test_unique, keys=REPEATED),
     ),
     "minimum_without_atomic": (
-        "unique.triton_unique",
+        "triton_scratch",
         [(LEAST, PLAIN_LEAST)],
         interleaved(test_schedules.test_unique, keys=REPEATED),
     ),

@@ -39,7 +39,8 @@ CALLS = {
     ops.owner_of: ({"keys": KEYS}, {"world_size": 3}),
     ops.bucketize: ({"keys": KEYS, "count": COUNT}, {"world_size": 3}),
     ops.counting_sort: ({"buckets": whole(3, 0, 3, 1), "count": COUNT}, {"num_buckets": 4}),
-    ops.intersect: ({"left": whole(1, 5), "right": whole(5), "left_count": COUNT, "right_count": COUNT}, {}),
+    ops.intersect: ({"left": whole(1, 5), "right": whole(5), "left_count": COUNT, "right_count": COUNT}
+                    | {"table": torch.full((4,), -1, dtype=torch.int32)}, {}),
     ops.hash_insert: (
         {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": COUNT, "status": torch.tensor(0)}
         | {"used": torch.tensor(0)},

@@ -162,4 +162,6 @@ def test_compiles_without_a_graph_break():
 
 
 def test_registration():
-    torch.library.opcheck(torch.ops.tritonrec.intersect.default, (*case("left_longer"), None, None, "cpu"))
+    torch.library.opcheck(
+        torch.ops.tritonrec.intersect.default, (*case("left_longer"), None, None, None, "cpu")
+    )

@@ -403,7 +403,8 @@ def test_registration():
     library = torch.ops.tritonrec
     for op, arguments in (
         (library.unique_padded, (keys, count, "cpu")),
-        (library.intersect_padded, (keys, keys, count, None, "cpu")),
+        (library.unique_table, (keys, count, "cpu")),
+        (library.intersect_padded, (keys, keys, count, None, None, "cpu")),
         (library.bucketize, (keys, 3, count, "cpu")),
         (library.counting_sort, (keys, 7, count, "cpu")),
         (library.hash_insert, (*ours, keys, 0, None, count, torch.tensor(0), status, None, "cpu")),

@@ -61,17 +61,22 @@ class Distinct:
         keys: (U,) int64 in order of first occurrence; with a `count` as many as the list has.
         inverse: (n,) int64, occurrence -> key.
         count: () int64, U where only the device knows it; None: all keys.
+        table: of the keys, for `ops.intersect`; None: it builds its own.
     """
 
     keys: torch.Tensor
     inverse: torch.Tensor
     count: torch.Tensor | None
+    table: torch.Tensor | None = None
 
 
-def distinct(keys: torch.Tensor, padded: bool) -> Distinct:
-    """The distinct ones of `keys` (n,) int64; `padded`: nothing waits for their number."""
+def distinct(keys: torch.Tensor, padded: bool, table: bool = False) -> Distinct:
+    """The distinct ones of `keys` (n,) int64; `padded`: no wait for their number; `table`: with one."""
     if not padded:
         found, inverse, _counts = launch.unique(keys)
         return Distinct(found, inverse, None)
+    if table:
+        found, inverse, _counts, count, slots = launch.unique_table(keys)
+        return Distinct(found, inverse, count, slots)
     found, inverse, _counts, count = launch.unique_padded(keys)
     return Distinct(found, inverse, count)

@@ -15,7 +15,7 @@ from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
 from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
 from tritonrec.kernels.sparse_optimizers.register import SPARSE_LAZY_DECAY, SPARSE_UPDATES
 from tritonrec.kernels.sum_of_squares.register import SUM_OF_SQUARES
-from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED
+from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED, UNIQUE_TABLE
 
 add_packed_rows = ADD_PACKED_ROWS.launch
 bucketize = BUCKETIZE.launch
@@ -41,3 +41,4 @@ sum_of_squares = SUM_OF_SQUARES.launch
 to_fixed_point = TO_FIXED_POINT.launch
 unique = UNIQUE.launch
 unique_padded = UNIQUE_PADDED.launch
+unique_table = UNIQUE_TABLE.launch

@@ -5,9 +5,10 @@ The proof has two halves. First, no race: any two tasks that touch the same thin
 be ordered by edges and lanes. A schedule without races gives one result whatever the timing. Second, that
 result is the right one: the tasks are run symbolically, in the order of their lanes, once with stale reads
 and once without; every value read must agree and have been written by somebody, and the last update of a row
-must reach the tables. What a stage accesses is taken from the table, which is derived from the stages'
-signatures; a stage is passed nothing else (`tritonrec.pipeline.program`). Embedding rows differ only in which
-batches use them.
+must reach the tables. Besides, no task waits for one that launches its collectives later: in the one order of
+all ranks (`Schedule.launch_order`) each gets its turn. What a stage accesses is taken from the table, which
+is derived from the stages' signatures; a stage is passed nothing else (`tritonrec.pipeline.program`).
+Embedding rows differ only in which batches use them.
 
 Why a few batches and micro-batches are enough, for any table of this vocabulary:
 
@@ -60,6 +61,7 @@ def check(schedule: Schedule, micro_batches: int) -> None:
     if not any(stage.moves and stage.per_micro_batch for stage in schedule.stages):
         micro_batches = min(micro_batches, MICRO_BATCHES)
     _no_race(schedule, micro_batches, _most_batches(schedule))
+    _launches_in_turn(schedule, micro_batches)
     _same_values(schedule, micro_batches)
 
 
@@ -112,6 +114,28 @@ def _happens_before(schedule: Schedule, tasks: list[Task], micro_batches: int) -
         before[task] = reach
         lane_tail[lane] = task
     return before
+
+
+def _launches_in_turn(schedule: Schedule, micro_batches: int) -> None:
+    """Raise where a task would wait for one that launches its collectives after it.
+
+    Waits lead to the same or earlier batches, and turns mix neighbouring batches alone: three are enough.
+    """
+    if schedule.ahead and schedule.batches_in_flight < 2:
+        raise ScheduleError(
+            f"{schedule.name}: {', '.join(schedule.ahead)} of the next batch cannot launch before a "
+            f"window: with one batch in flight there is no next one"
+        )
+    tasks = [task for batch in range(3) for task in schedule.tasks(batch, micro_batches)]
+    number = {task: n for n, task in enumerate(tasks)}
+    before = _happens_before(schedule, tasks, micro_batches)
+    order = schedule.launch_order(3, micro_batches)
+    for n, later in enumerate(order):
+        for earlier in order[:n]:
+            if before[earlier] >> number[later] & 1:
+                raise ScheduleError(
+                    f"{schedule.name}: {earlier} launches its collectives before {later}, and waits for it"
+                )
 
 
 def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]:

@@ -63,6 +63,9 @@ class Executor:
         streams: where the lanes' work runs; at once, on their threads, by default.
         checked: leave the check out; only for injected faults, which must be caught by their effect.
         lane: ``lane()`` returns a context manager around a task's work, on whatever thread that is.
+        in_turn: tasks that launch collectives begin in the order of `Schedule.launch_turn`, one at a time. It
+            is the same on all ranks that submit and wait alike: a window begins once the batch after it has
+            been submitted and its stages ahead are done, or somebody waits for the window.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
@@ -78,6 +81,7 @@ class Executor:
         checked: bool = True,
         streams: Streams | None = None,
         lane: Callable[[], AbstractContextManager[None]] = nullcontext,
+        in_turn: bool = False,
     ):
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
@@ -92,6 +96,9 @@ class Executor:
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
         self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
+        self._in_turn = in_turn
+        self._turns: dict[Task, tuple[int, bool, int]] = {}  # of unfinished tasks that launch collectives
+        self._submitted = self._waited = -1  # the last batches
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
         self._closing = False
@@ -118,6 +125,11 @@ class Executor:
             tasks = list(self.schedule.tasks(batch, self.micro_batches))
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
+            self._submitted = batch
+            if self._in_turn:
+                for number, task in enumerate(tasks):
+                    if self.schedule[task.stage].launches_collectives:
+                        self._turns[task] = (*self.schedule.launch_turn(task), number)
             for task in tasks:
                 self._queues[self.schedule[task.stage].lane].append((task, context))
             self._changed.notify_all()
@@ -128,6 +140,8 @@ class Executor:
         Raises `StageFailedError` if any stage failed, RuntimeError if the executor was closed.
         """
         with self._changed:
+            self._waited = max(self._waited, batch)
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._stopped() or batch not in self._left)
             self._raise_if_stopped()
             events = [(task, event) for task, event in self._events.items() if task.batch == batch]
@@ -222,6 +236,7 @@ class Executor:
                 if event is not None:
                     self._events[task] = event
                 self._unfinished.discard(task)
+                self._turns.pop(task, None)
                 self._left[task.batch] -= 1
                 if not self._left[task.batch]:
                     del self._left[task.batch]
@@ -252,10 +267,20 @@ class Executor:
                 return work
             task, context = work
             waits_for = list(self.schedule.waits_for(task, self.micro_batches))
-            self._changed.wait_for(lambda: self._stopped() or self._unfinished.isdisjoint(waits_for))
+            self._changed.wait_for(
+                lambda: self._stopped() or (self._unfinished.isdisjoint(waits_for) and self._has_turn(task))
+            )
             elsewhere = [other for other in waits_for if self.schedule[other.stage].lane != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
             return None if self._stopped() else (task, context, after)
+
+    def _has_turn(self, task: Task) -> bool:
+        turn = self._turns.get(task)
+        if turn is None:
+            return True
+        # the stages ahead of the next batch come first; who waits for this one submits none meanwhile
+        comes_next = not self.schedule.ahead or max(self._submitted - 1, self._waited) >= turn[0]
+        return comes_next and turn == min(self._turns.values())
 
     def _stopped(self) -> bool:
         return self._closing or self._failure is not None

@@ -41,6 +41,9 @@ class Schedule:
     section V.B: communication is launched as early as possible); without, one micro-batch is done with before
     the next begins. The lanes of a ``concurrent`` schedule run at the same time; of any other, one stage
     runs after another.
+
+    Collectives of several groups may have to be launched in one order on all ranks, or the devices wait for
+    each other: `launch_turn`. Those of the stages ``ahead`` come before the window of the batch before.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Schedule:
     batches_in_flight: int
     early: bool = True
     concurrent: bool = True
+    ahead: tuple[str, ...] = ()
 
     @property
     def overlaps_window(self) -> bool:
@@ -93,6 +97,19 @@ class Schedule:
                 first, *names = names
                 yield from (Task(first, batch, i) for i in range(micro_batches))
             yield from (Task(name, batch, i) for i in range(micro_batches) for name in names)
+
+    def launch_turn(self, task: Task) -> tuple[int, bool]:
+        """When the collectives of a task are launched, by batch: those ahead of its window, then its own.
+
+        Tasks of one turn follow each other in the order of `tasks`.
+        """
+        is_ahead = task.stage in self.ahead
+        return task.batch - is_ahead, not is_ahead
+
+    def launch_order(self, batches: int, micro_batches: int) -> list[Task]:
+        """The tasks of so many batches that launch collectives, in the one order of all ranks."""
+        tasks = [task for batch in range(batches) for task in self.tasks(batch, micro_batches)]
+        return sorted((task for task in tasks if self[task.stage].launches_collectives), key=self.launch_turn)
 
     def waits_for(self, task: Task, micro_batches: int) -> Iterator[Task]:
         """Tasks that the table orders before `task`, as far as they exist."""
@@ -171,6 +188,7 @@ NESTPIPE = Schedule(
         stages.write_back,
     ),
     batches_in_flight=4,
+    ahead=("route",),
 )
 """Dual-buffer pipelining between batches and frozen-window pipelining inside one (NestPipe, Fig. 3)."""
 
@@ -189,11 +207,17 @@ FWP = replace(
     .with_edges("retrieve", Edge("write_back", batch=1)),
     name="fwp",
     batches_in_flight=1,
+    ahead=(),
 )
 """Frozen-window pipelining alone (section V): one batch at a time, exchanges overlap inside its window."""
 
 SEQUENTIAL = replace(
-    NESTPIPE.with_one_buffer(), name="sequential", batches_in_flight=1, early=False, concurrent=False
+    NESTPIPE.with_one_buffer(),
+    name="sequential",
+    batches_in_flight=1,
+    early=False,
+    concurrent=False,
+    ahead=(),
 )
 """What mode ``sequential`` runs, one stage after another, so that its edges hold by themselves."""
 

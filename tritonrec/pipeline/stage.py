@@ -100,6 +100,15 @@ class Stage:
     moves: bool = False
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def launches_collectives(self) -> bool:
+        """Whether it accesses a process group whose collectives run on the device.
+
+        Those of the retrieval group count the rows of tables, on the host.
+        """
+        groups = {access.place for access in self.touches if access.place.endswith("_group")}
+        return bool(groups - {"retrieval_group"})
+
 
 class _Place(NamedTuple):
     name: str

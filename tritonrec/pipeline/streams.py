@@ -82,6 +82,15 @@ def streams_for(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)
 
 
+def launches_in_turn(device: torch.device, world_size: int) -> bool:
+    """Whether collectives of several groups need one order of launches on all ranks.
+
+    Those of an accelerator wait for the other ranks on the device: where two ranks launch two of them in
+    different orders, each may occupy its device and wait for the other. Those of the host do not.
+    """
+    return device.type != "cpu" and world_size > 1
+
+
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device through page-locked memory, queued on the current stream; itself on the CPU."""
     if device.type == "cpu" or values.device.type == device.type:

@@ -21,6 +21,7 @@ def intersect(
     padded: Literal[False] = ...,
     left_count: torch.Tensor | None = ...,
     right_count: torch.Tensor | None = ...,
+    table: torch.Tensor | None = ...,
     impl: Impl = ...,
 ) -> Pair: ...
 @overload
@@ -31,6 +32,7 @@ def intersect(
     padded: Literal[True],
     left_count: torch.Tensor | None = ...,
     right_count: torch.Tensor | None = ...,
+    table: torch.Tensor | None = ...,
     impl: Impl = ...,
 ) -> Padded: ...
 def intersect(
@@ -40,6 +42,7 @@ def intersect(
     padded: bool = False,
     left_count: torch.Tensor | None = None,
     right_count: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> Pair | Padded:
     """Positions of the keys that are in both buffers, in order of the left position.
@@ -49,6 +52,8 @@ def intersect(
         right: (B,) int64, distinct keys on the same device; B < 2**31.
         padded: results as long as the shorter buffer, and their number C as a tensor: no host waits for C.
         left_count, right_count: () int64, the number of valid keys of each buffer (`kernels.padding`).
+        table: (S,) int32, what ``unique(..., table=True)`` gave with `right`, which saves building one. A
+            table of other keys finds wrong matches or none, and reads no other memory.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
 
     Returns:
@@ -61,4 +66,4 @@ def intersect(
     Distinctness is not checked: keys come from `unique`. With repeated keys the matches are unspecified.
     This is K(t) ∩ K(t+1) of dual-buffer synchronization (NestPipe, dual-buffer pipelining).
     """
-    return (INTERSECT_PADDED if padded else INTERSECT)(left, right, left_count, right_count, impl=impl)
+    return (INTERSECT_PADDED if padded else INTERSECT)(left, right, left_count, right_count, table, impl=impl)

@@ -12,6 +12,7 @@ def intersect(
     right: torch.Tensor,
     left_count: torch.Tensor | None,
     right_count: torch.Tensor | None,
+    _table: torch.Tensor | None,
     padded: bool,
 ) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.intersect.intersect`."""

@@ -9,7 +9,7 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar
 
 
-def _check(left, right, left_count, right_count) -> None:
+def _check(left, right, left_count, right_count, table) -> None:
     for name, keys in (("left", left), ("right", right)):
         if keys.dtype != torch.int64 or keys.dim() != 1:
             raise ValueError(f"{name} must be 1-D int64, got shape {tuple(keys.shape)} {keys.dtype}")
@@ -17,6 +17,13 @@ def _check(left, right, left_count, right_count) -> None:
         raise ValueError(f"intersect takes fewer than 2**31 keys, got {left.numel()} and {right.numel()}")
     check_scalar("left_count", left_count)
     check_scalar("right_count", right_count)
+    if table is not None and (table.dtype != torch.int32 or table.dim() != 1):
+        raise ValueError(f"table must be (S,) int32, got shape {tuple(table.shape)} {table.dtype}")
+
+
+def _check_memory(table) -> None:
+    if table is not None and table.numel() & (table.numel() - 1):
+        raise ValueError(f"the slots of a table are a power of two, or none: got {table.numel()}")
 
 
 def _fake(left):
@@ -30,13 +37,14 @@ def _fake_padded(left, right):
 
 
 INTERSECT = Op(
-    "intersect(Tensor left, Tensor right, Tensor? left_count, Tensor? right_count) -> (Tensor, Tensor)",
+    "intersect(Tensor left, Tensor right, Tensor? left_count, Tensor? right_count, Tensor? table) "
+    "-> (Tensor, Tensor)",
     reference=reference.intersect, cpu="numba_intersect:intersect", triton="triton_intersect:intersect",
-    check=_check, fake=_fake, padded=False,
+    check=_check, check_memory=_check_memory, fake=_fake, padded=False,
 )  # fmt: skip
 INTERSECT_PADDED = Op(
-    "intersect_padded(Tensor left, Tensor right, Tensor? left_count, Tensor? right_count) "
+    "intersect_padded(Tensor left, Tensor right, Tensor? left_count, Tensor? right_count, Tensor? table) "
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.intersect, cpu="numba_intersect:intersect", triton="triton_intersect:intersect",
-    check=_check, fake=_fake_padded, padded=True,
+    check=_check, check_memory=_check_memory, fake=_fake_padded, padded=True,
 )  # fmt: skip

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Common keys of two buffers: a scratch table over the right one, probed by the left one; a prefix sum."""
+"""Common keys of two buffers: a scratch table over the right one, probed by the left one; a prefix sum.
+
+`unique` leaves such a table where it is wanted, and then none is built.
+"""
 
 import torch
 import triton
@@ -28,6 +31,7 @@ def intersect(
     right: torch.Tensor,
     left_count: torch.Tensor | None,
     right_count: torch.Tensor | None,
+    table: torch.Tensor | None,
     padded: bool,
 ) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.intersect.intersect`; the length is read back only if not `padded`."""
@@ -35,8 +39,9 @@ def intersect(
         nothing = left.new_empty(0), left.new_empty(0)
         return (*nothing, left.new_zeros(())) if padded else nothing
     left, right = left.contiguous(), right.contiguous()
-    holders, _ = triton_scratch.build(right, right_count)
-    matched = triton_scratch.lookup(left, right, holders, left_count)
+    if table is None or table.numel() == 0:
+        table, _ = triton_scratch.build(right, right_count)
+    matched = triton_scratch.lookup(left, right, table.contiguous(), left_count)
     # the running count is each match's place, without an atomic: left positions come out ascending
     rank = torch.cumsum(matched >= 0, 0)
     num_common = rank[-1].clone()

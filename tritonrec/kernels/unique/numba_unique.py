@@ -124,13 +124,15 @@ def _empty_table(keys: int) -> np.ndarray:
     return np.zeros((4 * keys // (3 * SLOTS) + 1) * LINE, np.uint64)
 
 
-def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tuple[torch.Tensor, ...]:
+def unique(
+    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
+) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.unique.unique`."""
     valid = keys[: num_valid(count, keys.numel())]
     inverse = torch.empty(valid.numel(), dtype=torch.int64)
     order, counts = _unique(valid.contiguous().numpy().view(np.uint64), inverse.numpy())
     results = torch.from_numpy(order.view(np.int64)), inverse, torch.from_numpy(counts)
-    return pad_unique(*results, keys.numel(), padded)
+    return pad_unique(*results, keys.numel(), padded, table)
 
 
 def _unique(keys: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

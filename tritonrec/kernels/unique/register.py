@@ -1,4 +1,4 @@
-"""Registration of `unique` and of its padded form."""
+"""Registration of `unique` and of its padded forms."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def _fake_padded(keys):
     return (*(torch.empty_like(keys) for _ in range(3)), keys.new_empty(()))
 
 
+def _fake_table(keys):
+    slots = torch.library.get_ctx().new_dynamic_size()
+    return *_fake_padded(keys), keys.new_empty(slots, dtype=torch.int32)
+
+
 UNIQUE = Op(
     "unique(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor)",
     reference=reference.unique, cpu="numba_unique:unique", triton="triton_unique:unique",
@@ -35,4 +40,9 @@ UNIQUE_PADDED = Op(
     "unique_padded(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.unique, cpu="numba_unique:unique", triton="triton_unique:unique",
     check=_check, fake=_fake_padded, padded=True,
+)  # fmt: skip
+UNIQUE_TABLE = Op(
+    "unique_table(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.unique, cpu="numba_unique:unique", triton="triton_unique:unique",
+    check=_check, fake=_fake_table, padded=True, table=True,
 )  # fmt: skip

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Dedup without sorting: equal keys meet in a slot, the smallest position wins, ranks are a prefix sum.
 
-The minimum over a slot's positions and the counts are integers, so no order of atomics shows in the result.
+The minimum over a slot's positions (`kernels.triton_scratch`) and the counts are integers, so no order of
+atomics shows in the result.
 """
 
 import torch
@@ -9,78 +10,71 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch
-from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_padding import num_valid
+from tritonrec.kernels.unique.reference import pad_unique
 
 BLOCK, NUM_WARPS = 256, 4
 
 
-# a stale minimum costs an atomic and no more
-@declared(races=("first_ptr",))
-@triton.jit
-def _first_kernel(slots_ptr, first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr):
-    """``first[s]`` = the smallest position whose key lives in slot s."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_valid(num_keys, count_ptr)
-    slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
-    position = offsets.to(tl.int32)
-    # the minimum only falls: skip the atomic where the value read, even a stale one, is lower
-    current = tl.load(first_ptr + slot, mask=inside, other=0)
-    # relaxed: a minimum is the same in any order, and only the next kernel relies on it
-    tl.atomic_min(first_ptr + slot, position, mask=inside & (position < current), sem="relaxed")
-
-
 @triton.jit
 def _mark_kernel(
-    slots_ptr, first_ptr, representative_ptr, is_first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
+    slots_ptr, holders_ptr, representative_ptr, is_first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
 ):
     """The first position of each key, -1 in the padding, and 1 at those positions."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
-    representative = tl.load(first_ptr + slot, mask=inside, other=-1)
+    representative = tl.load(holders_ptr + slot, mask=inside, other=-1)
     tl.store(representative_ptr + offsets, representative, mask=offsets < num_keys)
     tl.store(is_first_ptr + offsets, (representative == offsets).to(tl.int32), mask=offsets < num_keys)
 
 
 @triton.jit
 def _emit_kernel(
-    keys_ptr, representative_ptr, rank_ptr, unique_ptr, inverse_ptr, counts_ptr, num_keys, BLOCK: tl.constexpr
-):
-    """Ranks of first positions number the distinct keys; every key adds 1 to its count."""
+    keys_ptr, representative_ptr, rank_ptr, slots_ptr, unique_ptr, inverse_ptr, counts_ptr, table_ptr,
+    num_keys, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ranks of first positions number the distinct keys; every key adds 1 to its count.
+
+    The table of positions becomes, where one is given, the table of ranks.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
     # behind the count representative is -1: the load gives 0, so rank and inverse are -1
     inside = representative >= 0
     rank = tl.load(rank_ptr + representative, mask=inside, other=0) - 1
-    key = tl.load(keys_ptr + offsets, mask=inside, other=0)
-    tl.store(inverse_ptr + offsets, rank, mask=offsets < num_keys)
-    tl.store(unique_ptr + rank, key, mask=inside & (representative == offsets))
+    is_first = inside & (representative == offsets)
+    key = tl.load(keys_ptr + offsets, mask=is_first, other=0)
+    tl.store(inverse_ptr + offsets, rank.to(tl.int64), mask=offsets < num_keys)
+    tl.store(unique_ptr + rank, key, mask=is_first)
+    if table_ptr is not None:
+        slot = tl.load(slots_ptr + offsets, mask=is_first, other=0)
+        tl.store(table_ptr + slot, rank, mask=is_first)
     # relaxed: integer counts have one sum in any order, and nobody reads them before the end
     tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")
 
 
-def unique(keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> tuple[torch.Tensor, ...]:
+def unique(
+    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
+) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.unique.unique`; the length of the result is read back only if not `padded`."""
     size = keys.numel()
     if size == 0:
-        nothing = tuple(keys.new_empty(0) for _ in range(3))
-        return (*nothing, keys.new_zeros(())) if padded else nothing
+        found = tuple(keys.new_empty(0) for _ in range(3))
+        return pad_unique(*found, 0, padded, table)
     keys = keys.contiguous()
     holders, slots = triton_scratch.build(keys, count)
-    # size is above every position: the identity of the minimum
-    first = torch.full_like(holders, size)
     # int32 halves their traffic: fewer than 2**31 keys
     representative, is_first = (torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(2))
     grid, config = (triton.cdiv(size, BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    _first_kernel[grid](slots, first, size, count, **config)
-    _mark_kernel[grid](slots, first, representative, is_first, size, count, **config)
+    _mark_kernel[grid](slots, holders, representative, is_first, size, count, **config)
     # ranks count from 1 at the first key, and their last one is the number of distinct keys
-    rank = torch.cumsum(is_first, 0)
-    num_unique = rank[-1].clone()
+    rank = torch.cumsum(is_first, 0, dtype=torch.int32)
+    num_unique = rank[-1].to(torch.int64)
     length = size if padded else int(num_unique)
     order, inverse = keys.new_zeros(length), torch.empty_like(keys)
     counts = torch.zeros(length, dtype=torch.int32, device=keys.device)
-    _emit_kernel[grid](keys, representative, rank, order, inverse, counts, size, **config)
+    places = order, inverse, counts, holders if table else None
+    _emit_kernel[grid](keys, representative, rank, slots, *places, size, **config)
     found = order, inverse, counts.to(torch.int64)
-    return (*found, num_unique) if padded else found
+    return (*found, *(num_unique,) * padded, *(holders,) * table)

@@ -128,7 +128,7 @@ def _retrieve(
         received = _moved(received, table.device)
         # Reductions over replicas are planned on the host, which waits for the number of keys then.
         padded = table.padded and not context.replicated
-        own = distinct(received.keys, padded)
+        own = distinct(received.keys, padded, table=before is not None)
         keys, count, replica_rows = own.keys, own.count, []
         if context.replicated:  # every replica has the union of the received keys, in the same order
             union = distinct(torch.cat(received.replica_keys), padded)
@@ -136,7 +136,7 @@ def _retrieve(
             replica_rows = list(union.inverse.split([len(each) for each in received.replica_keys]))
         found = index[number].lookup(keys, window.update, over_ranks, count)
         if before is not None:
-            kept.append(_common(before.tables[number], keys, count, padded))
+            kept.append(_common(before.tables[number], keys, count, own.table, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
         if context.config.dedup in ("lookup", "both"):
             table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
@@ -189,10 +189,16 @@ def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: 
     return rows
 
 
-def _common(before: TableRows, keys: torch.Tensor, count: torch.Tensor | None, padded: bool) -> Common:
-    """The rows that the last window and this one share."""
+def _common(
+    before: TableRows,
+    keys: torch.Tensor,
+    count: torch.Tensor | None,
+    table: torch.Tensor | None,
+    padded: bool,
+) -> Common:
+    """The rows that the last window and this one share; `table`: what the dedup of `keys` built."""
     if padded:
-        return Common(*launch.intersect_padded(before.keys, keys, before.count, count))
+        return Common(*launch.intersect_padded(before.keys, keys, before.count, count, table))
     there, here = launch.intersect(before.keys, keys)
     return Common(there, here, None)
 
