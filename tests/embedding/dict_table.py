@@ -59,7 +59,7 @@ class DictTable:
                 self.moved = self.moved[0] + (was_low > is_low), self.moved[1] + (was_low < is_low)
                 (self.low.add if is_low else self.low.discard)(handle)
 
-    def erase(self, keys):
+    def erase(self, keys, count=None):
         handles = self.find(keys)
         for key, handle in zip(keys.tolist(), handles.tolist(), strict=True):
             self.handle_of.pop(key, None)
@@ -67,7 +67,7 @@ class DictTable:
             self.low.discard(handle)
         return handles
 
-    def release(self, handles):
+    def release(self, handles, count=None):
         assert not set(handles.tolist()) & set(self.free)
         self.free += handles.tolist()
         self.random.shuffle(self.free)

@@ -50,7 +50,7 @@ def test_an_update_after_the_next_lookup_reaches_its_keys_and_no_other(name):
     store.update(*pending)
     left, values = store.export()
     written = torch.stack([expected[key] for key in left.tolist()])
-    demoted = round_low(written, DIM, str)
+    demoted = round_low(written, torch.ones(len(written), dtype=torch.bool), DIM, str)
     assert bool(((values == written).all(1) | (values == demoted).all(1)).all())
     if name != "none":
         counters = store.counters

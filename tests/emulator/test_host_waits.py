@@ -22,9 +22,11 @@ from speeds import slow_except  # noqa: E402
 
 from tritonrec.distributed import Communicators  # noqa: E402
 from tritonrec.embedding import (  # noqa: E402
+    Eviction,
     FeatureConfig,
     HashTableCollection,
     Placement,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
 )
@@ -48,8 +50,20 @@ CASES = {
     "device_no_dedup": ("device", {}, {"first_use": False, "dedup": "none"}),
     "device_dedup_at_the_sender": ("device", {}, {"first_use": False, "dedup": "exchange"}),
     "cached": ("cached", {}, {}),
+    "device_forget": ("device", {"admission": 3, "admission_window": 1}, {}),
+    "device_lru": ("device", {"eviction": Eviction("lru", capacity=20)}, {}),
+    "device_lfu": ("device", {"eviction": Eviction("lfu", capacity=20)}, {}),
+    "device_ttl": ("device", {"eviction": Eviction("ttl", ttl=1)}, {}),
+    "device_tiers": ("device", {"precision": PrecisionTiers(2, 2)}, {}),
     "cached_admission": ("cached", {"admission": 2}, {"skip_fetch": True}),
-}
+    "cached_lru_tiers": (
+        "cached", {"eviction": Eviction("lru", capacity=20), "precision": PrecisionTiers(2, 2)}, {}
+    ),
+}  # fmt: skip
+
+
+ACTS = {"eviction": "evicted", "precision": "demoted", "admission": "rejected"}
+"""What a policy counts where it acts."""
 
 
 def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
@@ -76,6 +90,8 @@ def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
 
             actions.update({name: seen(name, action) for name, action in actions.items()})
             losses = [result.loss for result in trainer.run(trainer_parts.batches(STEPS))]
+        counters = tables.groups[0].table.counters
+        assert all(getattr(counters, ACTS[name]) for name in policy if name in ACTS), "a policy did nothing"
     return gpu, losses
 
 
@@ -85,7 +101,10 @@ def waits(gpu, stages):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(["device", "device_window", "cached_admission"], [each for each in CASES if each != "host"]),
+    slow_except(
+        ["device", "device_window", "device_ttl", "cached_admission", "cached_lru_tiers"],
+        [each for each in CASES if each != "host"],
+    ),
 )
 def test_a_step_waits_once_for_its_routes_and_for_nothing_else(case):
     gpu, losses = run(*CASES[case])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .row_column import RowColumn
-from .row_storage import RowStorage, tiers_of
+from .row_storage import RowStorage, stored_low
 from .selection import select
 from .turn import Turn
 
@@ -31,7 +31,7 @@ class CachedStorage(RowStorage):
     def __init__(self, home: RowStorage, cache_rows: int):
         device = home.device
         super().__init__(home.dim, home.row_width, cache_rows, device)
-        self._home, self._cache_rows, self.waits = home, cache_rows, home.waits
+        self._home, self._cache_rows, self.tiered = home, cache_rows, home.tiered
         super().add(torch.empty(0, dtype=torch.int64, device=device), cache_rows)
         # of a row, by handle: 1 + its cache row, the last lookup that used it, whether to store it in 16 bits
         self._places = RowColumn(torch.int32, device=device)
@@ -43,7 +43,8 @@ class CachedStorage(RowStorage):
         self._hand = torch.zeros((), dtype=torch.int64, device=device)
         self._lookup, self._size = 1, 0  # lookups so far, and keys of the last one
         self._found = torch.zeros((), dtype=torch.int64, device=device)
-        self._moved = [0, 0]  # to float32, to 16 bits; in host memory a cached row moves when it leaves
+        # to float32, to 16 bits; in host memory a cached row moves when it leaves
+        self._moved = torch.zeros(2, dtype=torch.int64, device=device)
         self._lock = Turn(device)  # for columns that grow
         self._moving = Turn(device)  # for rows that move while another lane reads the table's state
 
@@ -78,13 +79,13 @@ class CachedStorage(RowStorage):
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        if self.waits:
-            handles, values, low_precision = tiers_of(handles, values, low_precision, self.dim)
+        values = values.contiguous()
+        if self.tiered:
+            low_precision = stored_low(handles, values, low_precision, self.dim)
             with self._lock:
                 before = self._low[handles]
                 self._low[handles] = low_precision
-            self._moved[0] += int((before & ~low_precision).sum())
-            self._moved[1] += int((low_precision & ~before).sum())
+            self._moved += torch.stack([before & ~low_precision, low_precision & ~before]).sum(1)
         places = self._place(handles)
         super().update(places, values)
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
@@ -120,7 +121,7 @@ class CachedStorage(RowStorage):
         arriving = torch.where(given, wanted.take(handles)[:most], -1)
         leaving = self._handles[to].to(torch.int64) - 1
         values = super().gather(torch.where(leaving >= 0, to, -1))
-        self._home.update(leaving, values, self._low[leaving] if self.waits else None)
+        self._home.update(leaving, values, self._low[leaving] if self.tiered else None)
         super().update(to, self._home.gather(arriving))
         self._places[leaving] = 0
         self._places[arriving] = (to + 1).to(torch.int32)
@@ -132,7 +133,8 @@ class CachedStorage(RowStorage):
 
     @property
     def moved(self) -> tuple[int, int]:
-        return self._moved[0], self._moved[1]
+        to_full, to_low = self._moved.tolist()
+        return to_full, to_low
 
     def memory(self) -> dict[str, int]:
         columns = (self._places, self._used, self._low, self._handles, self._recent)

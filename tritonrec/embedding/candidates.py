@@ -42,9 +42,15 @@ class Candidates:
 
         Call it before the lookups of `step` are counted. The result is the same at any world size.
         """
-        if step % self.window == 0:
+        if step % self.window:
+            return
+        if isinstance(self._index, KeyIndex):
             keys, handles = self._index.items()
             self.erase(keys[step - self._columns["last"][handles] > self.window])
+            return
+        keys, handles = self._index.slots_in_order()
+        old = select((handles >= 0) & (step - self._columns["last"][handles] > self.window), padded=True)
+        self._remove(old.take(keys), old.count)
 
     def count(self, keys: torch.Tensor, step: int, count: torch.Tensor | None = None) -> Selection:
         """Count a lookup at `step` of each of `keys` (K,), distinct.
@@ -57,9 +63,7 @@ class Candidates:
         self._columns["counts"][handles] = counts
         self._columns["last"][handles] = step
         admitted = select((counts >= self.admission) & (handles >= 0), self._padded)
-        gone = admitted.take(keys)
-        self._index.release(self._index.erase(gone, admitted.count), admitted.count)
-        self._changes.erase(gone, admitted.count)
+        self._remove(admitted.take(keys), admitted.count)
         return admitted
 
     def erase(self, keys: torch.Tensor) -> None:
@@ -93,6 +97,11 @@ class Candidates:
         """`state` of `keys` (n,) and their handles (n,)."""
         keys, order = keys.sort()
         return {"keys": keys} | {name: column[handles[order]] for name, column in self._columns.items()}
+
+    def _remove(self, keys: torch.Tensor, count: torch.Tensor | None) -> None:
+        """Forget `keys` (K,), distinct, all of which are here."""
+        self._index.release(self._index.erase(keys, count), count)
+        self._changes.erase(keys, count)
 
     def _add(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys`, with a count of 0 where new."""

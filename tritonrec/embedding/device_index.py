@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 
 from ..kernels import launch, murmur
-from .device_numbers import DeviceNumbers
-from .index_pool import MAX_ROWS
+from .device_pool import DevicePool
 from .key_index import LOAD_FACTOR
 from .selection import select, valid
 from .turn import use_here
 
-_KEYS, _END, _FREE = range(3)
+_KEYS, _ERASED = 2, 3  # of the pool's numbers: keys in the structure, keys erased since it was made
 MAX_ERASED = 0.125
 """Share of the slots that erased keys may have left behind before the structure is made anew."""
 
@@ -36,9 +35,8 @@ class DeviceIndex:
         self._device = device
         self._keys = torch.zeros(slots, dtype=torch.int64, device=device)
         self._rows = torch.full((slots,), -1, dtype=torch.int32, device=device)
-        self._free = torch.empty(0, dtype=torch.int64, device=device)  # a stack of handles
-        self._numbers = DeviceNumbers(3, device)
-        self._erased = 0  # at most so many tombstones
+        self._handles = DevicePool(device, others=2)
+        self._numbers = self._handles.numbers
 
     def __len__(self) -> int:
         return self._numbers.exact()[_KEYS]
@@ -46,7 +44,7 @@ class DeviceIndex:
     @property
     def end(self) -> int:
         """Upper bound of all handles so far."""
-        return min(self._numbers.bound(_END), MAX_ROWS)
+        return self._handles.end
 
     @property
     def slots(self) -> int:
@@ -61,7 +59,7 @@ class DeviceIndex:
     @property
     def free_nbytes(self) -> int:
         """Bytes of the list of free handles."""
-        return self._free.nbytes
+        return self._handles.nbytes
 
     def find(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """The handle of each key (K,) int64, repeats allowed; -1 where absent, and behind the count."""
@@ -72,52 +70,37 @@ class DeviceIndex:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KeyIndex.find_or_insert`; behind the count -1 and false."""
         size = len(keys)
-        self._check_room(size)
+        self._handles.end_after(size)  # raises where they do not fit
         self.grow(size)
-        numbers = self._numbers.values
-        place = torch.arange(size, device=self._device)
-        again = place < numbers[_FREE]
-        fresh = numbers[_END] + (place - numbers[_FREE]).clamp(min=0)
-        if len(self._free):
-            stacked = self._free[(numbers[_FREE] - 1 - place).clamp(0, len(self._free) - 1)]
-            fresh = torch.where(again, stacked, fresh)
-        handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count, numbers[_KEYS])
-        new = inserted.sum()
-        reused = torch.minimum(new, numbers[_FREE])
-        self._numbers.add(torch.stack([torch.zeros_like(new), new - reused, -reused]), (size, size, 0))
+        fresh = self._handles.next(size)
+        handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count, self._numbers.values[_KEYS])
+        self._handles.claim(inserted.sum(), size, (size,))
         return handles, inserted
 
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """See `KeyIndex.erase`; -1 behind the count."""
-        used = self._numbers.values[_KEYS]
-        handles = launch.hash_erase(self._keys, self._rows, keys ^ murmur.SECRET, count, used)
-        self._erased += len(keys)
-        if self._erased > MAX_ERASED * self.slots:
+        size = len(keys)
+        if self._numbers.bound(_ERASED) > MAX_ERASED * self.slots:  # of earlier calls, whose number is known
             self._make_anew()
+        values = self._numbers.values
+        handles = launch.hash_erase(self._keys, self._rows, keys ^ murmur.SECRET, count, values[_KEYS])
+        none = torch.zeros_like(values[_KEYS])
+        gone = (handles >= 0).sum()
+        self._numbers.add(torch.stack([none, none, none, gone]), (0, 0, 0, size))
         return handles
 
     def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """See `KeyIndex.release`; those behind the count stay reserved."""
-        size = len(handles)
-        if not size:
-            return
-        needed = self._numbers.bound(_FREE) + size
-        if needed > len(self._free):
-            larger = self._free.new_empty(max(needed, 2 * len(self._free)) + 1)
-            larger[: len(self._free)] = self._free
-            use_here(self._free)
-            self._free = larger
-        inside = valid(size, count, self._device)
-        place = self._numbers.values[_FREE] + torch.arange(size, device=self._device)
-        self._free[torch.where(inside, place, len(self._free) - 1)] = handles
-        freed = inside.sum()
-        none = torch.zeros_like(freed)
-        self._numbers.add(torch.stack([none, none, freed]), (0, 0, size))
+        """See `KeyIndex.release`; those of -1 and behind the count are none."""
+        self._handles.release(handles, (handles >= 0) & valid(len(handles), count, self._device))
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys (n,) and their handles (n,), in no particular order; waits for the device."""
         used = (self._rows >= 0).nonzero().squeeze(1)
         return self._keys[used] ^ murmur.SECRET, self._rows[used].to(torch.int64)
+
+    def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EmbeddingTable.slots_in_order`."""
+        return self._keys ^ murmur.SECRET, self._rows.clamp(min=-1).to(torch.int64)
 
     def grow(self, keys: int) -> None:
         """Make room for `keys` more keys, behind the work that is queued."""
@@ -135,7 +118,8 @@ class DeviceIndex:
         """Take slots without tombstones."""
         use_here(self._keys)
         use_here(self._rows)
-        self._keys, self._rows, self._erased = keys, rows, 0
+        self._keys, self._rows = keys, rows
+        self._numbers.reset(_ERASED)
 
     def _insert(
         self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None, used: torch.Tensor
@@ -143,10 +127,3 @@ class DeviceIndex:
         """Insert keys, of which new ones get the next of `handles`; there is room, so none is refused."""
         status = torch.zeros((), dtype=torch.int64, device=self._device)
         return launch.hash_insert(self._keys, self._rows, keys, 0, handles, count, None, status, used)
-
-    def _check_room(self, keys: int) -> None:
-        if self._numbers.bound(_END) + keys > MAX_ROWS and len(self) + keys > MAX_ROWS:
-            raise MemoryError(
-                f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and up to {keys} "
-                "are new: use more ranks, or evict"
-            )

@@ -41,6 +41,12 @@ class DeviceNumbers:
         self._arrive()
         return self._known[index] + sum(rise[index] for rise in self._rises)
 
+    def reset(self, index: int) -> None:
+        """Set one number to 0; a copy on its way still brings what it was, which is a bound."""
+        self.values[index] = 0
+        self._known[index] = 0
+        self._rises = [(*rise[:index], 0, *rise[index + 1 :]) for rise in self._rises]
+
     def exact(self) -> list[int]:
         """The numbers; waits for the device."""
         return self.values.tolist()
@@ -49,3 +55,21 @@ class DeviceNumbers:
         """Take a copy that has arrived."""
         if self._event is not None and self._event.query():
             self._known, self._rises, self._event = self._copy.tolist(), self._rises[self._copied :], None
+
+
+class Arriving:
+    """A copy of `values` (n,) int64 on its way from the device to the host."""
+
+    def __init__(self, values: torch.Tensor):
+        self._copy = values
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._copy = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+            self._copy.copy_(values, non_blocking=True)
+            self._event = torch.accelerator.current_stream(values.device).record_event()
+
+    def take(self) -> list[int]:
+        """The numbers; waits where they have not arrived."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._copy.tolist()

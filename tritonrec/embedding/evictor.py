@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from .device_numbers import Arriving
+from .device_select import chosen_slots, in_order_of_keys, smallest_slots, unpinned_slots
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .policy import Eviction
 from .row_column import RowColumn
 from .select import AllReduce, select_smallest, unpinned_rows
+from .selection import trimmed
 
 NO_TIMESTAMP = -1
 """Score of a row that no step has used."""
@@ -34,7 +37,7 @@ class Evictor:
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device)
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
     def due(self, step: int) -> bool:
         """Whether an eviction pass runs at `step`."""
@@ -45,9 +48,9 @@ class Evictor:
         self.values[handles] = 0 if self._counts else NO_TIMESTAMP
         self._sizes += self._layout.count(keys, handles >= 0)
 
-    def remove(self, keys: torch.Tensor) -> None:
+    def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Subtract erased rows from the sizes."""
-        self._sizes -= self._layout.count(keys)
+        self._sizes -= self._layout.count(keys, which)
 
     def record(self, handles: torch.Tensor, step: int) -> None:
         """Record the access of `step` to the rows of `handles` (K,), distinct."""
@@ -58,11 +61,11 @@ class Evictor:
         self._missing_timestamps = True
 
     def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
-        """Give rows without a timestamp the timestamp `step`; returns their handles (n,)."""
+        """Give rows without a timestamp the timestamp `step`; returns their handles (n,), or -1."""
         if self._counts or not self._missing_timestamps:
             return torch.empty(0, dtype=torch.int64, device=self._device)
-        _keys, handles = rows.items()
-        handles = handles[self.values[handles] == NO_TIMESTAMP]
+        _keys, handles = rows.slots_in_order() if rows.padded else rows.items()
+        handles = torch.where(self.values[handles] == NO_TIMESTAMP, handles, -1)
         self.values[handles] = step
         self._missing_timestamps = False
         return handles
@@ -72,12 +75,12 @@ class Evictor:
     ) -> torch.Tensor:
         """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
 
-        Chosen on the host, which waits for a table on a device. Collective over the ranks that share the
-        table, where `all_reduce` is given.
+        Of a table that is not padded. Collective over the ranks that share the table, where `all_reduce` is
+        given.
         """
         ttl, capacity = self.eviction.ttl, self.eviction.capacity
         if capacity is not None:
-            sizes = self._sizes.cpu() if all_reduce is None else all_reduce(self._sizes.cpu().clone())
+            sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):
                 return torch.empty(0, dtype=torch.int64, device=self._device)
@@ -87,14 +90,52 @@ class Evictor:
         else:
             members, ids = self._layout.unpack(keys)
             chosen = select_smallest(scores, ids, members, excess, all_reduce)
-        return keys[chosen].sort().values.to(self._device)
+        return keys[chosen].sort().values
 
-    def keep(self, rows: EmbeddingTable, keys: torch.Tensor) -> None:
+    def foresee(self, rows: EmbeddingTable, step: int, all_reduce: AllReduce | None) -> Arriving:
+        """Of the pass at `step`, by a table that is padded: how many rows each logical table has too many,
+        all ranks together, or how many rows of this rank have an access too long ago.
+
+        Pinned rows are among them. Collective where `all_reduce` is given and there is a capacity.
+        """
+        ttl, capacity = self.eviction.ttl, self.eviction.capacity
+        if capacity is not None:
+            sizes = self._sizes.clone() if all_reduce is None else all_reduce(self._sizes.clone())
+            return Arriving((sizes - capacity).clamp(min=0))
+        assert ttl is not None
+        _keys, handles = rows.slots_in_order()
+        scores = self.values[handles]
+        return Arriving(((handles >= 0) & (scores != NO_TIMESTAMP) & (step - scores > ttl)).sum().view(1))
+
+    def choose_padded(
+        self,
+        rows: EmbeddingTable,
+        pinned: torch.Tensor,
+        step: int,
+        most: list[int],
+        all_reduce: AllReduce | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` for a table that is padded, without a wait; `most` is what `foresee` has found.
+
+        Returns:
+            Keys (sum(most),) int64, the chosen ones first and ascending; () int64, their number.
+        """
+        keys, handles, among = unpinned_slots(rows, pinned)
+        scores = self.values[handles]
+        if self.eviction.ttl is not None:
+            expired = among & (step - scores > self.eviction.ttl)
+            positions, count = chosen_slots(expired, most[0])
+        else:
+            members, _ids = self._layout.unpack(keys)
+            positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
+        return in_order_of_keys(keys[positions], positions, count)[0], count
+
+    def keep(self, rows: EmbeddingTable, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Copy the rows of `keys` (n,) before their eviction, if `Eviction.keep`."""
         if self.eviction.keep:
-            self._kept.append((keys, rows.gather(rows.find(keys))))
+            self._kept.append((keys, rows.gather(rows.find(keys, count)), count))
 
     def take_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and rows of each `keep` since the last call."""
         kept, self._kept = self._kept, []
-        return kept
+        return [(trimmed(keys, count), trimmed(rows, count)) for keys, rows, count in kept]

@@ -32,10 +32,11 @@ class InFlight:
 
     Attributes:
         update: the last update of the state, counted from 0; -1 before the first and after a load.
+        number: how often windows began to be in flight, which all ranks do alike.
     """
 
     def __init__(self, name: str):
-        self.name, self.update = name, -1
+        self.name, self.update, self.number = name, -1, 0
         self._steps: Callable[[], str] | None = None
 
     @property
@@ -50,6 +51,7 @@ class InFlight:
         """
         self.check("another trainer's use")
         self._steps = steps
+        self.number += 1
 
     def end(self) -> None:
         """End the guard."""

@@ -70,19 +70,23 @@ class EmbeddingTable(Protocol):
         """
         ...
 
-    def erase(self, keys: torch.Tensor) -> torch.Tensor:
+    def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Erase the rows of `keys` (K,), distinct; returns their handles (K,), -1 where absent.
 
         An update of such a handle changes no other row until `release`.
         """
         ...
 
-    def release(self, handles: torch.Tensor) -> None:
-        """Let new rows reuse the `handles` (K,), distinct, of erased rows."""
+    def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Let new rows reuse the `handles` (K,), distinct, of erased rows; a padded table leaves out -1."""
         ...
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys (n,) and their handles (n,), in no particular order."""
+        ...
+
+    def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a padded table: the key of every slot (S,) and its handle (S,), -1 where the slot has none."""
         ...
 
     def grow(self, rows: int) -> None:

@@ -28,8 +28,8 @@ class RowPolicy(Protocol):
         """Initialise the numbers of new rows, which no step has used; a handle of -1 is left out."""
         ...
 
-    def remove(self, keys: torch.Tensor) -> None:
-        """Handle the erasure of `keys` (K,)."""
+    def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
+        """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks."""
         ...
 
     def record(self, handles: torch.Tensor, step: int) -> None:
@@ -61,11 +61,11 @@ class RowMetadata:
             policy.values.grow(end)
             policy.add(handles, keys)
 
-    def remove(self, keys: torch.Tensor) -> None:
-        """Handle the erasure of `keys` (K,)."""
-        self.changes.erase(keys)
+    def remove(self, keys: torch.Tensor, which: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks, all before the count."""
+        self.changes.erase(keys, count)
         for policy in self.policies:
-            policy.remove(keys)
+            policy.remove(keys, which)
 
     def record(self, handles: torch.Tensor, step: int) -> torch.Tensor:
         """Record a lookup of the rows of `handles` (K,), distinct or -1; returns reserved handles that are

@@ -22,6 +22,11 @@ class PinnedRows:
         self._before, self.last = none, none  # handles of the last lookup but one, and of the last
         self._reserved = none, none  # free after the next lookup, and after the second one
 
+    @property
+    def in_buffers(self) -> int:
+        """At most how many rows are pinned."""
+        return len(self._before) + len(self.last)
+
     def advance(self, handles: torch.Tensor) -> torch.Tensor:
         """Pin the `handles` (K,) of a new lookup; returns the reserved handles that are free now."""
         free, following = self._reserved

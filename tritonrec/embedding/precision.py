@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from ..kernels.deferred import NONE, first_bad
+from ..kernels.dispatch import on_host
+from ..kernels.padding import report
+from .device_numbers import Arriving
+from .device_select import chosen_slots, in_order_of_keys, unpinned_slots
 from .interface import EmbeddingTable
 from .policy import PrecisionTiers
 from .row_column import RowColumn
 from .select import unpinned_rows
+from .selection import valid
 
 
 class AccessCounter:
@@ -29,7 +35,7 @@ class AccessCounter:
         """Initialise the counts of new rows, which no step has used."""
         self.values[handles] = 0
 
-    def remove(self, keys: torch.Tensor) -> None:
+    def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Nothing to do for erased rows."""
 
     def record(self, handles: torch.Tensor, step: int) -> None:
@@ -42,8 +48,9 @@ class AccessCounter:
         return self.values[handles] < self.tiers.threshold
 
     def used(self) -> torch.Tensor:
-        """Handles (n,) of rows with a count above 0."""
-        return self.values.rows.nonzero().squeeze(1)
+        """Handles (n,) of rows with a count above 0, or -1."""
+        counts = self.values.rows
+        return torch.where(counts > 0, torch.arange(len(counts), device=counts.device), -1)
 
     def halve(self) -> None:
         """Halve all counts."""
@@ -53,24 +60,60 @@ class AccessCounter:
         """Keys (n,), ascending, and handles (n,) of float32 rows below the threshold, none `pinned`."""
         keys, handles, counts = unpinned_rows(rows, pinned, self.values)
         below = counts < self.tiers.threshold
-        keys, handles = keys[below].to(rows.device), handles[below].to(rows.device)
+        keys, handles = keys[below], handles[below]
         full = ~rows.in_low_precision(handles)
         keys, order = keys[full].sort()  # a table's own order differs from process to process
         return keys, handles[full][order]
 
+    def foresee(self, rows: EmbeddingTable, in_buffers: int) -> Arriving:
+        """Of the next halving, by a table that is padded: at most how many rows it makes `demotable`.
 
-def round_low(values: torch.Tensor, dim: int, describe: Callable[[int], str]) -> torch.Tensor:
-    """`values` (K, row_width) float32 with weights rounded to float16 and state to bfloat16, as float32.
+        Updates of the rows `in_buffers` may come before it, which store any of them in float32.
+        """
+        _keys, handles = rows.slots_in_order()
+        below = (handles >= 0) & (self.values[handles] >> 1 < self.tiers.threshold)
+        return Arriving((below & ~rows.in_low_precision(handles)).sum().view(1) + in_buffers)
+
+    def demotable_padded(
+        self, rows: EmbeddingTable, pinned: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`demotable` for a table that is padded, without a wait: handles are -1 behind the last."""
+        keys, handles, among = unpinned_slots(rows, pinned)
+        below = among & (self.values[handles] < self.tiers.threshold) & ~rows.in_low_precision(handles)
+        positions, count = chosen_slots(below, most)
+        keys, positions = in_order_of_keys(keys[positions], positions, count)
+        return keys, torch.where(valid(len(keys), count, keys.device), handles[positions], -1)
+
+
+def round_low(
+    values: torch.Tensor, low: torch.Tensor, dim: int, describe: Callable[[int], str]
+) -> torch.Tensor:
+    """`values` (K, row_width) float32, where `low` (K,) bool says so with weights rounded to float16 and
+    state to bfloat16, as float32.
 
     Raises ValueError where a finite value overflows; ``describe(i)`` names row i in the message.
     """
+    if not len(values):
+        return values
     weights, state = values[:, :dim].to(torch.float16), values[:, dim:].to(torch.bfloat16)
     rounded = torch.cat([weights.to(torch.float32), state.to(torch.float32)], 1)
-    overflows = (values.isfinite() & ~rounded.isfinite()).nonzero()
-    if len(overflows):
-        row, column = overflows[0].tolist()
-        raise ValueError(
-            f"{describe(row)}, and {float(values[row, column])} in its column {column} does not fit 16 bits; "
-            "lower the learning rate, or the threshold of PrecisionTiers so that such rows stay in float32"
+    overflows = (values.isfinite() & ~rounded.isfinite() & low.unsqueeze(1)).view(-1)
+
+    def message(row: int, what: str) -> ValueError:
+        return ValueError(
+            f"{describe(row)}, and {what} does not fit 16 bits; lower the learning rate, or the threshold of "
+            "PrecisionTiers so that such rows stay in float32"
         )
-    return rounded
+
+    def late(code: int) -> ValueError:
+        row, column = divmod(code - 1, width)
+        return message(row, f"its value in column {column}")
+
+    def error(code: int) -> ValueError:
+        row, column = divmod(code - 1, width)
+        return message(row, f"{float(values[row, column])} in its column {column}")
+
+    width = values.shape[1]
+    first = torch.where(overflows.any(), overflows.to(torch.int8).argmax(), NONE).view(1)
+    report(first_bad(first) if on_host(values) else first, None, error, late)
+    return torch.where(low.unsqueeze(1), rounded, values)

@@ -6,7 +6,8 @@ import torch
 
 from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
-from .index_pool import MAX_ROWS, IndexPool
+from .device_pool import DevicePool, most_of
+from .index_pool import MAX_ROWS
 from .row_column import RowColumn
 from .turn import Replaceable, Turn
 
@@ -68,8 +69,8 @@ class RowStorage:
         device, on_host: see `Chunks`.
     """
 
-    waits = False
-    """Whether adding rows waits for their number."""
+    tiered = False
+    """Whether rows may be in 16 bits."""
 
     def __init__(
         self,
@@ -94,12 +95,12 @@ class RowStorage:
     def add(self, handles: torch.Tensor, end: int) -> None:
         """Add rows for `handles` (K,), all below `end`, with undefined values; all of them or none.
 
-        A handle of -1 is left out, unless the storage `waits`: then there must be none.
+        A handle of -1 is left out.
         """
         self._full.grow(end)
 
     def release(self, handles: torch.Tensor) -> None:
-        """Free the rows of `handles` (K,), which were erased."""
+        """Free the rows of `handles` (K,), which were erased; -1 is left out."""
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `EmbeddingTable.gather`; a handle of -1 leaves the row of `out` as it is."""
@@ -155,7 +156,7 @@ class TieredStorage(RowStorage):
         location     0   1   2**30  -1 (erased)
     """
 
-    waits = True
+    tiered = True
 
     def __init__(
         self,
@@ -167,9 +168,9 @@ class TieredStorage(RowStorage):
     ):
         super().__init__(dim, row_width, chunk_rows, device, on_host)
         self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host)
-        self._pools = IndexPool(), IndexPool()  # of float32 rows, of 16-bit rows
+        self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
-        self._moved = [0, 0]  # to float32, to 16 bits
+        self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits
         self._lock = Turn(self.device)  # for pools and locations
 
     def grow(self, end: int) -> None:
@@ -179,33 +180,35 @@ class TieredStorage(RowStorage):
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         with self._lock:
-            self._reserve(0, len(handles))
+            new = handles >= 0
+            self._reserve(0, new)
             self._locations.grow(end)
-            self._locations[handles] = self._allocate(0, len(handles)).to(torch.int32)
+            self._locations[handles] = self._allocate(0, new).to(torch.int32)
 
     def release(self, handles: torch.Tensor) -> None:
         with self._lock:
             locations = self._locate(handles)
-            for tier, there in enumerate((locations < LOW, locations >= LOW)):
-                self._release(tier, locations[there])
+            for tier, there in enumerate(_tiers(locations)):
+                self._pools[tier].release(locations - tier * LOW, there)
             self._locations[handles] = -1
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        handles, values, low = tiers_of(handles, values, low_precision, self.dim)
+        values = values.contiguous()
+        low = stored_low(handles, values, low_precision, self.dim)
         with self._lock:
-            before = self._locate(handles)
-            locations = before.clone()
-            moving = ~low & (before >= LOW), low & (before >= 0) & (before < LOW)
-            positions = [mask.nonzero().squeeze(1) for mask in moving]
-            for tier, here in enumerate(positions):
-                self._reserve(tier, len(here))  # both tiers first: where memory is short nothing moves
-            for tier, here in enumerate(positions):
-                locations[here] = self._allocate(tier, len(here))
-                self._locations[handles[here]] = locations[here].to(torch.int32)
-                self._release(1 - tier, before[here])
-                self._moved[tier] += len(here)
+            locations = before = self._locate(handles)
+            full, half = _tiers(before)
+            moving = half & ~low, full & low
+            for tier, which in enumerate(moving):
+                self._reserve(tier, which)  # both tiers first: where memory is short nothing moves
+            for tier, which in enumerate(moving):
+                locations = torch.where(which, self._allocate(tier, which), locations)
+                self._pools[1 - tier].release(before - (1 - tier) * LOW, which)
+            moved = torch.stack(moving)
+            self._locations[torch.where(moved.any(0), handles, -1)] = locations.to(torch.int32)
+            self._moved += moved.sum(1)
         chunked_rows.write_rows(self._kernel_chunks(), locations, values)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
@@ -213,7 +216,8 @@ class TieredStorage(RowStorage):
 
     @property
     def moved(self) -> tuple[int, int]:
-        return self._moved[0], self._moved[1]
+        to_full, to_low = self._moved.tolist()
+        return to_full, to_low
 
     def memory(self) -> dict[str, int]:
         return {
@@ -223,17 +227,19 @@ class TieredStorage(RowStorage):
             "saved_by_fp16": 2 * self.row_width * len(self._pools[1]),
         }
 
-    def _reserve(self, tier: int, count: int) -> None:
-        """Reserve room for `count` more rows. Raises MemoryError."""
-        self._pools[tier].check_room(count)
-        (self._full, self._low)[tier].grow(self._pools[tier].end_after(count))
+    def _reserve(self, tier: int, which: torch.Tensor) -> None:
+        """Reserve room for one more row each that `which` (K,) bool marks. Raises MemoryError."""
+        (self._full, self._low)[tier].grow(self._pools[tier].end_after(most_of(which)))
 
-    def _allocate(self, tier: int, count: int) -> torch.Tensor:
-        """Locations (count,) int64 of free rows, for which room is reserved."""
-        return self._pools[tier].allocate(count).to(self.device) + tier * LOW
-
-    def _release(self, tier: int, locations: torch.Tensor) -> None:
-        self._pools[tier].release((locations - tier * LOW).cpu())
+    def _allocate(self, tier: int, which: torch.Tensor) -> torch.Tensor:
+        """Locations (K,) int64 of free rows for those that `which` (K,) bool marks; room is reserved."""
+        size, pool = len(which), self._pools[tier]
+        if not size:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        rank = which.cumsum(0)
+        free = pool.next(size)[(rank - 1).clamp(min=0)]
+        pool.claim(rank[-1], size)
+        return free + tier * LOW
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         return self._locations[super()._locate(handles)].to(torch.int64)
@@ -245,15 +251,15 @@ class TieredStorage(RowStorage):
         )
 
 
-def tiers_of(
+def stored_low(
     handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None, dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`handles` (K,) but those of -1, their `values`, and (K,) bool, which of them to store in 16 bits."""
-    present = (handles != -1).nonzero().squeeze(1)
-    if len(present) < len(handles):
-        handles, values = handles[present], values[present]
-        low_precision = None if low_precision is None else low_precision[present]
-    values = values.contiguous()
+) -> torch.Tensor:
+    """(K,) bool, which rows of `values` (K, row_width) to store in 16 bits; a handle of -1 is none."""
     if low_precision is None:
-        return handles, values, torch.zeros_like(handles, dtype=torch.bool)
-    return handles, values, chunked_rows.fits(values, dim) & low_precision
+        return torch.zeros_like(handles, dtype=torch.bool)
+    return chunked_rows.fits(values, dim) & low_precision & (handles >= 0)
+
+
+def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K,) bool each, which `locations` (K,) are of float32 rows, and which of 16-bit rows."""
+    return (locations >= 0) & (locations < LOW), locations >= LOW

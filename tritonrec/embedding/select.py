@@ -74,13 +74,13 @@ def select_smallest(
 def unpinned_rows(
     rows: EmbeddingTable, pinned: torch.Tensor, metadata: RowColumn
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys (n,), handles (n,) and metadata (n,) of every row but those of the handles `pinned` (P,), on the
-    host.
+    """Keys (n,), handles (n,) and metadata (n,) of every row of a table in host memory, but those of the
+    handles `pinned` (P,).
 
     Rows in the pipeline's buffers are pinned; a handle of -1 pins nothing.
     """
-    keys, handles = (each.cpu() for each in rows.items())
-    numbers, pinned = metadata.rows.cpu(), pinned.cpu()
+    keys, handles = rows.items()
+    numbers = metadata.rows
     marks = torch.zeros(rows.end, dtype=torch.bool)
     marks[pinned[pinned >= 0]] = True
     left_keys, left_handles = torch.empty_like(keys), torch.empty_like(handles)

@@ -55,7 +55,7 @@ class StoredTable:
         """See `EmbeddingTable.find_or_insert`."""
         with self._lock:
             handles, inserted = self._index.find_or_insert(keys, count)
-            if self.padded and not self._storage.waits:
+            if self.padded:
                 new, new_keys = torch.where(inserted, handles, -1), keys
             else:
                 places = inserted.nonzero().squeeze(1)
@@ -70,22 +70,28 @@ class StoredTable:
                 self._storage.update(new, self._initial_rows(new_keys))
         return handles, inserted
 
-    def erase(self, keys: torch.Tensor) -> torch.Tensor:
+    def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """See `EmbeddingTable.erase`."""
         with self._lock:
-            handles = self._index.erase(keys)
-            self._storage.release(handles[handles >= 0])
+            handles = self._index.erase(keys, count)
+            self._storage.release(handles)
             return handles
 
-    def release(self, handles: torch.Tensor) -> None:
+    def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """See `EmbeddingTable.release`."""
         with self._lock:
-            self._index.release(handles)
+            self._index.release(handles, count)
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.items`."""
         with self._lock:
             return self._index.items()
+
+    def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EmbeddingTable.slots_in_order`."""
+        assert isinstance(self._index, DeviceIndex)
+        with self._lock:
+            return self._index.slots_in_order()
 
     def grow(self, rows: int) -> None:
         """See `EmbeddingTable.grow`."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from .candidates import Candidates
+from .device_numbers import Arriving
 from .evictor import Evictor
 from .in_flight import InFlight
 from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .lookup import Counters, Lookup
-from .metadata import RowMetadata
+from .metadata import RowMetadata, RowPolicy
 from .policy import Placement, TablePolicy
 from .precision import AccessCounter, round_low
 from .select import AllReduce
@@ -78,10 +79,13 @@ class DynamicTable:
         self._precision = AccessCounter(policy.precision, device) if policy.precision else None
         policies = [each for each in (self._evictor, self._precision) if each is not None]
         self._metadata = RowMetadata(policies, device)
-        self._looked_up = torch.zeros(3, dtype=torch.int64, device=device)  # found, inserted, rejected
-        self._evicted = 0
+        # keys found, inserted, rejected; rows evicted
+        self._looked_up, self._evicted = (
+            torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
+        )
         self.in_flight = InFlight(str(self.layout))
         self._step: int | None = None  # of the last lookup, where policies go by steps
+        self._foreseen: tuple[int, int, dict[RowPolicy, Arriving]] = -1, -1, {}  # flight, step, numbers
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
         self._updating, self._lock = Turn(self.device), Turn(self.device)
@@ -93,7 +97,7 @@ class DynamicTable:
     def counters(self) -> Counters:
         """Rows and lookups on this rank since the table was made; waits for a device."""
         found, inserted, rejected = self._looked_up.tolist()
-        return Counters(found, inserted, rejected, self._evicted, *self._rows.moved, self._rows.cached)
+        return Counters(found, inserted, rejected, int(self._evicted), *self._rows.moved, self._rows.cached)
 
     def lookup(
         self,
@@ -132,7 +136,10 @@ class DynamicTable:
             rejected = (len(keys) if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
             self._rows.prefetch(handles)
-            return Lookup(handles, self.in_low_precision(handles))
+            result = Lookup(handles, self.in_low_precision(handles))
+        if self.padded and self.in_flight.active and self._metadata.policies:
+            self._foresee(step + 1, all_reduce)
+        return result
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Handles (K,) of `keys` (K,) int64, -1 where absent; inserts and counts nothing."""
@@ -175,12 +182,13 @@ class DynamicTable:
         `update` then stores them exactly. Raises ValueError naming a row with a finite number that does not
         fit.
         """
-        here = low_precision.to(values.device).nonzero().squeeze(1)
-        values[here] = round_low(
-            values[here],
-            self.dim,
-            lambda row: f"{self.layout}: row {int(here[row])} of the step's rows is in low precision",
-        )
+        low = low_precision.to(values.device)
+        values.copy_(
+            round_low(
+                values, low, self.dim,
+                lambda row: f"{self.layout}: row {row} of the step's rows is in low precision",
+            )
+        )  # fmt: skip
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor | None:
         """(K,) bool, the rows of `handles` (K,) that an update stores in 16 bits; None without tiers."""
@@ -210,9 +218,9 @@ class DynamicTable:
         with self._updating, self._lock:
             if self._candidates is not None:
                 self._candidates.erase(keys)
-            handles = self._erase(keys)
-            present = handles >= 0
-            self._rows.release(self._metadata.pinned.reserve(handles[present]))
+            present = self._rows.find(keys) >= 0
+            handles = self._erase(keys[present])
+            self._rows.release(self._metadata.pinned.reserve(handles))
             return present
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -387,10 +395,10 @@ class DynamicTable:
             self._candidates.erase(keys)
         return handles
 
-    def _erase(self, keys: torch.Tensor) -> torch.Tensor:
-        """Erase rows; returns their handles (K,), still reserved."""
-        handles = self._rows.erase(keys)
-        self._metadata.remove(keys[handles >= 0])
+    def _erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """Erase the rows of `keys` (K,), which have some; returns their handles (K,), still reserved."""
+        handles = self._rows.erase(keys, count)
+        self._metadata.remove(keys, handles >= 0, count)
         return handles
 
     def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
@@ -421,31 +429,69 @@ class DynamicTable:
         if self._evictor is not None and self._evictor.due(step):
             self._evict(self._evictor, pinned, step, all_reduce)
         if self._precision is not None and self._precision.due(step):
-            self._demote(self._precision, pinned)
+            self._demote(self._precision, pinned, step)
 
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
             self._metadata.changes.mark(evictor.stamp(self._rows, step))
-        keys = evictor.choose(self._rows, pinned, step, all_reduce)
-        for part in keys.split(BLOCK):
+        count: torch.Tensor | None = None
+        if self.padded:
+            most = self._number(evictor, step, all_reduce)
+            if not any(most):
+                return
+            keys, count = evictor.choose_padded(self._rows, pinned, step, most, all_reduce)
+        else:
+            keys = evictor.choose(self._rows, pinned, step, all_reduce)
+        for first, part in zip(range(0, len(keys), BLOCK), keys.split(BLOCK), strict=False):
+            here = None if count is None else (count - first).clamp(0, len(part))
             with self._updating, self._lock:
-                evictor.keep(self._rows, part)
-                self._rows.release(self._erase(part))
-        self._evicted += len(keys)
+                evictor.keep(self._rows, part, here)
+                self._rows.release(self._erase(part, here), here)
+        self._evicted += len(keys) if count is None else count
 
-    def _demote(self, precision: AccessCounter, pinned: torch.Tensor) -> None:
+    def _demote(self, precision: AccessCounter, pinned: torch.Tensor, step: int) -> None:
         """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
+        most = self._number(precision, step, None)[0] if self.padded else 0
         with self._lock:
-            self._metadata.changes.mark(precision.used())
+            if self._metadata.changes.active:
+                self._metadata.changes.mark(precision.used())
             precision.halve()
-        keys, handles = precision.demotable(self._rows, pinned)
+        if self.padded:
+            keys, handles = precision.demotable_padded(self._rows, pinned, most)
+        else:
+            keys, handles = precision.demotable(self._rows, pinned)
         for part_keys, part in zip(keys.split(BLOCK), handles.split(BLOCK), strict=True):
 
             def describe(row: int, keys: torch.Tensor = part_keys) -> str:
                 return f"the row of {self.layout.describe(keys[row])} is due for low precision"
 
             with self._updating:
-                self._update(part, round_low(self._rows.gather(part), self.dim, describe))
+                self._update(part, round_low(self._rows.gather(part), part >= 0, self.dim, describe))
+
+    def _foresee(self, step: int, all_reduce: AllReduce | None) -> None:
+        """Send to the host what the passes at `step` go by, if that is the next lookup's.
+
+        In a flight nothing but lookups adds or erases rows, on any rank.
+        """
+        numbers = {
+            policy: self._foreseen_by(policy, step, all_reduce)
+            for policy in self._metadata.policies
+            if policy.due(step)
+        }
+        self._foreseen = self.in_flight.number, step, numbers
+
+    def _foreseen_by(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> Arriving:
+        if policy is self._evictor:
+            return self._evictor.foresee(self._rows, step, all_reduce)
+        assert self._precision is not None
+        return self._precision.foresee(self._rows, self._metadata.pinned.in_buffers)
+
+    def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int]:
+        """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait."""
+        flight, foreseen, numbers = self._foreseen
+        if (flight, foreseen) != (self.in_flight.number, step) or not self.in_flight.active:
+            return self._foreseen_by(policy, step, all_reduce).take()
+        return numbers[policy].take()
 
     def _check_device(self, name: str, values: torch.Tensor) -> None:
         if values.device != self.device:

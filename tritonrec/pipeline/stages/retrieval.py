@@ -120,7 +120,7 @@ def _retrieve(
     """Both forms of `retrieve`; `fetch` reads the table rows that the form needs."""
 
     def over_ranks(sizes: torch.Tensor) -> torch.Tensor:
-        return retrieval.all_reduce(sizes, "table sizes")
+        return retrieval.all_reduce(sizes, "table sizes", bounded=True)
 
     owned, buffer, gradient, kept = [], [], [], []
     for number, received in enumerate(routes.received):
@@ -134,7 +134,8 @@ def _retrieve(
             union = distinct(torch.cat(received.replica_keys), padded)
             keys, count = union.keys, union.count
             replica_rows = list(union.inverse.split([len(each) for each in received.replica_keys]))
-        found = index[number].lookup(keys, window.update, over_ranks, count)
+        reduce = over_ranks if retrieval.world_size > 1 else None
+        found = index[number].lookup(keys, window.update, reduce, count)
         if before is not None:
             kept.append(_common(before.tables[number], keys, count, own.table, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count

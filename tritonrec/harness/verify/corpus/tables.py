@@ -107,9 +107,9 @@ def evictions_counted_too_early(program: Program) -> None:
     assert evictor is not None
     remove = evictor.remove
 
-    def twice(keys) -> None:
-        remove(keys)
-        remove(keys)
+    def twice(keys, which) -> None:
+        remove(keys, which)
+        remove(keys, which)
 
     evictor.remove = twice  # type: ignore[method-assign]
 
