@@ -116,7 +116,9 @@ def test_what_a_model_cannot_do_is_one_sentence():
         timed.encode(HISTORY.ids[:2])
     with pytest.raises(ValueError, match=r"timestamps must be \(2,\) int64, got \(3,\) torch.int64"):
         timed.encode(HISTORY.ids[:2], torch.arange(3))
-    with pytest.raises(ValueError, match="predict is for a click model, and this one is a next_item model"):
+    with pytest.raises(
+        ValueError, match="predict needs a dense model of kind click, and this one is of kind next_item"
+    ):
         make().predict(HISTORY)
     click = make({"kind": "click", "features": ["item", "ad"]})
     with pytest.raises(ValueError, match="give the ids of features item, ad"):

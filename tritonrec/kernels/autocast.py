@@ -12,16 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tritonrec.kernels.dispatch import is_compiling
 
+Precision = Literal["float32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 LOW = (torch.bfloat16, torch.float16)
 LOWER, FLOAT32 = "lower", "float32"
 Casts = tuple[tuple[int, torch.dtype], ...]
 """Places of arguments, and the dtypes that they get."""
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """`torch.autocast` on `device` to the dtype of `precision`, without its cache; nothing for ``"float32"``.
+
+    The cache would keep cast weights past the update that changes the weights.
+    """
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision], cache_enabled=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -134,13 +134,15 @@ class GRM(torch.nn.Module):
 
     def embed(self, batch: ImpressionInput, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Rows (C*B + Lh + Le, d) of all tokens, feature by feature: context, history, exposed."""
-        one_each = torch.arange(len(batch.sample_ids) + 1, device=batch.sample_ids.device)
+        one_each = torch.arange(batch.sample_ids.shape[0] + 1, device=batch.sample_ids.device)
         context = [
             project(rows[name], one_each)
             for name, project in zip(self.config.context, self.context, strict=True)
         ]
         items = rows["item"] + rows["genre"] if self.config.genres else rows["item"]
-        history, exposed = items.split([len(batch.timestamps) - len(batch.labels), len(batch.labels)])
+        history, exposed = items.split(
+            [batch.timestamps.shape[0] - batch.labels.shape[0], batch.labels.shape[0]]
+        )
         return torch.cat([*context, history + rows["action"], exposed])
 
     def place(self, batch: ImpressionInput) -> tuple[torch.Tensor, torch.Tensor, Tokens]:
@@ -149,20 +151,20 @@ class GRM(torch.nn.Module):
         """
         history, exposed = batch.history_offsets, batch.exposed_offsets
         context = len(self.config.context)
-        one_each = torch.arange(len(history), device=history.device)
+        one_each = torch.arange(history.shape[0], device=history.device)
         seq_offsets, sample = one_each * context + history + exposed, one_each[:-1]
         # Before a history token stand all context up to its own sample's, and earlier samples' exposed ones.
         before_history = (sample + 1) * context + exposed[:-1]
         before_exposed = (sample + 1) * context + history[1:]
-        own = torch.arange(len(batch.timestamps) - len(batch.labels), device=history.device)
-        history_to = own + torch.repeat_interleave(before_history, history.diff(), output_size=len(own))
-        own = torch.arange(len(batch.labels), device=history.device)
-        exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff(), output_size=len(own))
+        own = torch.arange(batch.timestamps.shape[0] - batch.labels.shape[0], device=history.device)
+        history_to = own + torch.repeat_interleave(before_history, history.diff(), output_size=own.shape[0])
+        own = torch.arange(batch.labels.shape[0], device=history.device)
+        exposed_to = own + torch.repeat_interleave(before_exposed, exposed.diff(), output_size=own.shape[0])
         context_to = [seq_offsets[:-1] + feature for feature in range(context)]
         to = torch.cat([*context_to, history_to, exposed_to])
         tokens = Tokens.place(
             seq_offsets, batch.sample_ids, self.config.max_seq_len, num_targets=exposed.diff(),
-            num_tokens=len(to),
+            num_tokens=to.shape[0],
         )  # fmt: skip
         if self.config.relative_bias:
             ages = torch.full_like(sample, OLDEST).repeat(context)

@@ -18,6 +18,9 @@ from .. import ops
 from ..kernels.autocast import widen, without_autocast
 from .modules import MLP, Linear
 
+Choices = list[tuple[torch.Tensor, torch.Tensor]]
+"""For each task what `MMoE.choose` gives."""
+
 
 class MMoE(torch.nn.Module):
     """(L, dim) -> one logit for each of `tasks`.
@@ -63,6 +66,25 @@ class MMoE(torch.nn.Module):
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
         """(L, D) -> logits (L, T); `seq_offsets` (B + 1,) tell which rows are one sample's."""
         choices = [self.choose(gate(x, seq_offsets)) for gate in self.gates]
+        outputs, place = (self._all if torch.compiler.is_exporting() else self._chosen)(
+            x, seq_offsets, choices
+        )
+        logits = []
+        for (chosen, weights), tower in zip(choices, self.towers, strict=True):
+            at = place.gather(1, chosen)
+            terms = [
+                _ScaleRows.apply(ops.gather_rows(outputs, at[:, i]), weights[:, i]) for i in range(self.top_k)
+            ]
+            mixed = terms[0]
+            for term in terms[1:]:
+                mixed = mixed + term
+            logits.append(tower(mixed, seq_offsets))
+        return torch.cat(logits, 1)
+
+    def _chosen(
+        self, x: torch.Tensor, seq_offsets: torch.Tensor, choices: Choices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' rows (P, D) for the rows that chose them, and which is whose: (L, E) int64."""
         used = torch.zeros(len(x), len(self.experts), dtype=torch.bool, device=x.device)
         for chosen, _ in choices:
             used.scatter_(1, chosen, True)
@@ -78,17 +100,18 @@ class MMoE(torch.nn.Module):
                 for e, (expert, mine) in enumerate(zip(self.experts, inputs, strict=True))
             ]
         )
-        logits = []
-        for (chosen, weights), tower in zip(choices, self.towers, strict=True):
-            at = place.gather(1, chosen)
-            terms = [
-                _ScaleRows.apply(ops.gather_rows(outputs, at[:, i]), weights[:, i]) for i in range(self.top_k)
-            ]
-            mixed = terms[0]
-            for term in terms[1:]:
-                mixed = mixed + term
-            logits.append(tower(mixed, seq_offsets))
-        return torch.cat(logits, 1)
+        return outputs, place
+
+    def _all(
+        self, x: torch.Tensor, seq_offsets: torch.Tensor, choices: Choices
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_chosen`, of all rows (E * L, D): in an exported graph no size may depend on values.
+
+        A row's bits are the same in any batch, so those that are used are those of `_chosen`.
+        """
+        outputs = torch.cat([expert(x, seq_offsets) for expert in self.experts])
+        places = torch.arange(len(self.experts) * x.shape[0], device=x.device)
+        return outputs, places.view(len(self.experts), x.shape[0]).t()
 
 
 class _ScaleRows(torch.autograd.Function):

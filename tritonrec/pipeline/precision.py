@@ -7,35 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ..kernels.autocast import DTYPES, Precision, autocast
 from ..settings import MOST, setting
 
-Precision = Literal["float32", "bf16", "fp16"]
-DTYPES: dict[Precision, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+__all__ = ["DTYPES", "LossScaler", "LossScaling", "Precision", "autocast"]
+
 LEAST_SCALE, MOST_SCALE = 2.0**-60, 2.0**60
 """Of a loss. Beyond them no gradient of a 16-bit float is in its range."""
 MOST_AT_START = 2.0**32
 MOST_FACTOR = 1024.0
 """By which a scale changes at once."""
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """`torch.autocast` on `device` to the dtype of `precision`, without its cache; nothing for ``"float32"``.
-
-    The cache would keep cast weights past the update that changes the weights.
-    """
-    if precision == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, DTYPES[precision], cache_enabled=False)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,14 @@ from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
 from .dense import DenseModel
 from .position import LOADER, SupportsState, positions, set_position
+from .precision import Precision
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
 EMBEDDING = "embedding"
 """The key of `HashTableCollection.describe` there, by which an export knows weights from optimizer states."""
+PRECISION = "dense_precision"
+"""The key of the precision that the model was trained and evaluated in, there, for an export."""
 
 
 class TrainingSaver:
@@ -28,7 +31,7 @@ class TrainingSaver:
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
-        loader: its position is saved too.
+        loader: its position is saved too. precision: of the model's arithmetic.
     """
 
     def __init__(
@@ -40,11 +43,12 @@ class TrainingSaver:
         meta: Mapping[str, Any],
         full_every: int = 1,
         loader: SupportsState | None = None,
+        precision: Precision = "float32",
     ):
-        for key in (DENSE, LOADER, EMBEDDING):
+        for key in (DENSE, LOADER, EMBEDDING, PRECISION):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
-        self._communicators, self._loader = communicators, loader
+        self._communicators, self._loader, self._precision = communicators, loader, precision
         self.tables, self.dense, self.meta = tables, dense, meta
         self._incremental = full_every > 1
         self._saver: checkpoint.Saver | None = None
@@ -74,7 +78,8 @@ class TrainingSaver:
         plain, shared = flatten(state, DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        values = {**self.meta, **(meta or {}), **at, DENSE: plain, EMBEDDING: self.tables.describe()}
+        own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._precision}
+        values = {**self.meta, **(meta or {}), **at, **own}
         if full:
             if self._incremental:
                 self.tables.track_changes()
@@ -114,7 +119,8 @@ def restore(
     loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
     meta = dict(loaded.meta)
     plain, at = meta.pop(DENSE, None), meta.pop(LOADER, None)
-    meta.pop(EMBEDDING, None)
+    for key in (EMBEDDING, PRECISION):
+        meta.pop(key, None)
     accept(meta)
     if plain is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")

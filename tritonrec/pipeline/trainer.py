@@ -382,7 +382,9 @@ class Trainer:
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         groups, meta = self._communicators, meta or {}
-        return TrainingSaver(groups, directory, self.tables, self.dense, meta, full_every, loader)
+        return TrainingSaver(
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
+        )
 
     def save(
         self,

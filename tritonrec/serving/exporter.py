@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
+from ..kernels.autocast import DTYPES, Precision
 from ..version import __version__
 from .programs import SCORER, Arguments, Scorer, check_compiler, compile_program, save_program, scorer_of
 from .shards import SUFFIXES, Format, write_shard
@@ -53,6 +55,7 @@ def export(
     metadata: bool = False,
     shard_rows: int | None = None,
     compiled: bool = False,
+    precision: Precision | None = None,
 ) -> dict[str, Any]:
     """Export a checkpoint of a `Trainer` for `Predictor.load` and other tools; returns the manifest.
 
@@ -69,6 +72,8 @@ def export(
         metadata: also the optimizer state of each row (``state``) and its policies' numbers.
         shard_rows: rows of a file; those of about 64 MiB by default.
         compiled: also compile the dense part by AOTInductor.
+        precision: of the dense part's arithmetic; by default that of the training, whose evaluation has the
+            same bits then. A checkpoint of an earlier version does not tell it: ``"float32"``.
 
     Raises:
         ValueError: `out` exists, an argument is out of range, the checkpoint was not saved by a `Trainer` of
@@ -83,6 +88,8 @@ def export(
         raise ValueError(f"format must be {' or '.join(SUFFIXES)}, got {format!r}")
     if shard_rows is not None and shard_rows < 1:
         raise ValueError(f"shard_rows must be at least 1, got {shard_rows}")
+    if precision is not None and precision not in DTYPES:
+        raise ValueError(f"precision must be {', '.join(DTYPES)}, got {precision!r}")
     if compiled:
         if model is None:
             raise ValueError("compiled goes with a model")
@@ -96,7 +103,8 @@ def export(
         )
     dense = None
     if model is not None:
-        dense = _scorer(stream, checkpoint, model, scorer, examples, described)
+        dense = _scorer(stream, model, scorer, examples, described)
+        dense = replace(dense, precision=precision or stream.meta.get("dense_precision", "float32"))
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
     partial.mkdir()
@@ -221,7 +229,6 @@ def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
 
 def _scorer(
     stream: CheckpointStream,
-    checkpoint: Path,
     model: torch.nn.Module,
     scorer: torch.nn.Module | None,
     examples: Sequence[Arguments],
@@ -244,7 +251,13 @@ def _export_dense(scorer: Scorer, folder: Path, compiled: bool) -> dict[str, Any
     """Write the programs; the manifest's part of them."""
     path = folder / "dense.pt2"
     program = save_program(scorer, path)
-    found = {"kind": scorer.kind, **scorer.facts, "torch": torch.__version__, "program": _file(path)}
+    found = {
+        "kind": scorer.kind,
+        **scorer.facts,
+        "precision": scorer.precision,
+        "torch": torch.__version__,
+        "program": _file(path),
+    }
     if compiled:
         path = folder / "dense.compiled.pt2"
         compile_program(scorer, program, path)

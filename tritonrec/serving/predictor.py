@@ -1,6 +1,7 @@
 """An exported model in memory: embedding rows, scores and retrieval, with the bits of the trainer's.
 
-Dimensions: L tokens, B samples, C features, F dense features, I items, d model dimension.
+Dimensions: L tokens, B samples, C features, F dense features, I items, d model dimension; of impressions Lh
+history and Le exposed tokens, T tasks.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor
 from .. import ops
 from ..checkpoint.files import sha256_of
 from ..checkpoint.manifest import add_checksum
+from ..data.impressions import ImpressionBatch
 from ..data.jagged import KeyedJaggedTensor, check_offsets
 from ..embedding.features import pool
 from ..nn import sigmoid
 from .exporter import FORMAT, MANIFEST, VERSION
-from .programs import CLICK, NEXT_ITEM, load_compiled, load_program
+from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import top_k
 from .shards import read_shard
 
@@ -166,13 +168,17 @@ class Predictor:
         return self._items().ids
 
     def predict(self, batch: Any, features: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Probabilities (B,) of a click.
+        """Probabilities (B,) of a click, or (Le, T) of each task for the exposed items of a `GRM`.
 
         Args:
             batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name.
+                An `ImpressionBatch` for a `GRM`; its labels are not read.
 
-        Raises ValueError for a missing feature, or another number of ids than samples.
+        Raises ValueError for a missing feature, another number of ids than samples, and a sample of more
+        tokens than the model takes.
         """
+        if isinstance(batch, ImpressionBatch):
+            return self._predict_impressions(batch)
         names = self._dense(CLICK, "predict")["features"]
         dense = batch if isinstance(batch, Tensor) else batch.dense
         if features is None:
@@ -192,6 +198,26 @@ class Predictor:
         with torch.no_grad():
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
 
+    def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
+        dense = self._dense(IMPRESSION, "predict of an ImpressionBatch")
+        lookups = batch.lookups()
+        wanted = ["item", "action", *dense["context"], *(["genre"] if dense["genres"] else [])]
+        if missing := [name for name in wanted if name not in lookups]:
+            raise ValueError(f"the batch has no feature {missing[0]!r}, but {', '.join(lookups)}")
+        longest = dense["max_seq_len"]
+        if batch.num_samples and int(batch.lengths.max()) > longest:
+            at = int(batch.lengths.argmax())
+            raise ValueError(f"sample {at} has {int(batch.lengths[at])} tokens, the model takes {longest}")
+        rows = {name: self.rows(name, *lookups[name]) for name in wanted}
+        genre = rows.get("genre", rows["item"][:0])
+        none = rows["item"].new_empty(batch.num_samples, 0)
+        context = torch.cat([none, *(rows[name] for name in dense["context"])], 1)
+        offsets = batch.history_offsets, batch.exposed_offsets
+        with torch.no_grad():
+            return sigmoid(
+                self.program(rows["item"], rows["action"], genre, context, *offsets, batch.timestamps)
+            )
+
     def _items(self) -> ExportedTable:
         self._dense(NEXT_ITEM, "retrieve")
         return self.tables[self.manifest["features"]["item"]["table"]]
@@ -202,7 +228,9 @@ class Predictor:
         if dense is None:
             raise ValueError(f"{what} needs a dense model, and the tables were exported alone")
         if dense["kind"] != kind:
-            raise ValueError(f"{what} is for a {kind} model, and this one is a {dense['kind']} model")
+            raise ValueError(
+                f"{what} needs a dense model of kind {kind}, and this one is of kind {dense['kind']}"
+            )
         return dense
 
 

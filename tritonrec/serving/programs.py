@@ -4,7 +4,8 @@ A scorer is a module of tensors, without a trainer's batches: what is exported. 
 that of another model is the caller's. Sizes that differ between the `examples` are dynamic. Our ops are nodes
 of the graph (``torch.ops.tritonrec``), so a process that runs a program imports `tritonrec.ops` first.
 
-Dimensions: L tokens, B samples, C features, F dense features, d model dimension.
+Dimensions: L tokens, B samples, C features, F dense features, d model dimension; of impressions Lh history
+and Le exposed tokens, T tasks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor
 
 from .. import ops
-from ..nn import DLRM, NextItemModel, PaddedNextItem
+from ..kernels.autocast import Precision, autocast, widen
+from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
 
 Arguments = tuple[Tensor, ...]
 Program = Callable[..., Any]
 
-NEXT_ITEM, CLICK, SCORER = "next_item", "click", "scorer"
-"""What a program computes: `NextItemEncoder`, `ClickScorer`, or a scorer of the caller's."""
+NEXT_ITEM, CLICK, IMPRESSION, SCORER = "next_item", "click", "impression", "scorer"
+"""What a program computes: `NextItemEncoder`, `ClickScorer`, `ImpressionScorer`, or a caller's scorer."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,79 @@ class ClickScorer(torch.nn.Module):
 
 
 @dataclass(frozen=True)
+class _Impressions:
+    """The parts of a batch that GRM reads for its logits; of labels and ids their number alone."""
+
+    history_offsets: Tensor
+    exposed_offsets: Tensor
+    timestamps: Tensor
+    sample_ids: Tensor
+    labels: Tensor
+
+
+class ImpressionScorer(torch.nn.Module):
+    """The logits of `GRM`; the sigmoid behind them is the caller's, see `Predictor.predict`."""
+
+    def __init__(self, model: GRM):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        item: Tensor,
+        action: Tensor,
+        genre: Tensor,
+        context: Tensor,
+        history_offsets: Tensor,
+        exposed_offsets: Tensor,
+        timestamps: Tensor,
+    ) -> Tensor:
+        """(Le, T) from the rows of `GRM.forward`, offsets (B + 1,) and times (Lh + Le,).
+
+        Args:
+            genre: (Lh + Le, d), or (0, d) for a model without genres.
+            context: (B, C * context_dim), features in the order of the model's.
+        """
+        ids = history_offsets.new_zeros(history_offsets.shape[0] - 1)  # for dropout, which is off
+        exposed = action.new_zeros(item.shape[0] - action.shape[0])
+        batch = _Impressions(history_offsets, exposed_offsets, timestamps, ids, exposed)
+        rows = {"item": item, "action": action, "genre": genre}
+        config = self.model.config
+        parts = context.unflatten(1, (len(config.context), config.context_dim)).unbind(1)
+        rows |= dict(zip(config.context, parts, strict=True))
+        return self.model.logits(batch, rows, 0)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class Scorer:
     """A module to export.
 
     Args:
         kind: see `NEXT_ITEM`. module: in evaluation mode. examples: arguments of two calls or more.
-        facts: what a caller of the program has to know, as JSON keeps it.
+        facts: what a caller of the program has to know, as JSON keeps it. precision: of the arithmetic.
     """
 
     kind: str
     module: torch.nn.Module
     examples: Sequence[Arguments]
     facts: dict[str, Any]
+    precision: Precision = "float32"
+
+    def program(self) -> InPrecision:
+        """What is exported: `module` in its precision."""
+        return InPrecision(self.module, self.precision).eval()
+
+
+class InPrecision(torch.nn.Module):
+    """`module` under autocast, as a trainer's evaluation calls it, with results in float32 at least."""
+
+    def __init__(self, module: torch.nn.Module, precision: Precision):
+        super().__init__()
+        self.module, self.precision = module, precision
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        with autocast(self.precision, arguments[0].device):
+            return widen(self.module(*arguments))
 
 
 def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
@@ -103,6 +166,11 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
         ]
         facts = {"features": list(config.features), "dense": config.dense}
         return Scorer(CLICK, ClickScorer(model), examples, facts)
+    if isinstance(model, GRM):
+        names, tasks = list(model.config.context), list(model.config.tasks)
+        facts = {"context": names, "tasks": tasks, "genres": model.config.genres}
+        facts["max_seq_len"] = model.config.max_seq_len
+        return Scorer(IMPRESSION, ImpressionScorer(model), _impressions(model), facts)
     if isinstance(model, NextItemModel):
         longest = model.config.max_seq_len
         timed = bool(getattr(model.config, "relative_bias", True))  # FuXi always takes times
@@ -130,6 +198,30 @@ def _history(lengths: list[int], dim: int) -> Arguments:
     return rows, offsets, torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64).sort().values
 
 
+def _impressions(model: GRM) -> list[Arguments]:
+    """Calls with histories and exposed items of different lengths, none of either among them."""
+    config, draw = model.config, _generator()
+    room = config.max_seq_len - len(config.context)
+    found: list[Arguments] = []
+    for shapes in (
+        [(3, 2), (2, 1)],
+        [(0, 1)],
+        [(room, 0)],
+        [(2, 5), (0, 0), (0, room), (1, 1)],
+        [(0, 1)] * 33,
+    ):
+        past = [min(length, room) for length, _ in shapes]
+        shown = [min(length, room - taken) for taken, (_, length) in zip(past, shapes, strict=True)]
+        tokens = sum(past) + sum(shown)
+        sizes = [(tokens, config.dim), (sum(past), config.dim), (tokens * config.genres, config.dim)]
+        sizes.append((len(shapes), len(config.context) * config.context_dim))
+        rows = [torch.randn(size, generator=draw, dtype=torch.float32) for size in sizes]
+        offsets = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64) for lengths in (past, shown)]
+        times = torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64)
+        found.append((*rows, *offsets, times))
+    return found
+
+
 def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
     """Export a scorer to a file, and compare the file's program with it in every bit on all examples.
 
@@ -141,7 +233,9 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
     try:
         with _quiet(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             # without the option a size of the first example that is not 1 could never be 1
-            program = torch.export.export(scorer.module, scorer.examples[0], dynamic_shapes=tuple(shapes))
+            program = torch.export.export(
+                scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
+            )
             torch.export.save(program, path)
             loaded = load_program(path)
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
@@ -200,9 +294,10 @@ def load_compiled(path: Path) -> Program:
 
 def compare(scorer: Scorer, program: Program, name: str) -> None:
     """Raise ValueError unless `program` gives the scorer's results in every bit on all examples."""
+    module = scorer.program()
     for number, arguments in enumerate(scorer.examples):
         with torch.no_grad():
-            got, want = program(*arguments), scorer.module(*arguments)
+            got, want = program(*arguments), module(*arguments)
         if not torch.equal(got.view(torch.int32), want.view(torch.int32)):
             raise ValueError(
                 f"{name} differs from {type(scorer.module).__name__} in its bits on example {number}, of "

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from ...checkpoint import CheckpointStream
-from ...nn import GRM
 from ...serving import export as export_to
 from ...settings import MOST
 from ..job import Job
@@ -44,7 +43,7 @@ def export(
         int | None, typer.Option(min=1, max=MOST, help="Rows of a file; by default those of 64 MiB.")
     ] = None,
     tables_only: Annotated[
-        bool, typer.Option("--tables-only", help="Leave out the dense model; for grm, or models of your own.")
+        bool, typer.Option("--tables-only", help="Leave out the dense model; for models of your own.")
     ] = False,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also compile the dense model by AOTInductor; takes a minute.")
@@ -88,7 +87,4 @@ def _model(stream: CheckpointStream, checkpoint: Path) -> torch.nn.Module:
         )
     run = from_tables(Run(Job()), tomllib.loads(text), checkpoint)
     job = run.job if run.job.model == "dlrm" else replace(run.job, sizes=with_head_width(run.job.sizes))
-    model = job.build(run.optimizer)[0]
-    if isinstance(model, GRM):
-        raise ValueError("grm has no exported form: give --tables-only")
-    return model
+    return job.build(run.optimizer)[0]

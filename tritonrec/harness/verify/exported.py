@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from ...data import Batch, NextItemLoader
+from ...data import Batch, ImpressionLoader, NextItemLoader
+from ...embedding import HashTableCollection
+from ...nn import GRM
 from ...pipeline import Trainer, next_item_scores
-from ...serving import Predictor, export
+from ...serving import Predictor
 from ..job import Loader
 from .state import Comparison
 
@@ -36,11 +38,13 @@ def compare_export(
     expected: Mapping[str, torch.Tensor],
     step: int,
     folder: str,
+    export: Callable[..., object],
 ) -> None:
     """Export what `saved_between` saved, load it, and compare: collective.
 
     Every rank compares the weights of its own rows with those of the reference after `step`, rank 0 scores of
-    held-out users with those of the trainer's model.
+    held-out users with those of the trainer's model in the precision of training. `export` is
+    `tritonrec.serving.export`, or breaks it.
     """
     communicators = trainer.program.communicators
     out = Path(folder, "export")
@@ -52,9 +56,22 @@ def compare_export(
         comparison.compare_weights(step, expected, name, table.ids, table.weights)
     whole = trainer.whole_tables()
     if communicators.rank == 0:
-        assert isinstance(loader, NextItemLoader)
-        history = next(iter(loader.evaluation_batches(USERS))).history
-        model = trainer.dense.evaluated
-        want = next_item_scores(model.eval(), whole, loader.catalogue)(history)
-        model.train()
-        comparison.compare_scores(step, want, predictor.scores(history, loader.catalogue))
+        comparison.compare_scores(step, *_scores(trainer, whole, predictor, loader))
+
+
+def _scores(
+    trainer: Trainer, tables: HashTableCollection, predictor: Predictor, loader: Loader
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the first held-out users: the trainer's, and the predictor's."""
+    model, precision = trainer.dense.evaluated, trainer.config.precision
+    if isinstance(loader, ImpressionLoader):
+        assert isinstance(model, GRM)
+        batch = next(iter(loader.evaluation_batches(USERS)))
+        with trainer.autocast():
+            want = model.predict(batch, tables.peek(batch.lookups()))
+        return want, predictor.predict(batch)
+    assert isinstance(loader, NextItemLoader)
+    history = next(iter(loader.evaluation_batches(USERS))).history
+    want = next_item_scores(model.eval(), tables, loader.catalogue, precision)(history)
+    model.train()
+    return want, predictor.scores(history, loader.catalogue)

@@ -305,6 +305,18 @@ FAULTS = [
         Injection(injections.stale_row_in_changes),
     ),
     Fault(
+        "export-in-another-precision",
+        "a model trained in bfloat16 is exported in float32",
+        replace(_case(), variant="export-bf16"),
+        Injection(export=injections.exported_in_float32),
+    ),
+    Fault(
+        "export-with-an-expert-less",
+        "an exported GRM mixes one expert less",
+        replace(_case(), variant="export-grm"),
+        Injection(export=injections.exported_with_an_expert_less),
+    ),
+    Fault(
         "padded-to-the-longest",
         "a converted model's micro-batch is padded to its longest sample",
         replace(_case(), variant="converted"),

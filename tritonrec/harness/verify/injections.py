@@ -7,7 +7,9 @@ what it is passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from ...pipeline.places import (
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 from ...pipeline.stages import gradient_norm
+from ...serving import export
 from ..job import Loader
 from .own_code import OwnLoop
 
@@ -43,13 +46,15 @@ class Injection:
     """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
     loader of a rank.
 
-    `loop` changes an `OwnLoop`, which has none of these.
+    `export` takes the place of `tritonrec.serving.export`. `loop` changes an `OwnLoop`, which has none of
+    these.
     """
 
     program: Callable[[Program], None] | None = None
     loader: Callable[[Loader], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
+    export: Callable[..., object] = export
     loop: Callable[[OwnLoop], None] | None = None
 
 
@@ -351,6 +356,15 @@ def stale_row_in_changes(program: Program) -> None:
         return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
 
     table.take_changes = without_one  # type: ignore[method-assign]
+
+
+exported_in_float32 = partial(export, precision="float32")
+
+
+def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
+    model = deepcopy(model)
+    model.head.top_k -= 1
+    export(checkpoint, out, model)
 
 
 def merged_tables_share_ids(program: Program) -> None:

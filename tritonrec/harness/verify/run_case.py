@@ -192,7 +192,7 @@ def _compared(
         skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
         if stretch.export:
             last = steps[-1]
-            compare_export(trainer, loader, comparison, expected(last), last, stretch.export)
+            compare_export(trainer, loader, comparison, expected(last), last, stretch.export, injected.export)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     accumulate = program.config.accumulate

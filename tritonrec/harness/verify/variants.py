@@ -288,6 +288,20 @@ VARIANTS: dict[str, Variant] = {
         shows=("rejected",),
         exports=True,
     ),
+    "export-bf16": Variant(
+        "rows and scores of an export of a model trained in bfloat16",
+        window={"precision": "bf16"},
+        shows=("lookups",),
+        exports=True,
+    ),
+    "export-grm": Variant(
+        "rows and probabilities of an export of GRM, merged",
+        {"model": "grm", "batch_size": 12},
+        {"merge": True},
+        {"merge": False},
+        shows=("lookups",),
+        exports=True,
+    ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},

@@ -1,0 +1,102 @@
+"""Promise: a model trained in 16 bits is exported with the bits of its evaluation in that precision."""
+
+import json
+
+import pytest
+import torch
+from speeds import slow_except
+from test_export_grm import loader as impressions
+from test_export_grm import model_of
+from test_exporter import DIM, FEATURES, MODELS, clicks, loader
+
+from tritonrec import checkpoint
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.nn import DLRM, DLRMConfig
+from tritonrec.pipeline import Trainer, WindowConfig, next_item_scores
+from tritonrec.serving import Predictor, export
+
+
+def trained(folder, model, names, batches, precision):
+    """Trained and saved in a precision; with the tables, and what is around the model in training."""
+    tables = HashTableCollection(names, RowOptimizer("adam", lr=0.05))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    window = WindowConfig(2, precision=precision)
+    with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe", window) as trainer:
+        list(trainer.run(batches))
+        trainer.save(folder)
+    return tables, trainer.autocast
+
+
+EVERY = [(name, precision) for name in MODELS for precision in ("bf16", "fp16")]
+
+
+@pytest.mark.parametrize(("name", "precision"), slow_except([("biased", "bf16")], EVERY))
+def test_next_item_scores_have_the_bits_of_the_evaluation(tmp_path, name, precision):
+    torch.manual_seed(1)
+    model, log = MODELS[name](), loader()
+    item = [FeatureConfig("item", DIM)]
+    tables, _ = trained(tmp_path / "c", model, item, [log.batch(step) for step in range(3)], precision)
+    manifest = export(tmp_path / "c", tmp_path / "out", model)
+    assert manifest["dense"]["precision"] == precision
+    export(tmp_path / "c", tmp_path / "wide", model, precision="float32")
+    low, wide = Predictor.load(tmp_path / "out"), Predictor.load(tmp_path / "wide")
+    scores = {
+        kind: next_item_scores(model.eval(), tables, log.catalogue, kind) for kind in (precision, "float32")
+    }
+    for size in (1, 7, 24):
+        for batch in log.evaluation_batches(size):
+            want = scores[precision](batch.history)
+            assert torch.equal(low.scores(batch.history, log.catalogue), want)
+            assert torch.equal(wide.scores(batch.history, log.catalogue), scores["float32"](batch.history))
+            assert not torch.equal(want, scores["float32"](batch.history))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_clicks_have_the_bits_of_the_evaluation(tmp_path, precision):
+    torch.manual_seed(1)
+    model = DLRM(DLRMConfig(FEATURES, 2, DIM, (6,), (7,)))
+    names = [FeatureConfig(name, DIM) for name in FEATURES]
+    tables, autocast = trained(tmp_path / "c", model, names, clicks(), precision)
+    export(tmp_path / "c", tmp_path / "out", model)
+    predictor = Predictor.load(tmp_path / "out")
+    for batch in clicks((1, 2, 17, 64)):
+        with autocast():
+            want = model.predict(batch, tables.peek(batch.lookups()))
+        assert torch.equal(predictor.predict(batch), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_probabilities_of_a_grm_have_the_bits_of_the_evaluation(tmp_path, precision):
+    torch.manual_seed(1)
+    source = impressions()
+    model = model_of(source, relative_bias=True)
+    names = [FeatureConfig("item", DIM), FeatureConfig("action", DIM)]
+    names += [FeatureConfig(name, 4) for name in source.context]
+    batches = [source.batch(step) for step in range(3)]
+    tables, autocast = trained(tmp_path / "c", model, names, batches, precision)
+    export(tmp_path / "c", tmp_path / "out", model)
+    predictor = Predictor.load(tmp_path / "out")
+    for batch in [*source.evaluation_batches(7), *batches]:
+        with autocast():
+            want = model.predict(batch, tables.peek(batch.lookups()))
+        assert torch.equal(predictor.predict(batch), want)
+
+
+def test_a_checkpoint_that_does_not_tell_its_precision_is_exported_in_float32(tmp_path):
+    model, log = MODELS["hstu"](), loader()
+    trained(tmp_path / "c", model, [FeatureConfig("item", DIM)], [log.batch(0)], "bf16")
+    saved = checkpoint.CheckpointStream(tmp_path / "c")
+    meta = {name: value for name, value in saved.meta.items() if name != "dense_precision"}
+    columns = list(saved.rows("item"))
+    rows = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+    checkpoint.save(tmp_path / "old", 1, saved.dense(), {"item": rows}, meta)
+    assert export(tmp_path / "old", tmp_path / "out", model)["dense"]["precision"] == "float32"
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dense"]["precision"] == "float32"
+
+
+def test_an_unknown_precision_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="precision must be float32, bf16, fp16, got 'int8'"):
+        export(tmp_path, tmp_path / "out", precision="int8")
