@@ -29,7 +29,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torchrec
 
 from tritonrec import EmbeddingBagCollection
 
@@ -62,6 +61,8 @@ def their_weights() -> AbstractContextManager[Any]:
     ours = EmbeddingBagCollection.__init__
 
     def with_theirs(self: Any, tables: Any, *args: Any, **options: Any) -> None:
+        import torchrec
+
         with torch.random.fork_rng(devices=[]):
             ours(self, tables, *args, **options)
         configs = [
