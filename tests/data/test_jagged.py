@@ -155,11 +155,53 @@ def test_torchrecs_batch_of_clicks_equals_ours(torchrec):
     assert {n: x.ids.tolist() for n, x in batch.lookups().items()} == {"site": [7, 7], "app": [8, 9]}
 
 
+WEIGHTS = torch.arange(8.0) / 8
+
+
+def weighted(features: list[list[list[int]]]) -> KeyedJaggedTensor:
+    plainly = made(features)
+    return KeyedJaggedTensor(plainly.keys, plainly.values, plainly.offsets, WEIGHTS).validate()
+
+
+def test_weights_stay_with_their_ids(torchrec):
+    features = weighted(DRAWN)
+    weight_of = dict(zip(features.values.tolist(), WEIGHTS.tolist(), strict=True))
+    halves = [features.select(tensor(part)) for part in ([2], [1, 0], [])]
+    back = KeyedJaggedTensor.from_torchrec(features.to_torchrec())
+    for other in (
+        *halves,
+        KeyedJaggedTensor.concat(halves),
+        KeyedJaggedTensor.from_dict(features.to_dict()),
+        back,
+    ):
+        assert other.validate().weights.tolist() == [weight_of[id_] for id_ in other.values.tolist()]
+        for ids, _offsets, weights in other.to_dict().values():
+            assert weights.tolist() == [weight_of[id_] for id_ in ids.tolist()]
+    assert torch.equal(back.weights, WEIGHTS)
+
+
+def test_wrong_weights_are_named():
+    ids, lengths = tensor([1, 2, 3]), tensor([1, 2])
+    for weights, said in (
+        (torch.ones(2), "features.weights must have one entry for each of the 3 ids, got 2"),
+        (
+            torch.ones(3, dtype=torch.float64),
+            "features.weights must be a tensor of torch.float32, got torch.float64",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            KeyedJaggedTensor.from_lengths_sync(["a"], ids, lengths, weights)
+    with pytest.raises(ValueError, match="all batches need weights of their features, or none"):
+        KeyedJaggedTensor.concat([made(DRAWN), weighted(DRAWN)])
+    with pytest.raises(ValueError, match=r"all of \['a', 'b'\] need weights, or none"):
+        KeyedJaggedTensor.from_dict({"a": made(DRAWN)["f0"], "b": weighted(DRAWN)["f0"]})
+    one = KeyedJaggedTensor.from_lengths_sync(["a"], tensor([1]), tensor([1]), torch.ones(1))
+    with pytest.raises(ValueError, match=r"\['a'\] have weights, which this kind of batch does not use"):
+        ClickBatch(0, tensor([1]), one, torch.zeros(1, 3), tensor([0])).validate()
+
+
 def test_what_no_table_can_look_up_is_refused(torchrec, monkeypatch):
     kind, lengths = torchrec.KeyedJaggedTensor, tensor([1, 2])
-    weighted = kind(keys=["a"], values=tensor([1, 2, 3]), weights=torch.ones(3), lengths=lengths)
-    with pytest.raises(ValueError, match=r"features \['a'\] have weights"):
-        KeyedJaggedTensor.from_torchrec(weighted)
     with pytest.raises(ValueError, match=r"values of features \['a'\] must be integers, got torch.float32"):
         KeyedJaggedTensor.from_torchrec(kind(keys=["a"], values=torch.ones(3), lengths=lengths))
     variable = kind(keys=["a"], values=tensor([1, 2, 3]), lengths=lengths)

@@ -9,7 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tritonrec import HashEmbedding, HashEmbeddingCollection, HashOptimizer
+from tritonrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    HashEmbedding,
+    HashEmbeddingCollection,
+    HashOptimizer,
+    KeyedJaggedTensor,
+)
 from tritonrec.embedding import Eviction, FeatureConfig, RowOptimizer, TablePolicy
 
 pytestmark = pytest.mark.multi_rank
@@ -151,6 +158,29 @@ def test_states_of_all_ranks_together_load_at_another_world_size(pool, before):
     ids = torch.arange(30)
     found = expected.eval()({"item": ids, "user": ids, "bag": (ids, torch.tensor([0, 30]))})
     assert all(torch.equal(parts[1][1][name], found[name]) for name in found)
+
+
+def filled(communicators):
+    """Rows that init_fn made, and a weighted bag of them on rank 1 alone."""
+    config = EmbeddingBagConfig(20, 3, "t", ["f"], init_fn=torch.nn.init.normal_)
+    options = {"seed": 5, "process_group": communicators.control.group, "divisor": 1.0}
+    module = EmbeddingBagCollection([config], is_weighted=True, **options)
+    made = module.embeddings.tables.weights()
+    ids = torch.arange(20) if communicators.rank == communicators.world_size - 1 else torch.arange(0)
+    lengths, weights = torch.tensor([len(ids)]), torch.linspace(-1.0, 2.0, 20)[: len(ids)]
+    pooled = module(KeyedJaggedTensor.from_lengths_sync(["f"], ids, lengths, weights))["f"]
+    pooled.square().sum().backward()
+    return made, pooled.detach(), module.embeddings.tables.weights()
+
+
+def test_ranks_fill_their_own_rows_and_weight_their_own_bags(pool):
+    ((made, pooled, trained),) = pool.run(filled, 1)
+    ranks = pool.run(filled, 2)
+    assert len(made["t"][0]) == 20
+    assert_same(joined([each for each, _, _ in ranks]), made)
+    assert torch.equal(ranks[1][1], pooled) and not ranks[0][1].any()
+    assert_same(joined([each for _, _, each in ranks]), trained)
+    assert not torch.equal(trained["t"][1], made["t"][1])
 
 
 def scaled(communicators):

@@ -142,15 +142,7 @@ def test_torchrecs_tensors_give_torchrecs_types(torchrec):
 
 
 def test_what_is_not_supported_is_named(torchrec):
-    with pytest.raises(ValueError, match="weighted bags are not supported"):
-        EmbeddingBagCollection([], is_weighted=True)
-    with pytest.raises(ValueError, match="have weights, which tables ignore"):
-        EmbeddingCollection(TABLES)(Standin(weights=torch.ones(5)))
     with pytest.raises(ValueError, match=r"must be integers, got torch\.float32"):
         EmbeddingCollection(TABLES)(Standin(values=VALUES.float()))
-    with pytest.raises(ValueError, match="features need distinct names"):
-        EmbeddingCollection(
-            [TABLES[0], EmbeddingConfig(name="other", embedding_dim=3, feature_names=["bought"])]
-        )
     with pytest.raises(ValueError, match=r"table 'a': initial weights are uniform in \[-scale, scale\)"):
         EmbeddingCollection([EmbeddingConfig(name="a", embedding_dim=3, weight_init_max=1.0)])

@@ -43,6 +43,10 @@ CASES = [
     Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
     Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),
     Case("nestpipe", "batch", 2, 3, False, "adam", 4, variant="checkpoint"),
+    # bags with weights, which go with their samples
+    Case("nestpipe", "batch", 2, 3, True, "adam", 5, delay_seed=5, variant="weighted-bags"),
+    Case("fwp", "batch", 1, 5, False, "rowwise_adagrad", 5, variant="weighted-bags"),
+    Case("dbp", "window", 2, 2, True, "sgd", 5, variant="weighted-bags"),
     # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
     Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
     Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),

@@ -9,7 +9,7 @@ from tritonrec.data.dynamic_stream import DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
+from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.numbered import NumberedLoader
 from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
@@ -37,6 +37,7 @@ __all__ = [
     "NumberedLoader",
     "SequenceCost",
     "Stream",
+    "WeightedLookup",
     "auc",
     "clicks_from_ratings",
     "evaluate",

@@ -98,7 +98,7 @@ class Batch(Movable):
         """The samples at `indices` (b,) int64, in that order; IndexError for an index outside [0, B)."""
         indices, old = indices.to(self.sample_ids.device), self.features
         places, offsets = old.places(indices)
-        new = KeyedJaggedTensor(old.keys, old.values.index_select(0, places), offsets)
+        new = old.taken(places, offsets)
         rows: dict[tuple[str, ...], Tensor] = {(): indices}
         chosen: dict[str, Any] = {}
         for name, (keys, _dtype, _dim) in self._columns():
@@ -253,6 +253,7 @@ class JaggedBatch(Batch):
         super().validate()
         if len(self.features.keys) > 1:
             raise ValueError(f"features must have the one key 'item', got {self.features.keys}")
+        self.features.validate_unweighted()
         return self
 
     def token_sample_ids(self) -> Tensor:

@@ -100,6 +100,7 @@ class ClickBatch(Batch):
     def validate(self) -> Self:
         """Return the batch itself, or raise a ValueError that names the field and the offending values."""
         super().validate()
+        self.features.validate_unweighted()
         self.features.validate_dense(*self.features.keys)
         check_binary(self.labels)
         if not bool(torch.isfinite(self.dense).all()):

@@ -118,6 +118,7 @@ class ImpressionBatch(Batch):
     def validate(self) -> Self:
         """Return the batch itself, or raise a ValueError that names the field and the offending values."""
         super().validate()
+        self.features.validate_unweighted()
         if self.features.keys[:2] != ITEMS:
             raise ValueError(f"the first keys of features must be {ITEMS}, got {self.features.keys}")
         taken = [name for name in RESERVED_NAMES if name in self.context]

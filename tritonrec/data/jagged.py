@@ -35,6 +35,14 @@ class Lookup(NamedTuple):
     offsets: Tensor | None = None
 
 
+class WeightedLookup(NamedTuple):
+    """A `Lookup` whose bags are sums weighted by ``weights`` (n,) float32, one for each id."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """(m + 1,) int64 from lengths (m,): ``[2, 0, 3]`` gives ``[0, 2, 2, 5]``."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
@@ -88,21 +96,31 @@ class Movable:
 class KeyedJaggedTensor(Movable):
     """Ids by key and sample; the layout is drawn in the module's docstring.
 
-    ``features["genre"]`` is a `Lookup`: the key's ids, and the offsets (B + 1,) of its samples from 0.
+    ``features["genre"]`` is a `Lookup`: the key's ids, and the offsets (B + 1,) of its samples from 0; with
+    weights a `WeightedLookup`.
     """
 
     keys: tuple[str, ...]  # F distinct keys, at least one
     values: Tensor  # (n,) int64
     offsets: Tensor  # (F * B + 1,) int64
+    weights: Tensor | None = None  # (n,) float32, of the ids in their bags
 
     @staticmethod
-    def from_dict(features: Mapping[str, Lookup]) -> KeyedJaggedTensor:
-        """One key for each entry, in their order; ids (B,) without offsets are one for each sample."""
+    def from_dict(features: Mapping[str, Lookup | WeightedLookup]) -> KeyedJaggedTensor:
+        """One key for each entry, in their order; ids (B,) without offsets are one for each sample.
+
+        Raises ValueError where some features have weights and others have none.
+        """
         lengths = [
-            torch.ones_like(ids) if offsets is None else offsets.diff() for ids, offsets in features.values()
+            torch.ones_like(each.ids) if each.offsets is None else each.offsets.diff()
+            for each in features.values()
         ]
-        values = torch.cat([ids for ids, _ in features.values()])
-        return KeyedJaggedTensor(tuple(features), values, offsets_of(torch.cat(lengths)))
+        values = torch.cat([each.ids for each in features.values()])
+        weights = [each.weights for each in features.values() if isinstance(each, WeightedLookup)]
+        if weights and len(weights) < len(features):
+            raise ValueError(f"all of {list(features)} need weights, or none")
+        offsets = offsets_of(torch.cat(lengths))
+        return KeyedJaggedTensor(tuple(features), values, offsets, torch.cat(weights) if weights else None)
 
     @staticmethod
     def from_matrix(keys: Sequence[str], ids: Tensor) -> KeyedJaggedTensor:
@@ -111,24 +129,25 @@ class KeyedJaggedTensor(Movable):
         return KeyedJaggedTensor(tuple(keys), values, torch.arange(len(values) + 1, device=ids.device))
 
     @staticmethod
-    def from_lengths_sync(keys: Sequence[str], values: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+    def from_lengths_sync(
+        keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
         """From lengths (F * B,), as TorchRec's constructor; raises ValueError as `validate` does."""
-        return KeyedJaggedTensor(tuple(keys), values, offsets_of(lengths.long())).validate()
+        return KeyedJaggedTensor(tuple(keys), values, offsets_of(lengths.long()), weights).validate()
 
     @staticmethod
-    def from_offsets_sync(keys: Sequence[str], values: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+    def from_offsets_sync(
+        keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
         """From offsets (F * B + 1,), as TorchRec's constructor; raises ValueError as `validate` does."""
-        return KeyedJaggedTensor(tuple(keys), values, offsets.long()).validate()
+        return KeyedJaggedTensor(tuple(keys), values, offsets.long(), weights).validate()
 
     @staticmethod
     def from_torchrec(features: Any) -> KeyedJaggedTensor:
         """From TorchRec's ``KeyedJaggedTensor``; int64 tensors share its memory.
 
-        Raises ValueError for weights, for batch sizes that differ by key, and for values that are not
-        integers.
+        Raises ValueError for batch sizes that differ by key, and for values that are not integers.
         """
-        if features.weights_or_none() is not None:
-            raise ValueError(f"features {features.keys()} have weights, which tables ignore: drop them")
         if features.variable_stride_per_key():
             raise ValueError(
                 f"features {features.keys()} have different batch sizes, {features.stride_per_key()}: "
@@ -137,14 +156,19 @@ class KeyedJaggedTensor(Movable):
         values, offsets = features.values(), features.offsets()
         if values.is_floating_point():
             raise ValueError(f"values of features {features.keys()} must be integers, got {values.dtype}")
-        return KeyedJaggedTensor(tuple(features.keys()), values.long(), offsets.long())
+        weights = features.weights_or_none()
+        weights = None if weights is None else weights.float()
+        return KeyedJaggedTensor(tuple(features.keys()), values.long(), offsets.long(), weights)
 
     def to_torchrec(self) -> Any:
         """TorchRec's ``KeyedJaggedTensor`` over the same memory. Raises ImportError without TorchRec."""
         from torchrec import KeyedJaggedTensor as TorchRecTensor
 
         lengths = self.lengths.flatten()
-        return TorchRecTensor(keys=list(self.keys), values=self.values, lengths=lengths, offsets=self.offsets)
+        return TorchRecTensor(
+            keys=list(self.keys), values=self.values, weights=self.weights, lengths=lengths,
+            offsets=self.offsets,
+        )  # fmt: skip
 
     @property
     def num_samples(self) -> int:
@@ -182,16 +206,19 @@ class KeyedJaggedTensor(Movable):
         ends = [0, *accumulate(self.length_per_key)]
         return slice(ends[first], ends[first + len(keys)])
 
-    def __getitem__(self, key: str) -> Lookup:
+    def __getitem__(self, key: str) -> Lookup | WeightedLookup:
         if key not in self.keys:
             raise KeyError(f"there is no key {key!r}; the keys are {', '.join(self.keys)}")
         return self.to_dict()[key]
 
-    def to_dict(self) -> dict[str, Lookup]:
+    def to_dict(self) -> dict[str, Any]:
         """``self[key]`` of every key."""
         rows = self.offsets.unfold(0, self.num_samples + 1, self.num_samples or 1).expand(len(self.keys), -1)
         parts = self.values.split_with_sizes(self.length_per_key), (rows - rows[:, :1]).unbind()
-        return dict(zip(self.keys, map(Lookup, *parts), strict=True))
+        if self.weights is None:
+            return dict(zip(self.keys, map(Lookup, *parts), strict=True))
+        weights = self.weights.split_with_sizes(self.length_per_key)
+        return dict(zip(self.keys, map(WeightedLookup, *parts, weights), strict=True))
 
     def places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Positions, key by key, of the values of the samples at `indices` (b,), and offsets (F * b + 1,).
@@ -215,17 +242,30 @@ class KeyedJaggedTensor(Movable):
 
     def select(self, indices: Tensor) -> KeyedJaggedTensor:
         """The samples at `indices` (b,) int64, in that order; IndexError for an index outside [0, B)."""
-        places, offsets = self.places(indices.to(self.offsets.device))
-        return KeyedJaggedTensor(self.keys, self.values.index_select(0, places), offsets)
+        return self.taken(*self.places(indices.to(self.offsets.device)))
+
+    def taken(self, places: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+        """The values, and weights, at `places` (n,) int64 under new `offsets` (F * b + 1,)."""
+        weights = None if self.weights is None else self.weights.index_select(0, places)
+        return KeyedJaggedTensor(self.keys, self.values.index_select(0, places), offsets, weights)
 
     @staticmethod
     def concat(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """All samples of `parts`, in the order given. Raises ValueError where the keys differ."""
+        """All samples of `parts`, in the order given.
+
+        Raises ValueError where the keys differ, or only some parts have weights.
+        """
         keys = common_value("features", [part.keys for part in parts])
         values, lengths = torch.cat([part.values for part in parts]), [part.lengths for part in parts]
-        if len(keys) > 1:
-            values = values[order_by_key([part.length_per_key for part in parts]).to(values.device)]
-        return KeyedJaggedTensor(keys, values, offsets_of(torch.cat(lengths, 1).flatten()))
+        weights = [part.weights for part in parts if part.weights is not None]
+        if weights and len(weights) < len(parts):
+            raise ValueError("concat: all batches need weights of their features, or none")
+        offsets = offsets_of(torch.cat(lengths, 1).flatten())
+        joined = KeyedJaggedTensor(keys, values, offsets, torch.cat(weights) if weights else None)
+        if len(keys) == 1:
+            return joined
+        order = order_by_key([part.length_per_key for part in parts]).to(values.device)
+        return joined.taken(order, offsets)
 
     def by_sample(self, *keys: str) -> tuple[Tensor, Tensor]:
         """The ids of `keys` sample by sample: offsets (B + 1,) and ids, key after key within a sample."""
@@ -245,8 +285,23 @@ class KeyedJaggedTensor(Movable):
                 f"{field} must have F * B + 1 entries for the F = {len(self.keys)} keys {self.keys} "
                 f"and B samples, got {len(offsets)}"
             )
-        check_offsets(offsets, len(self.values), field, f"{name}.values", self.keys)
+        if not offsets.is_meta:
+            check_offsets(offsets, len(self.values), field, f"{name}.values", self.keys)
+        if self.weights is not None:
+            check_tensor(f"{name}.weights", self.weights, torch.float32, device=self.values.device)
+            if len(self.weights) != len(self.values):
+                raise ValueError(
+                    f"{name}.weights must have one entry for each of the {len(self.values)} ids, "
+                    f"got {len(self.weights)}"
+                )
         return self
+
+    def validate_unweighted(self) -> None:
+        """Raise a ValueError where there are weights, for a kind of batch whose lookups have none."""
+        if self.weights is not None:
+            raise ValueError(
+                f"features {list(self.keys)} have weights, which this kind of batch does not use: drop them"
+            )
 
     def validate_dense(self, *keys: str) -> None:
         """Raise a ValueError that names the first of `keys` and samples without exactly one id."""

@@ -11,6 +11,7 @@ from .row_optimizer import OptimizerName, RowOptimizer
 from .single_table import HashEmbedding, HashEmbeddingBag
 from .table import DynamicTable
 from .torchrec import (
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -22,6 +23,7 @@ from .torchrec import (
 
 __all__ = [
     "Constant",
+    "DataType",
     "DynamicTable",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",

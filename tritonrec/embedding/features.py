@@ -17,6 +17,7 @@ from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
 from .state_check import check_state
 from .table import DynamicTable
+from .weighted_bags import weighted_rows
 
 Pooling = Literal["none", "sum", "mean"]
 
@@ -40,7 +41,7 @@ class FeatureConfig:
         dim: columns of an embedding.
         table: name of the table, which several features may share; by default the feature's name.
         pooling: ``"none"`` gives a row for every id, ``"sum"`` and ``"mean"`` one for every bag of ids (zeros
-            for an empty bag).
+            for an empty bag). A `WeightedLookup` needs ``"sum"``.
         scale: initial weights are uniform in [-scale, scale); ``dim ** -0.5`` if left out.
         optimizer: update rule of the rows; by default the collection's.
         policy: eviction, admission and precision tiers.
@@ -214,6 +215,8 @@ class HashTableCollection:
 
         Args:
             rows: for each group (n, dim) float32, the rows of `keys`. Differentiable.
+
+        Raises ValueError for a lookup that does not fit the pooling of its feature.
         """
         found = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
@@ -222,6 +225,7 @@ class HashTableCollection:
                 parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
             for (name, _), part in zip(group.features, parts, strict=True):
                 pooling, offsets = self.features[name].pooling, lookups[name].offsets
+                part = weighted_rows(name, part, pooling, lookups[name])
                 if pooling == "none":
                     found[name] = part
                 elif offsets is None:

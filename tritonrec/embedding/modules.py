@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..data.jagged import KeyedJaggedTensor, Lookup, check_offsets
+from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup, check_offsets
 from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import on_host
@@ -26,6 +26,7 @@ from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, plan_routes
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
+from .tracing import UNSCRIPTABLE, leaf_call
 
 Consistency = Literal["batch", "window"]
 UnknownIds = Literal["initial", "zeros"]
@@ -121,11 +122,13 @@ class HashEmbeddingCollection(torch.nn.Module):
 
         Args:
             features: a `KeyedJaggedTensor`, TorchRec's, or by feature ids (n,) int64, or ids and offsets
-                (m + 1,). It may have more features than the module.
+                (m + 1,), or a `WeightedLookup`. It may have more features than the module.
 
         Raises TypeError for ids that are not int64; ValueError for a missing feature, for ids on another
-        device than before, and for offsets that do not fit.
+        device than before, and for offsets or weights that do not fit.
         """
+        if isinstance(features, torch.fx.Proxy):
+            return leaf_call(self, features)
         if torch.compiler.is_compiling():  # a decorator would import the compiler with this file
             return torch.compiler.disable(self._embed)(features)
         return self._embed(features)
@@ -135,7 +138,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         rows = self._rows(self.tables.keys(lookups))
         return self.tables.by_feature(rows, lookups)
 
-    def _lookups(self, features: Any) -> dict[str, Lookup]:
+    def _lookups(self, features: Any) -> dict[str, Any]:
         if not isinstance(features, KeyedJaggedTensor | Mapping):
             features = KeyedJaggedTensor.from_torchrec(features)
         given = features.to_dict() if isinstance(features, KeyedJaggedTensor) else features
@@ -144,11 +147,15 @@ class HashEmbeddingCollection(torch.nn.Module):
             raise ValueError(
                 f"the input has features {list(given)}, and the module needs {sorted(missing)} too"
             )
-        lookups = {}
+        lookups: dict[str, Any] = {}
         for name, feature in self.tables.features.items():
             one = given[name]
-            ids, offsets = (one, None) if isinstance(one, torch.Tensor) else one
-            lookups[name] = Lookup(self._checked(name, ids), offsets)
+            given_ids, offsets = (one, None) if isinstance(one, torch.Tensor) else one[:2]
+            ids = self._checked(name, given_ids)
+            if isinstance(one, WeightedLookup):
+                lookups[name] = WeightedLookup(ids, one.offsets, one.weights.to(ids.device))
+            else:
+                lookups[name] = Lookup(ids, offsets)
             if offsets is not None and feature.pooling != "none" and on_host(offsets):
                 check_offsets(offsets, len(ids), f"offsets of {name!r}", "ids")
         if not on_host(next(iter(lookups.values())).ids):
@@ -246,6 +253,9 @@ class HashEmbeddingCollection(torch.nn.Module):
         loaded = self.tables.current_rows(table, ids[here])
         loaded[:, dim:] = state[here].to(loaded.device)
         self.tables.load(table, ids[here], loaded)
+
+    def __prepare_scriptable__(self) -> None:
+        raise TypeError(UNSCRIPTABLE)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles; gradients are left out."""

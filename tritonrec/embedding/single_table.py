@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import torch
 
-from ..data.jagged import KeyedJaggedTensor, Lookup
+from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from .features import FeatureConfig, Pooling
 from .modules import HashEmbeddingCollection
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
+from .tracing import leaf_call
 
 
 class HashEmbedding(HashEmbeddingCollection):
@@ -43,6 +44,8 @@ class HashEmbedding(HashEmbeddingCollection):
 
         Raises TypeError for another dtype, ValueError for ids on another device than before.
         """
+        if isinstance(ids, torch.fx.Proxy):
+            return leaf_call(self, ids)
         if not isinstance(ids, torch.Tensor):
             self._checked(self.name, ids)
         rows = super().forward({self.name: ids.reshape(-1)})[self.name]
@@ -77,18 +80,30 @@ class HashEmbeddingBag(HashEmbeddingCollection):
         super().__init__([feature], optimizer, placement=placement, **options)
         self.name, self.include_last_offset = name, include_last_offset
 
-    def forward(self, ids: Any, offsets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, ids: Any, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Embeddings (m, dim) float32 of m bags.
 
         Args:
             ids: (n,) int64 with `offsets`, (m, k) without: bags of k ids; or a `KeyedJaggedTensor` with one
                 key, whose samples are the bags.
             offsets: (m,) int64, where bags begin; see `include_last_offset`.
+            per_sample_weights: float32 in the shape of `ids`, which multiply their rows; needs ``"sum"``.
 
         Raises TypeError or ValueError as `HashEmbeddingCollection` does, and for offsets that do not fit.
         """
+        if isinstance(ids, torch.fx.Proxy):
+            return leaf_call(self, ids, offsets, per_sample_weights)
         if not isinstance(ids, torch.Tensor):
+            if per_sample_weights is not None:
+                raise ValueError("a KeyedJaggedTensor has weights of its own: leave out per_sample_weights")
             return super().forward({self.name: _only_key(ids)})[self.name]
+        if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights must have the shape of ids, {tuple(ids.shape)}, got "
+                f"{tuple(per_sample_weights.shape)}"
+            )
         if ids.dim() == 2 and offsets is None:
             m, k = ids.shape
             offsets = torch.arange(m + 1, dtype=torch.int64, device=ids.device) * k
@@ -99,7 +114,11 @@ class HashEmbeddingBag(HashEmbeddingCollection):
             )
         elif not self.include_last_offset:
             offsets = torch.cat([offsets.long(), offsets.new_full((1,), len(ids), dtype=torch.int64)])
-        return super().forward({self.name: Lookup(ids.reshape(-1), offsets.long())})[self.name]
+        flat, offsets = ids.reshape(-1), offsets.long()
+        lookup: Lookup | WeightedLookup = Lookup(flat, offsets)
+        if per_sample_weights is not None:
+            lookup = WeightedLookup(flat, offsets, per_sample_weights.reshape(-1))
+        return super().forward({self.name: lookup})[self.name]
 
 
 def _only_feature(
@@ -108,12 +127,12 @@ def _only_feature(
     return FeatureConfig(name, dim, pooling=pooling, scale=scale, policy=policy or TablePolicy())
 
 
-def _only_key(features: Any) -> Lookup:
-    """The ids and offsets of a jagged tensor with one key."""
+def _only_key(features: Any) -> Lookup | WeightedLookup:
+    """The ids, offsets and weights of a jagged tensor with one key."""
     if not isinstance(features, KeyedJaggedTensor):
         features = KeyedJaggedTensor.from_torchrec(features)
     if len(features.keys) != 1:
         raise ValueError(
             f"one table takes one key, got {list(features.keys)}: use HashEmbeddingCollection for several"
         )
-    return Lookup(features.values, features.offsets)
+    return features[features.keys[0]]

@@ -323,6 +323,12 @@ FAULTS = [
         Injection(injections.padded_to_the_longest),
     ),
     Fault(
+        "weights-of-other-ids",
+        "in a micro-batch the weights of bags are one id late",
+        replace(_case(), variant="weighted-bags"),
+        Injection(injections.weights_of_other_ids),
+    ),
+    Fault(
         "gradients-of-the-last-pass",
         "in a loop of one's own the rows forget the gradients of earlier backward passes of the step",
         replace(_case(mode="sequential"), variant=OWN_LOOP),

@@ -290,6 +290,16 @@ def gradients_of_the_last_pass(loop: OwnLoop) -> None:
     loop.backward = forgetful  # type: ignore[method-assign]
 
 
+def weights_of_other_ids(program: Program) -> None:
+    by_feature = program.tables.by_feature
+
+    def shifted(rows: Any, lookups: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        moved = {name: each._replace(weights=each.weights.roll(1)) for name, each in lookups.items()}
+        return by_feature(rows, moved)
+
+    program.tables.by_feature = shifted  # type: ignore[method-assign]
+
+
 def low_precision_not_rounded(program: Program) -> None:
     table = program.tables.groups[0].table
     table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]

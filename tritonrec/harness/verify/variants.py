@@ -16,6 +16,7 @@ from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 from .own_code import ConvertedJob
+from .weighted import WeightedJob
 
 RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
@@ -153,6 +154,12 @@ VARIANTS: dict[str, Variant] = {
     ),
     "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
     "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),
+    "weighted-bags": Variant(
+        "DLRM on bags of ids with weights, some of them empty",
+        {"model": "dlrm"},
+        kind=WeightedJob,
+        shows=("lookups",),
+    ),
     "dlrm-criteo": Variant(
         "DLRM on made clicks in Criteo's shape, with policies, merged",
         {

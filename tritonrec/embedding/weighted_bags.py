@@ -1,0 +1,55 @@
+"""Rows of weighted bags: each row times the weight of its id, before the bag's sum.
+
+    bag j   sum over its ids i of  weight[i] * row[id[i]]
+
+The bits of a bag, and of the gradients of its rows and weights, depend on nothing outside of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..data.jagged import WeightedLookup
+
+
+def weighted_rows(name: str, rows: torch.Tensor, pooling: str, lookup: Any) -> torch.Tensor:
+    """The rows (n, dim) of a feature's lookup, times its weights (n,) float32 where it has any.
+
+    Differentiable in both. Raises ValueError for weights that do not fit, or another pooling than ``"sum"``.
+    """
+    if not isinstance(lookup, WeightedLookup):
+        return rows
+    weights = lookup.weights
+    if pooling != "sum":
+        raise ValueError(
+            f"feature {name!r} has weights and pooling {pooling!r}: weighted bags need pooling='sum'; "
+            "otherwise give a Lookup without weights"
+        )
+    if weights.shape != lookup.ids.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights of feature {name!r} must be float32 {tuple(lookup.ids.shape)}, one for each id, got "
+            f"{weights.dtype} {tuple(weights.shape)}"
+        )
+    spread: torch.Tensor = _OverColumns.apply(weights, rows.shape[1])
+    return rows * spread
+
+
+class _OverColumns(torch.autograd.Function):
+    """Weights (n,) as (n, dim), whose gradient is summed in a fixed order: halves onto halves.
+
+    torch leaves the order of its own sum over a row to sizes, layout and threads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, dim: int) -> torch.Tensor:
+        return weights.unsqueeze(1).expand(-1, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        while gradient.shape[1] > 1:
+            half = gradient.shape[1] // 2
+            rest = gradient[:, 2 * half :]
+            gradient = torch.cat([gradient[:, :half] + gradient[:, half : 2 * half], rest], 1)
+        return gradient.squeeze(1), None
