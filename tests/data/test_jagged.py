@@ -166,7 +166,7 @@ def weighted(features: list[list[list[int]]]) -> KeyedJaggedTensor:
 def test_weights_stay_with_their_ids(torchrec):
     features = weighted(DRAWN)
     weight_of = dict(zip(features.values.tolist(), WEIGHTS.tolist(), strict=True))
-    halves = [features.select(tensor(part)) for part in ([2], [1, 0], [])]
+    halves = [features.select(tensor(part)) for part in ([1, 0], [2], [])]
     back = KeyedJaggedTensor.from_torchrec(features.to_torchrec())
     for other in (
         *halves,
