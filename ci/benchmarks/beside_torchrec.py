@@ -183,6 +183,7 @@ def main() -> None:
         report(json.loads(args.table.read_text()))
         return
     found = measure(args)
+    earlier = json.loads(args.json.read_text())["environment"] if args.json and args.json.exists() else {}
     environment = {
         "tritonrec": tritonrec.__version__,
         "torch": torch.__version__,
@@ -190,7 +191,7 @@ def main() -> None:
         "python": platform.python_version(),
         "processors": os.cpu_count(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "commands": [*earlier.get("commands", []), " ".join(sys.argv)],
     }
     if args.json:
         args.json.write_text(json.dumps({"environment": environment, **found}, indent=1) + "\n")
