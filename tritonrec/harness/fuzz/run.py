@@ -18,6 +18,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Flaky
 from rich.console import Console
 
+from ...data import DynamicStream, NextItemStream
 from ...distributed import Communicators, RanksDisagreeError
 from ...pipeline import Mode, schedule_of
 from ..job import Job
@@ -127,8 +128,9 @@ class Fuzzer:
         """The message of the public check that refuses it before the first step; empty where none does."""
 
         def make(communicators: Communicators) -> None:
-            with prepared(communicators, configuration.job, configuration.case):
-                pass
+            with prepared(communicators, configuration.job, configuration.case) as (_, loader):
+                streamed = isinstance(loader, (NextItemStream, DynamicStream))
+                next(iter(loader)) if streamed else loader.batch(0)  # a stream may be too short for its ranks
 
         if refusal := _refusal_of_settings(configuration):
             return refusal
