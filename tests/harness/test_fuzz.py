@@ -8,6 +8,7 @@ import commands
 import pytest
 import torch
 from hypothesis import given, settings
+from rich.console import Console
 
 from tritonrec.harness import job as jobs
 from tritonrec.harness.fuzz.configuration import Configuration
@@ -90,7 +91,7 @@ def test_every_setting_reaches_the_run():
         assert run(replace(plain, **{each.name: other})) != run(plain), each.name
 
 
-@settings(max_examples=100)
+@settings(max_examples=20, deadline=None)
 @given(configurations())
 def test_its_words_make_it_again(configuration):
     text = json.dumps(configuration.as_json())
@@ -114,14 +115,33 @@ def test_other_words_are_refused(text, message):
 
 
 @pytest.mark.slow
-def test_a_search_makes_a_failure_small(tmp_path):
-    report = search(200, most=60, database=tmp_path / "found", fault="gradient-added-twice", mode="dbp")
-    failure = report.failures[0]
+def test_a_failure_is_made_small_and_tried_first_the_next_time(tmp_path, monkeypatch):
+    def evidence(self, configuration):
+        self.report.identical += (
+            wrong := configuration.micro_batches > 2 and configuration.model == "grm"
+        ) == 0
+        return "wrong" if wrong else ""
+
+    monkeypatch.setattr(Fuzzer, "evidence", evidence)
+    monkeypatch.setattr("tritonrec.harness.fuzz.run.MOST_FAILURES", 1)
+    first, again = (search(60, seed, 500, tmp_path / "found", console=Console(quiet=True)) for seed in (0, 1))
+    for report in (first, again):
+        assert [each.configuration for each in report.failures] == [{"micro_batches": 3, "model": "grm"}]
+    assert first.shrinking and again.identical == 0
+    assert search(60, 1, 5, tmp_path / "other", console=Console(quiet=True)).identical
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "mode"), [("gradient-added-twice", "dbp"), ("no-copy-of-kept-rows", "nestpipe")]
+)
+def test_a_search_finds_a_fault(fault, mode, monkeypatch):
+    monkeypatch.setattr("tritonrec.harness.fuzz.run.MOST_FAILURES", 1)
+    report = search(200, most=100, fault=fault, mode=mode)
+    (failure,) = report.failures
     small = Configuration.from_json(json.dumps(failure.configuration))
     assert small.world_size == small.layers == 1 and small.restart == 0 and small.model == "hstu"
     assert len(failure.configuration) <= 8 and failure.repeated == 3 and report.shrinking
-    again = search(100, most=1, database=tmp_path / "found", fault="gradient-added-twice", mode="dbp")
-    assert again.failures[0].configuration == failure.configuration  # the folder's come first
 
 
 def test_the_command_repeats_a_failure(tmp_path):

@@ -20,7 +20,7 @@ SAVE_TIMEOUT = timedelta(minutes=30)
 """Timeout of the checkpoint group, where ranks wait for each other's disks as long as all of them report.
 A rank that stalls or dies is noticed within the timeout of the other groups."""
 
-_PEER_FAILURE = re.compile("gloo|connection|timed out|timeout|NCCL|HCCL|socket", re.IGNORECASE)
+PEER_FAILURE = re.compile("gloo|connection|timed out|timeout|NCCL|HCCL|socket", re.IGNORECASE)
 """Matches backends' errors about another rank; all other errors are this rank's own."""
 
 
@@ -108,7 +108,7 @@ class Communicator:
         try:
             function()
         except RuntimeError as error:
-            if not _PEER_FAILURE.search(str(error)):
+            if not PEER_FAILURE.search(str(error)):
                 raise
             waited = time.monotonic() - began
             raise watch.explain(self.name, number, self.peers, waited, error) from error

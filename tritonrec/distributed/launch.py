@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import util
@@ -22,7 +23,7 @@ from .communicator import TIMEOUT
 from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
-from .watch import RankDiedError, read_reports
+from .watch import RankDiedError, Report, read_reports
 
 GRACE = 3.0
 """Seconds to wait for the other ranks' errors after one has failed."""
@@ -179,7 +180,9 @@ class RankPool:
         waiting = {self._connections[rank]: rank for rank in ranks}
         phases = dict.fromkeys(ranks, phase)
         results: dict[int, Any] = {}
+        died: dict[int, str] = {}
         errors: dict[int, str] = {}
+        lost: dict[int, str] = {}  # errors that follow from another rank's
         details: dict[int, str] = {}
         answer_deadline = float("inf")  # of the other ranks, after the first has answered or failed
         while waiting:
@@ -203,35 +206,34 @@ class RankPool:
                 if status == "ok":
                     results[rank] = value
                 elif status == "died":
-                    errors[rank] = value
+                    died[rank] = value
                 else:
                     line, details[rank] = value
-                    errors[rank] = f"rank {rank}: {line}"
+                    (lost if status == "lost" else errors)[rank] = line
             for connection, rank in list(waiting.items()):
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]
-                    errors[rank] = self._exit_message(rank, phases[rank])
-            if errors:
+                    died[rank] = self._exit_message(rank, phases[rank])
+            if died or errors or lost:
                 answer_deadline = min(answer_deadline, time.monotonic() + GRACE)
             elif results and phase == READING:
                 answer_deadline = min(answer_deadline, time.monotonic() + 2 * self.timeout.total_seconds())
-        if errors or waiting:
-            # Ranks that died come first: they explain the others' broken connections.
-            first = sorted(errors, key=lambda rank: (self.processes[rank].is_alive(), rank))
+        if died or errors or lost or waiting:
             silent = self._describe_silent({rank: phases[rank] for rank in waiting.values()}, since)
+            # Ranks that failed by themselves; or what one of the others has found, and who did not answer.
+            lines = [died[rank] for rank in sorted(died)] + _by_text(errors)
+            lines = lines or [*_by_text(dict(sorted(lost.items())[:1])), *silent]
+            first = [*sorted(errors), *sorted(lost)]
             raise RankDiedError(
-                "\n".join([*(errors[rank] for rank in first), *silent]),
-                "\n".join(f"rank {rank}:\n{details[rank]}" for rank in first if rank in details),
+                "\n".join(lines),
+                "\n".join([*(f"rank {rank}:\n{details[rank]}" for rank in first), *silent]),
             )
         return [results[rank] for rank in ranks]
 
     def _describe_silent(self, phases: dict[int, str], since: float) -> list[str]:
         """A line for each rank that did not answer, except ranks that only waited for one of these."""
         lagging = [rank for rank, phase in phases.items() if phase not in (RENDEZVOUS, WORKING)]
-        waited, reports = time.monotonic() - since, {}
-        if self._store is not None:
-            with suppress(RuntimeError):
-                reports = read_reports(self._store, list(phases))
+        waited, reports = time.monotonic() - since, self._reports(list(phases))
         return [
             f"rank {rank} did not answer within {waited:.1f} s: it was {phases[rank]}"
             + (f", last seen {reports[rank].place}, {reports[rank].age}" if rank in reports else "")
@@ -241,8 +243,20 @@ class RankPool:
     def _exit_message(self, rank: int, phase: str) -> str:
         process = self.processes[rank]
         process.join(timeout=5)
+        code = process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         where = "" if phase == WORKING else f": it was {phase}"
-        return f"rank {rank} died (exit code {process.exitcode}){where}"
+        report = self._reports([rank]).get(rank) if phase == WORKING else None
+        if report is not None and (report.doing or report.last):
+            where = f": it was last seen {report.place}, {report.age}"
+        return f"rank {rank} died ({how}){where}"
+
+    def _reports(self, ranks: Sequence[int]) -> dict[int, Report]:
+        """The last reports of ranks, none where the store does not answer."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                return read_reports(self._store, ranks)
+        return {}
 
     def restart(self) -> None:
         """End the processes and start new ones, after a `RankDiedError` for example."""
@@ -272,6 +286,14 @@ class RankPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _by_text(errors: dict[int, str]) -> list[str]:
+    """A line for each error, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(errors.items()):
+        ranks.setdefault(text, []).append(rank)
+    return [f"rank{'s'[: len(each) > 1]} {', '.join(map(str, each))}: {text}" for text, each in ranks.items()]
 
 
 def _close_lifelines(lifelines: list[Connection]) -> None:

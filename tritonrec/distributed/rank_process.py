@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..host_memory import keep_freed_memory
+from .communicator import PEER_FAILURE
 from .groups import Communicators
 from .signals import STOP_SIGNALS
-from .watch import Watch
+from .watch import Watch, in_words, of_another_rank
 
 ENTERING = "in `enter`, before the rendezvous"
 RENDEZVOUS = "waiting for the other ranks to join"
@@ -48,8 +49,9 @@ class RankTask:
 
 
 def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
-    """A rank's loop: receive (function, mesh, arguments), answer ("ok", result) or ("error", text).
+    """A rank's loop: receive (function, mesh, arguments), answer ("ok", result) or ("error", texts).
 
+    An error that another rank caused is ("lost", texts).
     In between it sends ("phase", phase), to distinguish a rank that hangs from ranks that wait for it.
     `lifeline` closes when the launcher ends; a message on it is the number of a task to stop.
     """
@@ -83,16 +85,27 @@ def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
                 connection.send(("ok", function(groups[mesh], *args)))
             except Exception as error:
                 watch.fail(error)
-                connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+                connection.send(("lost" if _is_lost(error) else "error", _told(error)))
     except EOFError:
         pass
     except Exception as error:
         with suppress(OSError):
-            connection.send(("error", (f"{type(error).__name__}: {error}", traceback.format_exc())))
+            connection.send(("error", _told(error)))
     finally:
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """An error that is being handled: in one line, and its traceback."""
+    return in_words(error), traceback.format_exc()
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether another rank caused the error, or the backend says so of a collective that nobody watched."""
+    plain = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return of_another_rank(error) is not None or (plain and PEER_FAILURE.search(str(error)) is not None)
 
 
 def start_store() -> dist.TCPStore:

@@ -31,12 +31,27 @@ MAX_SHOWN = 3
 class RankDiedError(RuntimeError):
     """A rank ended, failed, or did not answer within the timeout.
 
-    The message has one line for each such rank; `details` has their tracebacks.
+    The message has one line for each such rank, and none for ranks that only failed after it; `details` has
+    the tracebacks of all.
     """
 
     def __init__(self, message: str, details: str = ""):
         super().__init__(message)
         self.details = details
+
+
+def in_words(error: BaseException) -> str:
+    """Type, message and notes of an error."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def of_another_rank(error: BaseException) -> RankDiedError | None:
+    """The error about another rank that caused this one; None where the rank failed by itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RankDiedError):
+        cause = cause.__cause__
+    return cause
 
 
 @dataclass(frozen=True)
@@ -131,11 +146,9 @@ class Watch:
 
     def fail(self, error: BaseException) -> None:
         """Report at once that this rank has failed."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, RankDiedError):
-            cause = cause.__cause__
+        cause = of_another_rank(error)
         self._peer_failed = cause is not None
-        self._failure = f"{type(error).__name__}: {error}"[:500]
+        self._failure = (in_words(error) if cause is None else str(cause))[:500]
         self._report_now()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class BatchReader:
     """Reads the batches of one update after the other from an iterator of the caller's.
 
     A batch is a slice ``load`` of the trace, and what its source does (`data.slices.work`) are slices inside.
-    An error of the iterator is the caller's own, and the windows in flight go on.
+    An error of the iterator is the caller's own, with a note that names the batch; windows in flight go on.
 
     Args:
         executor: its ``prefetch`` lane reads; None: the caller's thread, as everything else.
@@ -41,6 +41,7 @@ class BatchReader:
     ):
         self._executor, self._count = executor, count
         self._recorder, self._flight, self._watch = recorder, flight, watch
+        self._last: int | None = None  # step of the last batch that was read
         self._call: Call[list[Batch]] | None = None  # under way, or not taken since an interrupt
 
     def read(self, iterator: Iterator[Batch], settings: CallerSettings) -> list[Batch]:
@@ -77,6 +78,10 @@ class BatchReader:
                     batch = next(iterator)
                 except StopIteration:
                     break
+                except Exception as error:
+                    after = "the first batch" if self._last is None else f"the batch after step {self._last}"
+                    error.add_note(f"while {after} was read")
+                    raise
                 times.append(("load", start, perf_counter_ns()))
                 if not isinstance(batch, Batch):
                     raise TypeError(
@@ -84,6 +89,7 @@ class BatchReader:
                         "DataLoader makes them in its collate_fn"
                     )
                 batches.append(batch)
+                self._last = batch.step
         for name, start, end in [*times, *slices] if batches else []:
             self._recorder.add(LANE, name, start, end, batch=batches[-1].step)
         return batches

@@ -59,7 +59,7 @@ class Configuration:
     max_seq_len: int = 2
     num_negatives: int = 1
     heads: int = 1
-    head_dim: int = 2
+    head_dim: int = 1
     layers: int = 1
     dropout: float = 0.0
     relative_bias: bool = False

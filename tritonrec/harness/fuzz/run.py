@@ -18,6 +18,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Flaky
 from rich.console import Console
 
+from ...data import DynamicStream, NextItemStream
 from ...distributed import Communicators, RanksDisagreeError
 from ...pipeline import Mode, schedule_of
 from ..job import Job
@@ -127,8 +128,9 @@ class Fuzzer:
         """The message of the public check that refuses it before the first step; empty where none does."""
 
         def make(communicators: Communicators) -> None:
-            with prepared(communicators, configuration.job, configuration.case):
-                pass
+            with prepared(communicators, configuration.job, configuration.case) as (_, loader):
+                streamed = isinstance(loader, (NextItemStream, DynamicStream))
+                next(iter(loader)) if streamed else loader.batch(0)  # a stream may be too short for its ranks
 
         if refusal := _refusal_of_settings(configuration):
             return refusal
@@ -221,8 +223,9 @@ def search(
             if left <= 0 or time.monotonic() - began >= seconds or len(report.failures) >= MOST_FAILURES:
                 break
             tries = _Tries(fuzzer, began + seconds, progress, task)
-            tries.search(seed * MOST_ROUNDS + number, left, mode, database)
-            if tries.failing is not None:
+            tries.search(seed * MOST_ROUNDS + number, left, mode, database, reuse=not number)
+            known = [each.configuration for each in report.failures]
+            if tries.failing is not None and tries.failing.as_json() not in known:
                 failure = fuzzer.failure(tries.failing, tries.evidence)
                 report.failures.append(failure)
                 _print_failure(failure, console)
@@ -253,13 +256,13 @@ class _Tries:
         self.failing: Configuration | None = None
         self.evidence = ""
 
-    def search(self, seed: int, count: int, mode: Mode | None, database: Path | None) -> None:
-        @hypothesis.seed(seed)
+    def search(self, seed: int, count: int, mode: Mode | None, database: Path | None, reuse: bool) -> None:
         @settings(
             max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False,
             database=DirectoryBasedExampleDatabase(database) if database else None,
-            phases=(Phase.reuse, Phase.generate, Phase.shrink), report_multiple_bugs=False,
+            phases=(*(Phase.reuse,) * reuse, Phase.generate, Phase.shrink), report_multiple_bugs=False,
         )  # fmt: skip
+        @hypothesis.seed(seed)  # which takes away the database of settings below it
         @given(configurations(mode))
         def tries(configuration: Configuration) -> None:
             self._try(configuration)

@@ -121,8 +121,12 @@ def _members(name: str, mesh: torch.Tensor) -> list[list[int]]:
 class ThreadPool:
     """Runs functions on ranks that are threads, as `RankPool` does on ranks that are processes.
 
-    Functions and arguments are not pickled. It has every mesh.
+    Functions and arguments are not pickled.
     """
+
+    meshes = tuple(
+        (world, replicas) for world in range(1, 9) for replicas in range(1, 9) if world % replicas == 0
+    )
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
         """As `RankPool.run`; RankDiedError with the first error's text, from that error."""
