@@ -1,6 +1,7 @@
 """Promise: the figures of `tritonrec serve-bench` are what they say, and its predictions were compared."""
 
 import json
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def test_a_small_run_prints_saves_and_draws(tmp_path):
         "serve-bench", "--scenarios", "delays,sizes",
         "--world-size", "2", "--bounds", "2", "--steps", "6", "--rounds", "2",
         "--batch-size", "8",
-        "--largest", "64", "--no-mpi", "--delay", "1", "--json", str(tmp_path / "out" / "a.json"),
+        "--largest", "64", "--repetitions", "10", "--no-mpi", "--delay", "1",
+        "--json", str(tmp_path / "out" / "a.json"),
         "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "traces"),
     ]  # fmt: skip
     result = CliRunner().invoke(app, words, env={"COLUMNS": "130"})
@@ -100,6 +102,8 @@ def test_a_small_run_prints_saves_and_draws(tmp_path):
     )
     assert all(each["largest_lag"] <= each["bound"] for each in found["settings"])
     assert list(found["collectives"]) == ["1", "4", "16", "64"]
+    assert [list(found["repetitions"][count]) for count in ("1", "10")] == [["gloo", "bls"]] * 2
+    assert "All-to-alls in a row, 32 KiB from each rank" in result.output
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     from tritonrec.trace import read
 
@@ -125,8 +129,10 @@ def test_bad_options_are_named(words, message):
 @pytest.mark.skipif(not available(), reason="needs mpi4py and mpiexec")
 def test_mpi_runs_beside_the_others():
     sizes = []
-    (cells,) = run_with_mpi(2, 1, 0, [1, 16], lambda: sizes.append(1))
-    assert len(sizes) == 2
+    (cells,), (counts,) = run_with_mpi(2, 1, 0, [1, 16], 10, lambda: sizes.append(1))
+    assert len(sizes) == 2 and counts == {
+        n: {name: [ANY] * 2 for name in ("gloo", "bls", "MPI")} for n in (1, 10)
+    }
     assert {size: {name: len(each) for name, each in by_name.items()} for size, by_name in cells.items()} == {
         size: {name + of: 2 for name in ("gloo", "bls", "MPI") for of in ("", " cpu")} for size in (1, 16)
     }

@@ -1,4 +1,4 @@
-"""What the ranks of `tritonrec serve-bench` do: serve batches under delays, and time collectives."""
+"""What the ranks of `tritonrec serve-bench` do: serve batches under delays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...data import ClickBatch, KeyedJaggedTensor
 from ...distributed import TIMEOUT, Communicators
-from ...distributed.bounded_lag import BoundedLagAllToAll, register
+from ...distributed.bounded_lag import BoundedLagAllToAll
 from ...nn import DLRM, DLRMConfig, partition_tables, sigmoid
 from ...serving import ServedModel, TableWiseDLRM, infer, own_samples
 from ...trace import Recorder
@@ -28,7 +28,6 @@ FEATURES = tuple(f"c{number:02d}" for number in range(26))
 """Mini-Kaggle's shape: 13 dense and 26 categorical features."""
 MOST_VECTORS = 100
 """Of a sample and table in the scenario ``sizes``, as in section V-E."""
-BUDGET_SECONDS, MOST_CALLS = 0.15, 50
 
 
 @dataclass(frozen=True)
@@ -214,69 +213,3 @@ def _batches(batch_size: int, steps: int, seed: int) -> list[ClickBatch]:
         )
         for step in range(steps)
     ]
-
-
-@lru_cache(maxsize=1)
-def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
-    register()
-    return dist.new_group(timeout=timeout, backend="bls")
-
-
-def time_collectives(
-    size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
-) -> dict[str, float]:
-    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, alternating.
-
-    Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
-
-    What arrives is compared first. `peer` is an mpi4py communicator of the same ranks, or None. Sizes are the
-    same for all ranks and so is the number of calls, which the first rank's pace decides.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed + rank)
-    values = torch.randint(0, 256, (world * size,), dtype=torch.uint8, generator=generator)
-    out = {name: torch.zeros_like(values) for name in ("gloo", "bls", "MPI")}
-    counts = [size] * world
-
-    def by_mpi() -> None:
-        peer.Alltoallv(
-            [values.numpy(), counts, [at * size for at in range(world)], _byte(peer)],
-            [out["MPI"].numpy(), counts, [at * size for at in range(world)], _byte(peer)],
-        )
-
-    group = _bls_group(timeout)
-    calls = {
-        "gloo": lambda: dist.all_to_all_single(out["gloo"], values),
-        "bls": lambda: dist.all_to_all_single(out["bls"], values, group=group),
-    }
-    if peer is not None:
-        calls["MPI"] = by_mpi
-    for name, call in calls.items():
-        call()
-        if not torch.equal(out[name], out["gloo"]):
-            raise RuntimeError(f"{name} and gloo disagree on what arrives, at {size} bytes to each rank")
-    start = perf_counter()
-    calls["gloo"]()
-    pace = torch.tensor([perf_counter() - start], dtype=torch.float64)
-    dist.broadcast(pace, 0)
-    repeats = int(min(MOST_CALLS, max(1, BUDGET_SECONDS / pace.item())))
-    seconds = {}
-    for name, call in calls.items():
-        dist.barrier()
-        start, cpu = perf_counter(), time.process_time()
-        for _ in range(repeats):
-            call()
-        seconds[name] = (perf_counter() - start) / repeats
-        seconds[f"{name} cpu"] = (time.process_time() - cpu) / repeats
-    return seconds
-
-
-def time_size(communicators: Communicators, size: int, seed: int) -> dict[str, float]:
-    """`time_collectives`, as a rank of a pool runs it."""
-    return time_collectives(size, seed, timeout=timedelta(seconds=communicators.watch.timeout))
-
-
-def _byte(peer: Any) -> Any:
-    from mpi4py import MPI
-
-    return MPI.BYTE
