@@ -84,6 +84,7 @@ def print_report(result: Result, console: Console) -> None:
     )
     if plan.scenarios:
         console.print(
+            f"{result.served}; batches of {plan.batch_size}\n"
             f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
             "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
             "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
@@ -170,7 +171,8 @@ def as_json(result: Result) -> dict[str, Any]:
             "processors": os.cpu_count(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
-        "plan": asdict(result.plan),
+        "plan": {**asdict(result.plan), "checkpoint": str(result.plan.checkpoint or "")},
+        "served": result.served,
         "settings": [asdict(each) for each in result.settings],
         "collectives": {str(size): cells for size, cells in result.collectives.items()},
         "repetitions": {str(count): cells for count, cells in result.repetitions.items()},

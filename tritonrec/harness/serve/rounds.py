@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import sqrt
 from pathlib import Path
@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting
 from ..progress import CommandProgress
 from .collectives import time_counts, time_size
 from .mpi import Cells, available, run_with_mpi
 from .run import ServeRun, serve
+from .served import Served, export_checkpoint
 
 SCENARIOS = ("delays", "balanced", "straggler", "sizes")
 BACKENDS = ("gloo", "bls")
@@ -43,6 +45,8 @@ class ServeConfig:
             of it in every step.
         steps, rounds: batches of a run, and runs of each setting; intervals need two rounds.
         batch_size: samples of all ranks together.
+        table_rows, dim, data: of `Served`. checkpoint: directory of `tritonrec train --model dlrm`, whose
+            tables, weights and, by default, clicks are served; then `table_rows` and `dim` are its own.
         sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
         repetitions: most all-to-alls in a row (Fig. 6b); 0 to leave them out.
 
@@ -58,6 +62,12 @@ class ServeConfig:
     steps: int = setting(60, "Batches of a run.", 1, MOST)
     rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
     batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
+    table_rows: int = setting(
+        26_000, "Rows of the 26 tables together, about, in Criteo's proportions.", 1024, 2**40
+    )
+    dim: int = setting(16, "Columns of a row.", 1, 2**16)
+    data: str = setting("", "Clicks to serve, as of tritonrec train; by default synthetic ones.")
+    checkpoint: Path | None = None
     sizes: tuple[int, ...] = tuple(4**power for power in range(13))
     repetitions: int = setting(
         0, "Most all-to-alls in a row, each of 32 KiB from a rank; none with 0.", 0, 10**7
@@ -103,6 +113,7 @@ class Result:
     settings: list[Series]
     collectives: Cells
     repetitions: Cells = field(default_factory=dict)
+    served: str = ""
 
     def of(self, scenario: str, backend: str, bound: int) -> Series:
         """One setting."""
@@ -180,6 +191,11 @@ def run_bench(
         trace.mkdir(parents=True, exist_ok=True)
     mpi = mpi and available()
     with _progress(console) as progress, ExitStack() as stack:
+        served = Served(plan.table_rows, plan.dim, plan.data)
+        if plan.checkpoint is not None and plan.scenarios:
+            served = export_checkpoint(plan.checkpoint, Path(stack.enter_context(ScratchFolder())))
+            served = replace(served, data=plan.data or served.data)
+        described = served.describe() if plan.scenarios else ""
         plain = bool(plan.sizes or plan.repetitions)
         collectives, repetitions = _beside_mpi(plan, progress) if plain and mpi else ({}, {})
         if not plan.scenarios and (mpi or not plain):
@@ -192,7 +208,9 @@ def run_bench(
             short = np.zeros((plan.world_size, WARM_UP))
             for backend in BACKENDS:
                 pool.run(
-                    serve, plan.world_size, ServeRun(scenario, backend, 0, short, plan.batch_size, plan.seed)
+                    serve,
+                    plan.world_size,
+                    ServeRun(scenario, backend, 0, served, short, plan.batch_size, plan.seed),
                 )
         for turn in range(plan.rounds):
             digests: dict[str, list[str]] = {}
@@ -201,9 +219,9 @@ def run_bench(
                 setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
                 progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
                 keep = trace if turn == 0 and setting.backend == "bls" else None
-                _measure(plan, pool, setting, turn, digests, keep, timeout)
+                _measure(plan, pool, setting, turn, digests, served, keep, timeout)
                 progress.advance(task)
-    return Result(plan, settings, collectives, repetitions)
+    return Result(plan, settings, collectives, repetitions, described)
 
 
 def _measure(
@@ -212,12 +230,21 @@ def _measure(
     setting: Series,
     turn: int,
     digests: dict[str, list[str]],
+    served: Served,
     trace: Path | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> None:
     delays = draw_delays(plan, setting.scenario, turn)
     run = ServeRun(
-        setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
+        setting.scenario,
+        setting.backend,
+        setting.bound,
+        served,
+        delays,
+        plan.batch_size,
+        plan.seed,
+        trace,
+        timeout,
     )
     ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
     found = [each["digest"] for each in ranks]
