@@ -22,4 +22,5 @@ def test_rows_arrive_and_disagreements_are_errors(tmp_path):
         text=True,
         timeout=100,
     )
-    assert done.returncode == 0 and done.stdout.split() == ["fine"] * 3, done.stdout + done.stderr
+    fine = done.stdout.splitlines().count("fine")  # UCX also prints there, about windows that are kept
+    assert done.returncode == 0 and fine == 3, done.stdout + done.stderr

@@ -53,6 +53,8 @@ class MpiWindows(OneSided):
     Args:
         numbers: (W,) of the ranks in MPI's world, in the order of the group. The others as of
             `BoundedLagAllToAll`. All ranks of the group make it together.
+
+    A window is kept until the process ends: all ranks would have to free it together, also after an error.
     """
 
     def __init__(self, numbers: Sequence[int], rank: int, bound: int, capacity: int):
