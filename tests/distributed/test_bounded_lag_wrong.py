@@ -125,6 +125,15 @@ def test_ranks_on_several_hosts_send_messages_and_cannot_share_memory(monkeypatc
         assert found == ([10 * source + rank for source in range(WORLD)], MessageTransport)
 
 
+def test_mpi_needs_ranks_of_mpiexec():
+    def run(group):
+        BoundedLagAllToAll(group, 0, 64, PATIENCE, transport="mpi")
+
+    for error in ranks.outcomes(run):
+        assert isinstance(error, ValueError)
+        assert str(error) == 'transport="mpi" needs mpi4py, and ranks that mpiexec has started'
+
+
 def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank(transport):
     def start(exchange, rank, number):
         exchange.started += int(rank == 1 and number == 1)
@@ -231,7 +240,7 @@ def test_a_lazy_conjugate_is_sent_as_its_values():
         ({"bound": 1.5}, "bound must be at least 0 exchanges, and whole, got 1.5"),
         ({"bound": 0, "capacity": -1}, "capacity must be at least 0"),
         ({"bound": 0, "capacity": 1e6}, "capacity must be at least 0 bytes, and whole, got 1000000.0"),
-        ({"bound": 0, "transport": "tcp"}, "transport must be one of auto, shared, messages, got 'tcp'"),
+        ({"bound": 0, "transport": "tcp"}, "transport must be one of auto, shared, mpi, messages, got 'tcp'"),
         ({"bound": 0, "tag": -5}, "take 129 tags from -5 on, and tags are 0 to 2147483647"),
         ({"bound": 2, "tag": LAST_TAG - 100}, "choose a smaller bound or another tag"),
     ],

@@ -10,7 +10,7 @@ from tritonrec import files
 
 INPUTS = {
     ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
-    ("report", "--folder"), ("train", "--config"),
+    ("report", "--folder"), ("serve-bench", "--checkpoint"), ("train", "--config"),
 }  # fmt: skip
 FOLDERS = {
     ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"),

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from thread_ranks import Clock, ThreadRanks
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
@@ -28,11 +30,11 @@ def build(dense=5):
     return model, tables
 
 
-def make_batches(dense=5):
+def make_batches(dense=5, sizes=(8, 5, 0, 2, 9, 3, 7)):
     """Seven batches; the third is empty, the fourth has fewer samples than there are ranks."""
     generator = torch.Generator().manual_seed(1)
     batches = []
-    for step, samples in enumerate([8, 5, 0, 2, 9, 3, 7]):
+    for step, samples in enumerate(sizes):
         ids = [torch.randint(0, SIZES[name], (samples,), generator=generator) for name in FEATURES]
         batches.append(
             ClickBatch(
@@ -52,16 +54,17 @@ def alone(model, tables, batch):
     return model.predict(batch, rows)
 
 
-def serve(group, model, tables, bound, owners, delays=(0, 0, 0)):
+def serve(group, model, tables, bound, owners, delays=(0, 0, 0), transport="auto", sizes=None):
     rank = group.rank()
     dense = model.config.dense
     own = {name: table.__getitem__ for name, table in tables.items() if owners[name] == rank}
     served = TableWiseDLRM(model, owners, own, rank, WORLD)
     clock = Clock()
-    exchange = BoundedLagAllToAll(group, bound, served.capacity(9), recorder=clock)
+    exchange = BoundedLagAllToAll(group, bound, served.capacity(9), recorder=clock, transport=transport)
+    batches = make_batches(dense, sizes) if sizes is not None else make_batches(dense)
 
     def slowly():
-        for batch in make_batches(dense):
+        for batch in batches:
             time.sleep(delays[rank] * (batch.step % 2))
             yield batch
 
@@ -90,15 +93,33 @@ def test_every_bound_gives_the_bits_of_synchronous_inference():
     model, tables = build()
     expected = [alone(model, tables, batch) for batch in make_batches()]
     usual = ranks.run(synchronous, model, tables, owners)
-    for bound in (0, 1, 2, 10):
+    for bound, transport in [(0, "shared"), (1, "shared"), (2, "shared"), (10, "shared"), (2, "messages")]:
         for rank, (predictions, starts, left) in enumerate(
-            ranks.run(serve, model, tables, bound, owners, (0, 0.004, 0.002))
+            ranks.run(serve, model, tables, bound, owners, (0, 0.004, 0.002), transport)
         ):
             assert starts == len(expected) and left == 0
             for got, whole, same in zip(predictions, expected, usual[rank], strict=True):
                 assert torch.equal(got, whole[own_samples(len(whole), rank, WORLD)])
                 assert torch.equal(got, same)
     assert len({round(float(p), 4) for p in torch.cat(expected)}) > 20  # not one constant
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    bound=st.integers(0, 5),
+    sizes=st.lists(st.integers(0, 9), max_size=9),
+    delays=st.lists(st.sampled_from([0, 0, 0.001, 0.003]), min_size=WORLD, max_size=WORLD),
+    transport=st.sampled_from(["shared", "messages"]),
+)
+def test_any_sizes_and_delays_give_the_bits_of_one_process(bound, sizes, delays, transport):
+    owners = partition_tables(SIZES, WORLD)
+    model, tables = build()
+    expected = [alone(model, tables, batch) for batch in make_batches(sizes=sizes)]
+    found = ranks.run(serve, model, tables, bound, owners, delays, transport, sizes)
+    for rank, (predictions, _, left) in enumerate(found):
+        assert left == 0 and len(predictions) == len(expected)
+        for got, whole in zip(predictions, expected, strict=True):
+            assert torch.equal(got, whole[own_samples(len(whole), rank, WORLD)])
 
 
 def test_a_rank_without_tables_and_a_model_without_dense_features():

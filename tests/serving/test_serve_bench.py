@@ -1,18 +1,26 @@
 """Promise: the figures of `tritonrec serve-bench` are what they say, and its predictions were compared."""
 
 import json
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tritonrec.data.sources import load_clicks
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.harness.cli import app
 from tritonrec.harness.serve import mpi, report
 from tritonrec.harness.serve import rounds as bench
 from tritonrec.harness.serve import run as on_ranks
+from tritonrec.harness.serve import served as served_module
 from tritonrec.harness.serve.mpi import available, run_with_mpi
+from tritonrec.harness.serve.served import Served, export_checkpoint, served_batches, served_dlrm
+from tritonrec.serving import Predictor, infer
 
+SERVED = Served(2000, 16)
 DELAYS = np.random.default_rng(5).uniform(0, 0.01, (4, 50))
 
 
@@ -69,14 +77,64 @@ def test_plans_are_checked(wrong, message):
 
 
 def test_messages_are_as_large_as_both_sides_say():
-    models = [on_ranks.RaggedModel(rank, 3, 7, 4, 1) for rank in range(3)]
-    batches = on_ranks._batches(7, 4, 1)
+    models = [on_ranks.RaggedModel(SERVED, rank, 3, 7, 4, 1) for rank in range(3)]
+    batches = served_batches(SERVED, 7, 4, 1)
     for batch in batches:
         sent = [model.lookup(batch)[1] for model in models]
         assert [model.receive(batch.step) for model in models] == [
             list(column) for column in zip(*sent, strict=True)
         ]
         assert max(map(max, sent)) * 16 * 4 <= models[0].capacity(7)
+
+
+def test_drawn_tables_have_the_proportions_of_criteo():
+    rows = Served(10_000_000, 64).table_rows()
+    assert len(rows) == 26 and sum(rows.values()) == pytest.approx(10_000_000, rel=1e-3)
+    assert rows["C3"] == pytest.approx(10131227 * 10_000_000 / 33762577, rel=1e-3) and rows["C9"] == 3
+    assert set(Served(42, 4, "avazu:samples=20").table_rows().values()) == {2}
+
+
+def test_batches_take_the_impressions_of_a_log_in_turn():
+    served = Served(2000, 8, "criteo:samples=50,scale=0.0001,seed=2")
+    log, batches = load_clicks(served.data), served_batches(served, 20, 4, 0)
+    rows = torch.arange(80).view(4, 20) % 50
+    for batch, at in zip(batches, rows, strict=True):
+        assert torch.equal(batch.dense, torch.from_numpy(log.dense)[at])
+        assert torch.equal(batch.lookups()["C5"].ids, torch.from_numpy(log.categories)[at, 4])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_served_with_its_own_rows_and_weights(tmp_path):
+    data = "criteo:samples=200,scale=0.0001,seed=2"
+    words = [
+        "train", "--model", "dlrm", "--data", data, "--dim", "4", "--bottom", "8", "--top", "8",
+        "--steps", "4", "--batch-size", "32", "--world-size", "1", "--checkpoint", str(tmp_path / "run"),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    served = export_checkpoint(tmp_path / "run", tmp_path)
+    assert served.dim == 4 and served.data == data and served.rows > 100
+    assert CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "out")]).exit_code == 0
+    predictor = Predictor.load(tmp_path / "out")
+    batches = served_batches(served, 16, 3, 0)
+    model = served_dlrm(served, 0, 1, 16, 0)
+    for batch, got in zip(batches, infer(model, batches, BoundedLagAllToAll(None, 1)), strict=True):
+        assert torch.equal(got, predictor.predict(batch))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, monkeypatch):
+    class Stream:
+        step, meta = 1, {"config": '[job]\nmodel = "hstu"\n'}
+
+        def __init__(self, path, step):
+            pass
+
+    monkeypatch.setattr(served_module, "CheckpointStream", Stream)
+    with pytest.raises(ValueError, match="holds a model hstu, and serve-bench serves dlrm"):
+        export_checkpoint(tmp_path, tmp_path)
+    Stream.meta = {}
+    with pytest.raises(ValueError, match="was not saved by tritonrec train"):
+        export_checkpoint(tmp_path, tmp_path)
 
 
 @pytest.mark.slow
@@ -86,7 +144,8 @@ def test_a_small_run_prints_saves_and_draws(tmp_path):
         "serve-bench", "--scenarios", "delays,sizes",
         "--world-size", "2", "--bounds", "2", "--steps", "6", "--rounds", "2",
         "--batch-size", "8",
-        "--largest", "64", "--no-mpi", "--delay", "1", "--json", str(tmp_path / "out" / "a.json"),
+        "--largest", "64", "--repetitions", "10", "--no-mpi", "--delay", "1",
+        "--json", str(tmp_path / "out" / "a.json"),
         "--png", str(tmp_path / "a.png"), "--trace", str(tmp_path / "traces"),
     ]  # fmt: skip
     result = CliRunner().invoke(app, words, env={"COLUMNS": "130"})
@@ -100,6 +159,8 @@ def test_a_small_run_prints_saves_and_draws(tmp_path):
     )
     assert all(each["largest_lag"] <= each["bound"] for each in found["settings"])
     assert list(found["collectives"]) == ["1", "4", "16", "64"]
+    assert [list(found["repetitions"][count]) for count in ("1", "10")] == [["gloo", "bls"]] * 2
+    assert "All-to-alls in a row, 32 KiB from each rank" in result.output
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     from tritonrec.trace import read
 
@@ -125,8 +186,10 @@ def test_bad_options_are_named(words, message):
 @pytest.mark.skipif(not available(), reason="needs mpi4py and mpiexec")
 def test_mpi_runs_beside_the_others():
     sizes = []
-    (cells,) = run_with_mpi(2, 1, 0, [1, 16], lambda: sizes.append(1))
-    assert len(sizes) == 2
+    (cells,), (counts,) = run_with_mpi(2, 1, 0, [1, 16], 10, lambda: sizes.append(1))
+    assert len(sizes) == 2 and counts == {
+        n: {name: [ANY] * 2 for name in ("gloo", "bls", "MPI")} for n in (1, 10)
+    }
     assert {size: {name: len(each) for name, each in by_name.items()} for size, by_name in cells.items()} == {
         size: {name + of: 2 for name in ("gloo", "bls", "MPI") for of in ("", " cpu")} for size in (1, 16)
     }
@@ -140,9 +203,9 @@ def test_other_predictions_end_the_run():
 
     plan, digests = bench.ServeConfig(), {}
     first, second = (bench.Series("delays", "bls", bound) for bound in (0, 1))
-    bench._measure(plan, Pool(), first, 0, digests)
+    bench._measure(plan, Pool(), first, 0, digests, SERVED)
     with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
-        bench._measure(plan, Pool(), second, 0, digests)
+        bench._measure(plan, Pool(), second, 0, digests, SERVED)
 
 
 def test_the_verdict_claims_nothing_inside_the_interval():

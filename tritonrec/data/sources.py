@@ -22,6 +22,7 @@ def load(spec: str) -> Interactions | ClickLog:
     ``avazu``, ``avazu:samples=1000``         synthetic clicks in Avazu's shape
     ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
     ``criteo-parquet:PATH``                   the same columns as Parquet
+    ``ali-ccp:PATH``                          clicks in Ali-CCP's format (`tritonrec.data.ali_ccp`)
     ========================================  ============================================================
 
     Raises ValueError for any other spec, and the errors of the source.
@@ -50,10 +51,14 @@ def load(spec: str) -> Interactions | ClickLog:
 
         read = criteo.read_tsv if source == "criteo-tsv" else criteo.read_parquet
         return read(Path(detail).expanduser())
+    if source == "ali-ccp" and detail:
+        from tritonrec.data import ali_ccp
+
+        return ali_ccp.read(Path(detail).expanduser())
     raise ValueError(
         f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]', 'csv:PATH', 'parquet:PATH', "
-        "'kuairand:PATH', 'criteo[:name=value,...]', 'avazu[:name=value,...]', 'criteo-tsv:PATH' or "
-        "'criteo-parquet:PATH'"
+        "'kuairand:PATH', 'criteo[:name=value,...]', 'avazu[:name=value,...]', 'criteo-tsv:PATH', "
+        "'criteo-parquet:PATH' or 'ali-ccp:PATH'"
     )
 
 

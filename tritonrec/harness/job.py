@@ -52,7 +52,7 @@ LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
     "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, zipf or "
-    "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, criteo or "
+    "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, criteo or "
     "criteo:samples=N, and avazu."
 )
 Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader
@@ -298,7 +298,7 @@ def dense_optimizer(
     return kinds[name](parameters, eps=eps, **options)
 
 
-CLICKS = ("criteo", "avazu")
+CLICKS = ("criteo", "avazu", "ali-ccp")
 """How the words for logs of clicks begin."""
 
 

@@ -7,7 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -277,6 +277,27 @@ def _checked(folder: Path, entry: Mapping[str, Any]) -> Path:
     if digest != entry["sha256"]:
         raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
     return path
+
+
+def load_tables(
+    path: Path | str, features: Sequence[str], unknown: UnknownIds = "initial"
+) -> tuple[dict[str, int], dict[str, ExportedTable]]:
+    """The number of rows of every feature's table in a folder of `export`, and the tables of `features`.
+
+    Raises ValueError as `Predictor.load`, and for a feature that is not there.
+    """
+    folder = Path(path)
+    manifest = _read_manifest(folder)
+    names = {feature: described["table"] for feature, described in manifest["features"].items()}
+    missing = [feature for feature in features if feature not in names]
+    if missing:
+        raise ValueError(f"there is no feature {missing[0]!r}, but {', '.join(names)}")
+    tables = {
+        name: _load_table(folder, manifest["tables"][name], unknown)
+        for name in dict.fromkeys(names[feature] for feature in features)
+    }
+    rows = {feature: manifest["tables"][name]["rows"] for feature, name in names.items()}
+    return rows, {feature: tables[names[feature]] for feature in features}
 
 
 def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:

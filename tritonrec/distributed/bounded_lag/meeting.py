@@ -31,10 +31,14 @@ class Meeting:
         rank, world_size = group.rank(), group.size()
         host = host_words() if transport in ("auto", "shared") else (0, 0)
         if any(host):
-            from .one_sided import SharedMemory
+            from .shared import SharedMemory
 
             self._shared = SharedMemory(rank, world_size, bound, capacity)
         name = self._shared.window.name if self._shared is not None else (0, 0, 0)
+        if transport == "mpi":
+            from .mpi import number_of_rank
+
+            name = (number_of_rank(), 0, 0)
         words = [bound, capacity, TRANSPORTS.index(transport), *host, *name]
         self._settings = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(world_size)]
         self._settings[rank] = torch.tensor(words, dtype=torch.int64)
@@ -73,6 +77,10 @@ class Meeting:
         if self._shared is not None and together:
             self._shared.open([(each[5], each[6], each[7]) for each in found])
             return self._shared
+        if self.transport == "mpi":
+            from .mpi import MpiWindows
+
+            return MpiWindows([each[5] for each in found], rank, self.bound, self.capacity)
         if self.transport == "shared":
             raise Disagreement(
                 'transport="shared" needs all ranks to be processes of one user on one host with Linux 5.3 '

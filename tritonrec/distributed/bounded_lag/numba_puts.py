@@ -121,6 +121,14 @@ def wait_for(window, slot, target, nanoseconds, scratch):
 
 
 @njit(cache=True, nogil=True)
+def look(window, slot, target):
+    """As `wait_for`, without a wait."""
+    if atomic_load(window + ARRIVED + LINE * slot) >= target:
+        return ALL_HERE
+    return FAILED if atomic_load(window + FAILED_STATE) != 0 else OVER
+
+
+@njit(cache=True, nogil=True)
 def compare(rank, heads, words, row_bytes, most, sent, expected, offsets, counts):
     """Read all headers: fill `counts`, and return the first rank whose header needs a look, or -1.
 

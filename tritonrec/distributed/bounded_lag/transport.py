@@ -11,7 +11,7 @@ from .messages import Deadline, Layout
 if TYPE_CHECKING:
     from datetime import timedelta
 
-TRANSPORTS = ("auto", "shared", "messages")
+TRANSPORTS = ("auto", "shared", "mpi", "messages")
 """``auto`` is ``shared`` where all ranks are processes of one host, and ``messages`` elsewhere."""
 
 

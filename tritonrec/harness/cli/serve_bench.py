@@ -35,6 +35,9 @@ def serve_bench(
             min=0, max=2**31, help="Bytes to each rank of the largest plain all-to-all; 0 for none."
         ),
     ] = 16 * 2**20,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Serve this checkpoint of tritonrec train --model dlrm.")
+    ] = None,
     mpi: Annotated[
         bool, typer.Option(help="Put MPI beside the all-to-alls where mpi4py is installed.")
     ] = True,
@@ -54,7 +57,7 @@ def serve_bench(
     console = Console()
     result = checked(
         lambda: rounds.run_bench(
-            replace(plan, scenarios=chosen, delay=delay / 1e3, sizes=sizes),
+            replace(plan, scenarios=chosen, delay=delay / 1e3, sizes=sizes, checkpoint=checkpoint),
             console,
             trace,
             mpi,

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder
 
+Cells = dict[int, dict[str, list[float]]]
+"""By size or number of repetitions, and backend: seconds on every rank."""
+
 
 def mpiexec() -> str | None:
     """The launcher beside this interpreter, where the package mpich puts it, or on the path."""
@@ -33,12 +36,15 @@ def available() -> bool:
 
 
 def run_with_mpi(
-    world_size: int, rounds: int, seed: int, sizes: list[int], advance: Callable[[], None]
-) -> list[dict[int, dict[str, list[float]]]]:
-    """Per round and size, each backend's seconds on every rank. Raises RuntimeError where mpiexec fails."""
+    world_size: int, rounds: int, seed: int, sizes: list[int], most: int, advance: Callable[[], None]
+) -> tuple[list[Cells], list[Cells]]:
+    """Per round and size, and per round and number of repetitions, each backend's seconds on every rank.
+
+    `most` repetitions, none with 0. Raises RuntimeError where mpiexec fails.
+    """
     with ScratchFolder() as directory:
         out = Path(directory) / "out.json"
-        words = [out, rounds, seed, ",".join(map(str, sizes))]
+        words = [out, rounds, seed, ",".join(map(str, sizes)), most]
         process = subprocess.Popen(
             [
                 mpiexec() or "mpiexec",
@@ -62,30 +68,41 @@ def run_with_mpi(
                 advance()
         if process.wait() != 0 or not out.exists():
             raise RuntimeError(f"mpiexec ended with status {process.returncode}; --no-mpi leaves MPI out")
-        return [{int(size): cell for size, cell in each.items()} for each in json.loads(out.read_text())]
+        found = json.loads(out.read_text())
+        by_size, by_count = (
+            [{int(key): cell for key, cell in each.items()} for each in part] for part in found
+        )
+        return by_size, by_count
 
 
-def main(out: str, rounds: str, seed: str, sizes: str) -> None:
+def main(out: str, rounds: str, seed: str, sizes: str, most: str) -> None:
     """A rank."""
     from mpi4py import MPI
 
-    from .run import time_collectives
+    from .collectives import time_collectives, time_repetitions
 
     torch.set_num_threads(1)
     peer = MPI.COMM_WORLD
     store = f"file://{out}.store"
     dist.init_process_group("gloo", init_method=store, rank=peer.rank, world_size=peer.size)
     try:
-        found = []
+        found: tuple[list[Cells], list[Cells]] = ([], [])
         for turn in range(int(rounds)):
-            cells: dict[int, dict[str, list[float]]] = {}
-            for size in map(int, sizes.split(",")):
+            cells: Cells = {}
+            for size in map(int, filter(None, sizes.split(","))):
                 own = time_collectives(size, int(seed) + turn, peer)
                 everyone = peer.allgather(own)
                 cells[size] = {name: [each[name] for each in everyone] for name in own}
                 if peer.rank == 0:
                     print("done", turn, size, flush=True)
-            found.append(cells)
+            found[0].append(cells)
+            everyone = peer.allgather(time_repetitions(int(most), int(seed) + turn, peer))
+            found[1].append(
+                {
+                    count: {name: [each[count][name] for each in everyone] for name in own}
+                    for count, own in everyone[0].items()
+                }
+            )
         if peer.rank == 0:
             Path(out).write_text(json.dumps(found))
     finally:

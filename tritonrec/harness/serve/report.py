@@ -15,6 +15,8 @@ from rich.table import Table
 
 from ...files import atomic_write
 from ...version import __version__
+from .collectives import REPEATED_BYTES
+from .mpi import Cells
 from .rounds import BACKENDS, Result, Series, interval
 
 PAPER = {
@@ -82,6 +84,7 @@ def print_report(result: Result, console: Console) -> None:
     )
     if plan.scenarios:
         console.print(
+            f"{result.served}; batches of {plan.batch_size}\n"
             f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
             "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
             "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
@@ -107,10 +110,30 @@ def print_report(result: Result, console: Console) -> None:
         console.print(f"paper: {PAPER[scenario]}\n", highlight=False)
     if result.collectives:
         _print_collectives(result, console)
+    if result.repetitions:
+        _print_repetitions(result, console)
+
+
+def _print_repetitions(result: Result, console: Console) -> None:
+    names = _backends(result.repetitions)
+    title = f"All-to-alls in a row, {REPEATED_BYTES // 1024} KiB from each rank, ms together"
+    table = Table(title=title, title_justify="left", padding=0)
+    for name in ("calls", *names, "bls / gloo"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for count, cells in result.repetitions.items():
+        ratio = "-"
+        if "gloo" in cells and "bls" in cells:
+            ratio = "{:.2f} ± {:.2f}".format(
+                *interval([b / g for b, g in zip(cells["bls"], cells["gloo"], strict=True)])
+            )
+        times = [_ms(*interval(cells[name])) if name in cells else "-" for name in names]
+        table.add_row(f"{count:,}", *times, ratio)
+    console.print(table)
+    console.print("-: more than a minute; paper: MPI 2 to 3 times as fast as BLS beyond one call (Fig. 6b)")
 
 
 def _print_collectives(result: Result, console: Console) -> None:
-    names = _backends(result)
+    names = _backends(result.collectives)
     table = Table(title="Synchronous all-to-all, k = 0, us", title_justify="left", padding=0)
     for name in ("bytes", *names, "bls / gloo", "processor"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -133,9 +156,9 @@ def _print_collectives(result: Result, console: Console) -> None:
         console.print("MPI is left out: it needs mpi4py and mpiexec", highlight=False)
 
 
-def _backends(result: Result) -> list[str]:
+def _backends(found: Cells) -> list[str]:
     """Those whose collectives were timed."""
-    return [name for name in COLOURS if name in next(iter(result.collectives.values()))]
+    return [name for name in COLOURS if name in next(iter(found.values()))]
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -148,9 +171,11 @@ def as_json(result: Result) -> dict[str, Any]:
             "processors": os.cpu_count(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
-        "plan": asdict(result.plan),
+        "plan": {**asdict(result.plan), "checkpoint": str(result.plan.checkpoint or "")},
+        "served": result.served,
         "settings": [asdict(each) for each in result.settings],
         "collectives": {str(size): cells for size, cells in result.collectives.items()},
+        "repetitions": {str(count): cells for count, cells in result.repetitions.items()},
         "paper": {**PAPER, "collectives": PAPER_COLLECTIVES},
     }
 
@@ -163,7 +188,7 @@ def draw_report(result: Result, path: Path) -> None:
     from matplotlib import pyplot
 
     plan = result.plan
-    panels = len(plan.scenarios) + bool(result.collectives)
+    panels = len(plan.scenarios) + bool(result.collectives) + bool(result.repetitions)
     if not panels:
         return
     columns = min(3, panels)
@@ -177,6 +202,8 @@ def draw_report(result: Result, path: Path) -> None:
             _draw_scenario(next(axes), result, scenario)
         if result.collectives:
             _draw_collectives(next(axes), result)
+        if result.repetitions:
+            _draw_repetitions(next(axes), result)
         for unused in axes:
             unused.axis("off")
         with atomic_write(path) as part:
@@ -205,9 +232,21 @@ def _draw_scenario(axes: Any, result: Result, scenario: str) -> None:
     _finish(axes, TITLES[scenario])
 
 
+def _draw_repetitions(axes: Any, result: Result) -> None:
+    for name in _backends(result.repetitions):
+        found = {count: interval(cells[name]) for count, cells in result.repetitions.items() if name in cells}
+        means, halves = ([each[at] * 1e3 for each in found.values()] for at in (0, 1))
+        axes.errorbar(list(found), means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("all-to-alls in a row")
+    axes.set_ylabel("milliseconds together")
+    _finish(axes, f"Repetitions, {REPEATED_BYTES // 1024} KiB from each rank")
+
+
 def _draw_collectives(axes: Any, result: Result) -> None:
     sizes = list(result.collectives)
-    for name in _backends(result):
+    for name in _backends(result.collectives):
         found = [interval(result.collectives[size][name]) for size in sizes]
         means, halves = ([each[at] * 1e6 for each in found] for at in (0, 1))
         axes.errorbar(sizes, means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import sqrt
 from pathlib import Path
@@ -20,10 +20,13 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting
 from ..progress import CommandProgress
-from .mpi import available, run_with_mpi
-from .run import ServeRun, serve, time_size
+from .collectives import time_counts, time_size
+from .mpi import Cells, available, run_with_mpi
+from .run import ServeRun, serve
+from .served import Served, export_checkpoint
 
 SCENARIOS = ("delays", "balanced", "straggler", "sizes")
 BACKENDS = ("gloo", "bls")
@@ -42,7 +45,10 @@ class ServeConfig:
             of it in every step.
         steps, rounds: batches of a run, and runs of each setting; intervals need two rounds.
         batch_size: samples of all ranks together.
+        table_rows, dim, data: of `Served`. checkpoint: directory of `tritonrec train --model dlrm`, whose
+            tables, weights and, by default, clicks are served; then `table_rows` and `dim` are its own.
         sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
+        repetitions: most all-to-alls in a row (Fig. 6b); 0 to leave them out.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -56,7 +62,16 @@ class ServeConfig:
     steps: int = setting(60, "Batches of a run.", 1, MOST)
     rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
     batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
+    table_rows: int = setting(
+        26_000, "Rows of the 26 tables together, about, in Criteo's proportions.", 1024, 2**40
+    )
+    dim: int = setting(16, "Columns of a row.", 1, 2**16)
+    data: str = setting("", "Clicks to serve, as of tritonrec train; by default synthetic ones.")
+    checkpoint: Path | None = None
     sizes: tuple[int, ...] = tuple(4**power for power in range(13))
+    repetitions: int = setting(
+        0, "Most all-to-alls in a row, each of 32 KiB from a rank; none with 0.", 0, 10**7
+    )
     seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
 
     def __post_init__(self) -> None:
@@ -89,11 +104,16 @@ class Series:
 
 @dataclass
 class Result:
-    """All that was measured; `collectives[size][backend]` has seconds by round."""
+    """All that was measured.
+
+    `collectives[size][backend]` has seconds by round, `repetitions[count][backend]` those of all calls.
+    """
 
     plan: ServeConfig
     settings: list[Series]
-    collectives: dict[int, dict[str, list[float]]]
+    collectives: Cells
+    repetitions: Cells = field(default_factory=dict)
+    served: str = ""
 
     def of(self, scenario: str, backend: str, bound: int) -> Series:
         """One setting."""
@@ -171,18 +191,26 @@ def run_bench(
         trace.mkdir(parents=True, exist_ok=True)
     mpi = mpi and available()
     with _progress(console) as progress, ExitStack() as stack:
-        collectives = _beside_mpi(plan, progress) if plan.sizes and mpi else {}
-        if not plan.scenarios and (mpi or not plan.sizes):
-            return Result(plan, settings, collectives)
+        served = Served(plan.table_rows, plan.dim, plan.data)
+        if plan.checkpoint is not None and plan.scenarios:
+            served = export_checkpoint(plan.checkpoint, Path(stack.enter_context(ScratchFolder())))
+            served = replace(served, data=plan.data or served.data)
+        described = served.describe() if plan.scenarios else ""
+        plain = bool(plan.sizes or plan.repetitions)
+        collectives, repetitions = _beside_mpi(plan, progress) if plain and mpi else ({}, {})
+        if not plan.scenarios and (mpi or not plain):
+            return Result(plan, settings, collectives, repetitions)
         pool = stack.enter_context(RankPool((plan.world_size,), timeout))
-        if plan.sizes and not mpi:
-            collectives = _collectives(plan, pool, progress)
+        if plain and not mpi:
+            collectives, repetitions = _collectives(plan, pool, progress)
         task = progress.add_task("warming up", total=plan.rounds * len(settings))
         for scenario in plan.scenarios:
             short = np.zeros((plan.world_size, WARM_UP))
             for backend in BACKENDS:
                 pool.run(
-                    serve, plan.world_size, ServeRun(scenario, backend, 0, short, plan.batch_size, plan.seed)
+                    serve,
+                    plan.world_size,
+                    ServeRun(scenario, backend, 0, served, short, plan.batch_size, plan.seed),
                 )
         for turn in range(plan.rounds):
             digests: dict[str, list[str]] = {}
@@ -191,9 +219,9 @@ def run_bench(
                 setting = settings[(place + turn * len(settings) // plan.rounds) % len(settings)]
                 progress.update(task, description=f"round {turn + 1}: {_label(setting)}")
                 keep = trace if turn == 0 and setting.backend == "bls" else None
-                _measure(plan, pool, setting, turn, digests, keep, timeout)
+                _measure(plan, pool, setting, turn, digests, served, keep, timeout)
                 progress.advance(task)
-    return Result(plan, settings, collectives)
+    return Result(plan, settings, collectives, repetitions, described)
 
 
 def _measure(
@@ -202,12 +230,21 @@ def _measure(
     setting: Series,
     turn: int,
     digests: dict[str, list[str]],
+    served: Served,
     trace: Path | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> None:
     delays = draw_delays(plan, setting.scenario, turn)
     run = ServeRun(
-        setting.scenario, setting.backend, setting.bound, delays, plan.batch_size, plan.seed, trace, timeout
+        setting.scenario,
+        setting.backend,
+        setting.bound,
+        served,
+        delays,
+        plan.batch_size,
+        plan.seed,
+        trace,
+        timeout,
     )
     ranks: list[dict[str, Any]] = pool.run(serve, plan.world_size, run)
     found = [each["digest"] for each in ranks]
@@ -220,12 +257,10 @@ def _measure(
     setting.largest_lag = max(setting.largest_lag, *(each["largest_lag"] or 0 for each in ranks))
 
 
-def _collectives(
-    plan: ServeConfig, pool: RankPool, progress: CommandProgress
-) -> dict[int, dict[str, list[float]]]:
-    """Seconds by size, backend and round."""
+def _collectives(plan: ServeConfig, pool: RankPool, progress: CommandProgress) -> tuple[Cells, Cells]:
+    """Seconds by size, or number of repetitions, backend and round."""
     task = progress.add_task("all-to-alls", total=plan.rounds * len(plan.sizes))
-    rounds = []
+    rounds, repeated = [], []
     for turn in range(plan.rounds):
         cells = {}
         for size in plan.sizes:
@@ -233,22 +268,37 @@ def _collectives(
             cells[size] = {name: [each[name] for each in ranks] for name in ranks[0]}
             progress.advance(task)
         rounds.append(cells)
-    return _slowest(rounds)
+        ranks = pool.run(time_counts, plan.world_size, plan.repetitions, plan.seed + turn)
+        repeated.append(
+            {
+                count: {name: [each[count][name] for each in ranks] for name in own}
+                for count, own in ranks[0].items()
+            }
+        )
+    return _slowest(rounds), _slowest(repeated)
 
 
-def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> dict[int, dict[str, list[float]]]:
+def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> tuple[Cells, Cells]:
     """The same, in ranks started by mpiexec."""
     task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
     sizes = list(plan.sizes)
-    return _slowest(
-        run_with_mpi(plan.world_size, plan.rounds, plan.seed, sizes, lambda: progress.advance(task))
+    by_size, by_count = run_with_mpi(
+        plan.world_size, plan.rounds, plan.seed, sizes, plan.repetitions, lambda: progress.advance(task)
     )
+    return _slowest(by_size), _slowest(by_count)
 
 
-def _slowest(rounds: list[dict[int, dict[str, list[float]]]]) -> dict[int, dict[str, list[float]]]:
-    """By size, backend and round; a collective takes as long as its slowest rank."""
+def _slowest(rounds: list[Cells]) -> Cells:
+    """By size, backend and round; a collective takes as long as its slowest rank.
+
+    Only what all rounds have: a backend that was too slow for a number of repetitions is left out of it.
+    """
     return {
-        size: {name: [max(cells[size][name]) for cells in rounds] for name in by_name}
+        size: {
+            name: [max(cells[size][name]) for cells in rounds]
+            for name in by_name
+            if all(name in cells.get(size, {}) for cells in rounds)
+        }
         for size, by_name in rounds[0].items()
     }
 

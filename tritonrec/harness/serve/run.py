@@ -1,4 +1,4 @@
-"""What the ranks of `tritonrec serve-bench` do: serve batches under delays, and time collectives."""
+"""What the ranks of `tritonrec serve-bench` do: serve batches under delays."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...data import ClickBatch, KeyedJaggedTensor
+from ...data import ClickBatch
 from ...distributed import TIMEOUT, Communicators
-from ...distributed.bounded_lag import BoundedLagAllToAll, register
-from ...nn import DLRM, DLRMConfig, partition_tables, sigmoid
-from ...serving import ServedModel, TableWiseDLRM, infer, own_samples
+from ...distributed.bounded_lag import BoundedLagAllToAll
+from ...nn import DLRM, DLRMConfig, sigmoid
+from ...serving import ServedModel, infer, own_samples
 from ...trace import Recorder
+from .served import Served, served_batches, served_dlrm
 
-DENSE, DIM, TABLE_ROWS = 13, 16, 1000
-FEATURES = tuple(f"c{number:02d}" for number in range(26))
-"""Mini-Kaggle's shape: 13 dense and 26 categorical features."""
 MOST_VECTORS = 100
 """Of a sample and table in the scenario ``sizes``, as in section V-E."""
-BUDGET_SECONDS, MOST_CALLS = 0.15, 50
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class ServeRun:
 
     Args:
         scenario: ``sizes`` draws the sizes of messages; the others serve `TableWiseDLRM`.
-        delays: (W, steps) seconds that each rank sleeps before each step.
+        served: model and clicks. delays: (W, steps) seconds that each rank sleeps before each step.
         batch_size: samples of all ranks together.
         trace: directory for a trace of each rank. timeout: of the exchange.
     """
@@ -45,6 +42,7 @@ class ServeRun:
     scenario: str
     backend: str
     bound: int
+    served: Served
     delays: np.ndarray
     batch_size: int
     seed: int
@@ -62,13 +60,16 @@ def serve(communicators: Communicators, run: ServeRun) -> dict[str, Any]:
     rank, world = communicators.rank, communicators.world_size
     steps = run.delays.shape[1]
     sizes = run.scenario == "sizes"
-    make = _ragged if sizes else _dlrm
-    model: ServedModel = make(rank, world, run.batch_size, steps, run.seed)
+    model: ServedModel
+    if sizes:
+        model = _ragged(run.served, rank, world, run.batch_size, steps, run.seed)
+    else:
+        model = served_dlrm(run.served, rank, world, run.batch_size, run.seed)
     recorder = Recorder(rank, world, {"mode": f"{run.backend} k={run.bound}"}) if run.trace else None
     exchange: Any
     group = communicators.control.group
     if run.backend == "bls":
-        exchange = BoundedLagAllToAll(group, run.bound, model.capacity(run.batch_size), run.timeout, recorder)  # type: ignore[attr-defined]
+        exchange = BoundedLagAllToAll(group, run.bound, model.capacity(run.batch_size), run.timeout, recorder)
     else:
         exchange = PlainExchange(group, run.bound, model)
     began: list[float] = []
@@ -76,7 +77,7 @@ def serve(communicators: Communicators, run: ServeRun) -> dict[str, Any]:
     predictions: list[torch.Tensor] = []
 
     def batches() -> Iterator[Any]:
-        for step, batch in enumerate(_batches(run.batch_size, steps, run.seed)):
+        for step, batch in enumerate(served_batches(run.served, run.batch_size, steps, run.seed)):
             began.append(perf_counter())
             time.sleep(run.delays[rank, step])
             yield batch
@@ -127,23 +128,13 @@ class _PlainHandle:
         return self.out, self.counts
 
 
-class _BenchDLRM(TableWiseDLRM):
-    """Knows the sizes that it will receive, for a collective that takes them."""
-
-    batch_size = 0
-
-    def receive(self, step: int) -> list[int]:
-        block = own_samples(self.batch_size, self.rank, self.world_size)
-        return [(block.stop - block.start) * len(names) for names in self.features]
-
-
 class RaggedModel:
     """Messages of drawn sizes: each sample takes 1 to 100 vectors from each rank's table, pooled on arrival.
 
     How many is drawn for each step, source and destination, so that messages differ up to a hundredfold.
     """
 
-    def __init__(self, rank: int, world_size: int, batch_size: int, steps: int, seed: int):
+    def __init__(self, served: Served, rank: int, world_size: int, batch_size: int, steps: int, seed: int):
         generator = np.random.default_rng([seed, 7])
         self.vectors = generator.integers(1, MOST_VECTORS + 1, (steps, world_size, world_size))
         self.rank, self.world_size = rank, world_size
@@ -151,14 +142,18 @@ class RaggedModel:
         self.block = blocks[rank]
         self.samples = [block.stop - block.start for block in blocks]
         torch.manual_seed(seed)
-        config = DLRMConfig(tuple(f"r{each}" for each in range(world_size)), DENSE, DIM, (64,), (64,))
-        self.model = DLRM(config)
+        features, dense = (
+            tuple(f"r{each}" for each in range(world_size)),
+            served.clicks(1, seed).dense.shape[1],
+        )
+        self.model = DLRM(DLRMConfig(features, dense, served.dim, (64,), (64,)))
+        shape, generator_of_rank = (served.rows // world_size, served.dim), torch.Generator()
         self.table = torch.randn(
-            TABLE_ROWS, DIM, dtype=torch.float32, generator=torch.Generator().manual_seed(seed + rank)
+            shape, dtype=torch.float32, generator=generator_of_rank.manual_seed(seed + rank)
         )
 
     def capacity(self, batch_size: int) -> int:
-        return MOST_VECTORS * max(self.samples) * DIM * torch.float32.itemsize
+        return MOST_VECTORS * max(self.samples) * self.model.config.dim * torch.float32.itemsize
 
     def receive(self, step: int) -> list[int]:
         return [int(n) * self.samples[self.rank] for n in self.vectors[step, :, self.rank]]
@@ -168,7 +163,7 @@ class RaggedModel:
             int(n) * samples
             for n, samples in zip(self.vectors[batch.step, self.rank], self.samples, strict=True)
         ]
-        ids = (torch.arange(sum(send)) * 7 + batch.step) % TABLE_ROWS
+        ids = (torch.arange(sum(send)) * 7 + batch.step) % len(self.table)
         return self.table[ids], send
 
     def bottom(self, batch: ClickBatch) -> torch.Tensor | None:
@@ -177,106 +172,10 @@ class RaggedModel:
     def top(self, batch: ClickBatch, x: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         samples = self.samples[self.rank]
         pooled = {
-            f"r{source}": part.view(samples, -1, DIM).mean(1)
+            f"r{source}": part.view(samples, -1, self.model.config.dim).mean(1)
             for source, part in enumerate(rows.split(counts))
         }
         return sigmoid(self.model.top_logits(x, pooled)).squeeze(1)
 
 
-@lru_cache(maxsize=1)
-def _dlrm(rank: int, world_size: int, batch_size: int, steps: int, seed: int) -> _BenchDLRM:
-    torch.manual_seed(seed)
-    model = DLRM(DLRMConfig(FEATURES, DENSE, DIM, (64,), (64,)))
-    owners = partition_tables(dict.fromkeys(FEATURES, TABLE_ROWS), world_size)
-    tables = {name: torch.randn(TABLE_ROWS, DIM, dtype=torch.float32) for name in FEATURES}
-    own = {name: table.__getitem__ for name, table in tables.items() if owners[name] == rank}
-    served = _BenchDLRM(model, owners, own, rank, world_size)
-    served.batch_size = batch_size
-    return served
-
-
 _ragged = lru_cache(maxsize=1)(RaggedModel)
-
-
-@lru_cache(maxsize=1)
-def _batches(batch_size: int, steps: int, seed: int) -> list[ClickBatch]:
-    """Preloaded, as in section V-C."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        ClickBatch(
-            step,
-            torch.arange(batch_size),
-            dense=torch.randn(batch_size, DENSE, dtype=torch.float32, generator=generator),
-            features=KeyedJaggedTensor.from_matrix(
-                FEATURES, torch.randint(0, TABLE_ROWS, (batch_size, len(FEATURES)), generator=generator)
-            ),
-            labels=torch.zeros(batch_size, dtype=torch.int64),
-        )
-        for step in range(steps)
-    ]
-
-
-@lru_cache(maxsize=1)
-def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
-    register()
-    return dist.new_group(timeout=timeout, backend="bls")
-
-
-def time_collectives(
-    size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
-) -> dict[str, float]:
-    """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, alternating.
-
-    Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
-
-    What arrives is compared first. `peer` is an mpi4py communicator of the same ranks, or None. Sizes are the
-    same for all ranks and so is the number of calls, which the first rank's pace decides.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed + rank)
-    values = torch.randint(0, 256, (world * size,), dtype=torch.uint8, generator=generator)
-    out = {name: torch.zeros_like(values) for name in ("gloo", "bls", "MPI")}
-    counts = [size] * world
-
-    def by_mpi() -> None:
-        peer.Alltoallv(
-            [values.numpy(), counts, [at * size for at in range(world)], _byte(peer)],
-            [out["MPI"].numpy(), counts, [at * size for at in range(world)], _byte(peer)],
-        )
-
-    group = _bls_group(timeout)
-    calls = {
-        "gloo": lambda: dist.all_to_all_single(out["gloo"], values),
-        "bls": lambda: dist.all_to_all_single(out["bls"], values, group=group),
-    }
-    if peer is not None:
-        calls["MPI"] = by_mpi
-    for name, call in calls.items():
-        call()
-        if not torch.equal(out[name], out["gloo"]):
-            raise RuntimeError(f"{name} and gloo disagree on what arrives, at {size} bytes to each rank")
-    start = perf_counter()
-    calls["gloo"]()
-    pace = torch.tensor([perf_counter() - start], dtype=torch.float64)
-    dist.broadcast(pace, 0)
-    repeats = int(min(MOST_CALLS, max(1, BUDGET_SECONDS / pace.item())))
-    seconds = {}
-    for name, call in calls.items():
-        dist.barrier()
-        start, cpu = perf_counter(), time.process_time()
-        for _ in range(repeats):
-            call()
-        seconds[name] = (perf_counter() - start) / repeats
-        seconds[f"{name} cpu"] = (time.process_time() - cpu) / repeats
-    return seconds
-
-
-def time_size(communicators: Communicators, size: int, seed: int) -> dict[str, float]:
-    """`time_collectives`, as a rank of a pool runs it."""
-    return time_collectives(size, seed, timeout=timedelta(seconds=communicators.watch.timeout))
-
-
-def _byte(peer: Any) -> Any:
-    from mpi4py import MPI
-
-    return MPI.BYTE

@@ -1,0 +1,87 @@
+"""Ali-CCP's format (Ma et al., arXiv 1804.07931): impressions with lists of features, clicks as labels.
+
+A folder with ``sample_skeleton_*.csv`` and ``common_features_*.csv``; text without header, fields between
+commas. A feature is a field, an id and a weight between control characters, here ``^B`` and ``^C``; ``^A`` is
+between features::
+
+    skeleton   sample  click  buy  common     count  features of the impression
+               1       0      0    bacff91692 2      216^B9342382^C1.0^A301^B9351665^C1.0
+    common     common      count  features of the user, the same for many impressions
+               bacff91692  2      101^B31319^C1.0^A127_14^B3775663^C2.30259
+
+A field becomes a categorical feature with one id for each sample, as in arXiv 2512.19342, section V-F: where
+a sample has several, the one with the largest weight, the first of equals. A missing one is `MISSING`. There
+are no dense features. Files are read in the order of their names; the last tenth is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tritonrec.data.criteo import MISSING
+from tritonrec.data.ctr import ClickLog, num_training_rows
+
+USER = ("101", "109_14", "110_14", "127_14", "150_14", "121", "122", "124", "125", "126", "127", "128", "129")
+ITEM = ("205", "206", "207", "210", "216", "508", "509", "702", "853", "301")
+FIELDS = USER + ITEM
+"""The 23 fields."""
+_PLACES = {field: place for place, field in enumerate(FIELDS)}
+
+
+def read(path: Path | str) -> ClickLog:
+    """Read the folder `path`.
+
+    Raises FileNotFoundError where it has no files of one of the two kinds, and ValueError naming file and
+    line of a bad field, or of an impression whose common features are nowhere.
+    """
+    folder = Path(path)
+    common: dict[str, list[int]] = {}
+    for file, line, fields in _lines(folder, "common_features", 3):
+        common[fields[0]] = _ids(file, line, fields[2], [MISSING] * len(FIELDS))
+    rows, labels = [], []
+    for file, line, fields in _lines(folder, "sample_skeleton", 6):
+        if fields[1] not in ("0", "1"):
+            raise ValueError(f"{file}, line {line}: click is {fields[1]!r}, expected 0 or 1")
+        if fields[3] not in common:
+            raise ValueError(f"{file}, line {line}: there are no common features {fields[3]!r}")
+        rows.append(_ids(file, line, fields[5], common[fields[3]]))
+        labels.append(int(fields[1]))
+    if not rows:
+        raise ValueError(f"{folder}: holds no impressions")
+    return ClickLog(
+        np.zeros((len(rows), 0), np.float32), np.array(rows, np.int64), np.array(labels, np.int64),
+        tuple(f"f{field}" for field in FIELDS), num_training_rows(len(rows)),
+    )  # fmt: skip
+
+
+def _lines(folder: Path, kind: str, count: int) -> Iterator[tuple[Path, int, list[str]]]:
+    """File, number and fields of each line of the files of a kind, of `count` fields."""
+    files = sorted(folder.glob(f"{kind}*.csv"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no file {kind}*.csv")
+    for file in files:
+        with file.open() as lines:
+            for number, line in enumerate(lines, 1):
+                fields = line.rstrip("\n").split(",")
+                if len(fields) != count:
+                    raise ValueError(f"{file}, line {number}: {len(fields)} fields, expected {count}")
+                yield file, number, fields
+
+
+def _ids(file: Path, line: int, features: str, base: list[int]) -> list[int]:
+    """The id of each field: `base`, with those of `features` that are in `FIELDS` in their places."""
+    ids, best = base.copy(), dict.fromkeys(range(len(FIELDS)), -np.inf)
+    for feature in filter(None, features.split("\x01")):
+        try:
+            field, rest = feature.split("\x02")
+            id, weight = rest.split("\x03")
+            number, weighed = int(id), float(weight)
+        except ValueError:
+            raise ValueError(f"{file}, line {line}: {feature!r} is no field, id and weight") from None
+        place = _PLACES.get(field)
+        if place is not None and weighed > best[place]:
+            ids[place], best[place] = number, weighed
+    return ids
