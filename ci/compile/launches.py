@@ -311,12 +311,6 @@ def _unique_padded():
     run(ops.unique, keys() // 3, padded=True, count=count_of(size))
 
 
-@case("unique with a table, and intersect with it")
-def _unique_table():
-    right, _inverse, _counts, count, table = run(ops.unique, keys() // 3, padded=True, table=True)
-    run(ops.intersect, keys(), right, padded=True, right_count=count, table=table)
-
-
 @case("intersect")
 def _intersect():
     run(ops.intersect, keys(), keys() + 50)
@@ -326,6 +320,12 @@ def _intersect():
 def _intersect_padded():
     counts = {"left_count": count_of(size), "right_count": count_of(size)}
     run(ops.intersect, keys(), keys() + 50, padded=True, **counts)
+
+
+@case("unique table")
+def _unique_table():
+    right, _inverse, _counts, count, table = run(ops.unique, keys() // 3, padded=True, table=True)
+    run(ops.intersect, keys(), right, padded=True, right_count=count, table=table)
 
 
 @case("hash_table")

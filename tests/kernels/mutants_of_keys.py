@@ -89,6 +89,7 @@ UNIQUE = [
 ]
 INTERSECT = [
     *TABLE,
+    test_padding.test_more_matches_than_room_write_nothing_outside,
     *each(test_intersect.test_equals_all_pairs, "left_longer", "right_longer"),
     lambda: test_intersect.test_keys_that_share_a_home_and_wrap_around_the_end(IMPL, 2**20 - 1),
     lambda: test_padding.check_intersect(torch.arange(-9, 9), torch.arange(4, -20, -1), 12, 20, IMPL),
@@ -227,6 +228,13 @@ MUTANTS = {
             ("inside = representative >= 0", "inside = (representative >= 0) & (offsets // BLOCK != 1)")
         ],
         "padding_of_the_inverse": [("mask=inside, other=0) - 1", "mask=inside, other=1) - 1")],
+        "padding_not_zeroed": [
+            ("tl.store(unique_ptr + offsets, tl.zeros((BLOCK,), tl.int64), mask=offsets < num_keys)", "pass")
+        ],
+        "counts_not_zeroed": [
+            ("tl.store(counts_ptr + offsets, tl.zeros((BLOCK,), tl.int32), mask=offsets < num_keys)", "pass")
+        ],
+        "number_of_the_first_block": [("mask=offsets == num_keys - 1)", "mask=offsets == tl.minimum(num_keys - 1, 9))")],
         "table_of_positions": [("tl.store(table_ptr + slot, rank, mask=is_first)", "")],
     },
     "intersect.triton_intersect": {
@@ -238,6 +246,8 @@ MUTANTS = {
             ("build(right, right_count)", "build(right, left_count)"),
             ("table.contiguous(), left_count)", "table.contiguous(), right_count)"),
         ],
+        "padding_not_marked": [("mask=behind)", "mask=behind & (offsets < 0))")],
+        "too_many_counted": [("tl.minimum(tl.load(rank_ptr + num_keys - 1), length)", "tl.load(rank_ptr + num_keys - 1)")],
         "given_table_ignored": [("if table is None or table.numel() == 0:", "if True:")],
     },
     "bucketize.triton_bucketize": {
@@ -335,7 +345,7 @@ MUTANTS = {
 SPECIAL = {
     "unique_length_read_back": (
         "unique.triton_unique",
-        [("length = size if padded else int(num_unique)", "length = max(size, num_unique.item())")],
+        [("    if not padded:\n", "    if num_unique.item() and not padded:\n")],
         hidden_step,
     ),
     "intersect_by_nonzero": (

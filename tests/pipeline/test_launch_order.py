@@ -141,8 +141,8 @@ def test_routing_is_launched_ahead_of_the_window_before():
     order = [str(task) for task in NESTPIPE.launch_order(2, 1)]
     assert order == [
         "route(0)", "route(1)",
-        "exchange(0, 0)", "gradient_exchange(0, 0)", "dense_reduce(0)",
-        "exchange(1, 0)", "gradient_exchange(1, 0)", "dense_reduce(1)",
+        "exchange(0, 0)", "gradient_exchange(0, 0)", "dense_reduce(0)", "dense_update(0)",
+        "exchange(1, 0)", "gradient_exchange(1, 0)", "dense_reduce(1)", "dense_update(1)",
     ]  # fmt: skip
     assert [str(task) for task in FWP.launch_order(2, 1)][:2] == ["route(0)", "exchange(0, 0)"]
 

@@ -104,10 +104,12 @@ class Stage:
     def launches_collectives(self) -> bool:
         """Whether it accesses a process group whose collectives run on the device.
 
-        Those of the retrieval group count the rows of tables, on the host.
+        Those of the retrieval group count the rows of tables, on the host. An update of dense parameters
+        gathers them, where FSDP2 has sharded them.
         """
         groups = {access.place for access in self.touches if access.place.endswith("_group")}
-        return bool(groups - {"retrieval_group"})
+        gathers = any(access.place == "dense" and access.mode == "update" for access in self.touches)
+        return gathers or bool(groups - {"retrieval_group"})
 
 
 class _Place(NamedTuple):

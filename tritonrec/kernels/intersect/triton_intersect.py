@@ -14,8 +14,10 @@ BLOCK, NUM_WARPS = 256, 4
 
 
 @triton.jit
-def _list_kernel(matched_ptr, rank_ptr, left_ptr, right_ptr, num_keys, length, BLOCK: tl.constexpr):
-    """The n-th match goes to place n; ranks count from 1."""
+def _list_kernel(
+    matched_ptr, rank_ptr, left_ptr, right_ptr, num_common_ptr, num_keys, length, BLOCK: tl.constexpr
+):
+    """Match n goes to place n, -1 behind the last; ranks count from 1, and the last is their number."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # -1 is no position, so lanes behind the end list nothing
     matched = tl.load(matched_ptr + offsets, mask=offsets < num_keys, other=-1)
@@ -24,6 +26,11 @@ def _list_kernel(matched_ptr, rank_ptr, left_ptr, right_ptr, num_keys, length, B
     listed = (matched >= 0) & (place < length)
     tl.store(left_ptr + place, offsets, mask=listed)
     tl.store(right_ptr + place, matched, mask=listed)
+    num_common = tl.minimum(tl.load(rank_ptr + num_keys - 1), length)
+    behind = (offsets >= num_common) & (offsets < length)
+    tl.store(left_ptr + offsets, tl.full((BLOCK,), -1, tl.int64), mask=behind)
+    tl.store(right_ptr + offsets, tl.full((BLOCK,), -1, tl.int64), mask=behind)
+    tl.store(num_common_ptr + offsets * 0, tl.zeros((BLOCK,), tl.int64) + num_common, mask=offsets == 0)
 
 
 def intersect(
@@ -44,10 +51,11 @@ def intersect(
     matched = triton_scratch.lookup(left, right, table.contiguous(), left_count)
     # the running count is each match's place, without an atomic: left positions come out ascending
     rank = torch.cumsum(matched >= 0, 0)
-    num_common = rank[-1].clone()
-    length = min(left.numel(), right.numel()) if padded else int(num_common)
-    left_positions, right_positions = (left.new_full((length,), -1) for _ in range(2))
+    length = min(left.numel(), right.numel())
+    found = left.new_empty(length), left.new_empty(length), left.new_empty(())
     grid, config = (triton.cdiv(left.numel(), BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    _list_kernel[grid](matched, rank, left_positions, right_positions, left.numel(), length, **config)
-    found = left_positions, right_positions
-    return (*found, num_common.clamp(max=length)) if padded else found
+    _list_kernel[grid](matched, rank, *found, left.numel(), length, **config)
+    if padded:
+        return found
+    common = int(found[2])
+    return found[0][:common].clone(), found[1][:common].clone()

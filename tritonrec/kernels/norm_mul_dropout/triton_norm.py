@@ -24,6 +24,7 @@ from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_alignment import jit_for_any_alignment
+from tritonrec.kernels.triton_float import divide
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 ROWS_OF_PROGRAM = 8  # whose exact gradients are added up before an atomic addition
@@ -61,15 +62,15 @@ def forward_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
-    # div_rn takes two float32
+    # `divide` takes two float32
     count = tl.full((), 0.0, tl.float32) + dim
     for row in range(start, rows, tl.num_programs(0)):
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.div_rn(tl.sum(x, axis=0), count)
+        mean = divide(tl.sum(x, axis=0), count)
         centred = tl.where(inside, x - mean, 0.0)
         # columns beyond the row are 0 in `centred`, so they add nothing to the variance
-        variance = tl.div_rn(tl.sum(centred * centred, axis=0), count)
-        rstd = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+        variance = divide(tl.sum(centred * centred, axis=0), count)
+        rstd = divide(tl.full((), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
         tl.store(means_ptr + row, mean)
         tl.store(rstds_ptr + row, rstd)
         if y_ptr is not None:  # `norm_linear_silu` wants means and rstds alone
@@ -149,8 +150,8 @@ def backward_kernel(
             tl.store(dweight_ptr + to, g * normed, mask=inside)
         slope = g * weight
         # the norm takes out of x its mean and its scale, so dx has no part along either
-        level = tl.div_rn(tl.sum(slope, axis=0), count)
-        along = tl.div_rn(tl.sum(slope * normed, axis=0), count)
+        level = divide(tl.sum(slope, axis=0), count)
+        along = divide(tl.sum(slope * normed, axis=0), count)
         dx = rstd * ((slope - level) - normed * along)
         tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if bad_ptr is not None:

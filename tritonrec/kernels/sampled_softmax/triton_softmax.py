@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.triton_alignment import jit_for_any_alignment
-from tritonrec.kernels.triton_float import exp
+from tritonrec.kernels.triton_float import divide, exp
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 TILE = 4096  # elements of a tile of negatives
@@ -94,7 +94,7 @@ def backward_kernel(
             hidden, positive, negatives_ptr, valid_ptr, token, scale, count, dim, ITEMS, BLOCK_D
         )
         factor = tl.load(dloss_ptr + token) * scale
-        slope_0 = (tl.div_rn(exp(score_0 - most), total) - 1.0) * factor
+        slope_0 = (divide(exp(score_0 - most), total) - 1.0) * factor
         dhidden = slope_0 * positive
         tl.store(dpositive_ptr + at, slope_0 * hidden, mask=column < dim)
         # scores are computed again, since L * K of them would have to be stored

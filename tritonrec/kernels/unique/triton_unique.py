@@ -18,25 +18,29 @@ BLOCK, NUM_WARPS = 256, 4
 
 @triton.jit
 def _mark_kernel(
-    slots_ptr, holders_ptr, representative_ptr, is_first_ptr, num_keys, count_ptr, BLOCK: tl.constexpr
-):
-    """The first position of each key, -1 in the padding, and 1 at those positions."""
+    slots_ptr, holders_ptr, representative_ptr, is_first_ptr, unique_ptr, counts_ptr, num_keys, count_ptr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first position of each key, -1 in the padding, and 1 at those positions. Zeros what comes next."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)
     slot = tl.load(slots_ptr + offsets, mask=inside, other=0)
     representative = tl.load(holders_ptr + slot, mask=inside, other=-1)
     tl.store(representative_ptr + offsets, representative, mask=offsets < num_keys)
     tl.store(is_first_ptr + offsets, (representative == offsets).to(tl.int32), mask=offsets < num_keys)
+    # here, since a launch for each would cost more
+    tl.store(unique_ptr + offsets, tl.zeros((BLOCK,), tl.int64), mask=offsets < num_keys)
+    tl.store(counts_ptr + offsets, tl.zeros((BLOCK,), tl.int32), mask=offsets < num_keys)
 
 
 @triton.jit
 def _emit_kernel(
     keys_ptr, representative_ptr, rank_ptr, slots_ptr, unique_ptr, inverse_ptr, counts_ptr, table_ptr,
-    num_keys, BLOCK: tl.constexpr,
+    num_unique_ptr, num_keys, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ranks of first positions number the distinct keys; every key adds 1 to its count.
 
-    The table of positions becomes, where one is given, the table of ranks.
+    The table of positions becomes, where one is given, the table of ranks. The last rank is their number.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     representative = tl.load(representative_ptr + offsets, mask=offsets < num_keys, other=-1).to(tl.int64)
@@ -52,6 +56,8 @@ def _emit_kernel(
         tl.store(table_ptr + slot, rank, mask=is_first)
     # relaxed: integer counts have one sum in any order, and nobody reads them before the end
     tl.atomic_add(counts_ptr + rank, tl.full((BLOCK,), 1, tl.int32), mask=inside, sem="relaxed")
+    last = tl.load(rank_ptr + offsets, mask=offsets == num_keys - 1, other=0)
+    tl.store(num_unique_ptr + offsets * 0, last.to(tl.int64), mask=offsets == num_keys - 1)
 
 
 def unique(
@@ -64,17 +70,19 @@ def unique(
         return pad_unique(*found, 0, padded, table)
     keys = keys.contiguous()
     holders, slots = triton_scratch.build(keys, count)
+    order, inverse, num_unique = torch.empty_like(keys), torch.empty_like(keys), keys.new_empty(())
     # int32 halves their traffic: fewer than 2**31 keys
-    representative, is_first = (torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(2))
+    representative, is_first, counts = (
+        torch.empty(size, dtype=torch.int32, device=keys.device) for _ in range(3)
+    )
     grid, config = (triton.cdiv(size, BLOCK),), {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-    _mark_kernel[grid](slots, holders, representative, is_first, size, count, **config)
+    _mark_kernel[grid](slots, holders, representative, is_first, order, counts, size, count, **config)
     # ranks count from 1 at the first key, and their last one is the number of distinct keys
     rank = torch.cumsum(is_first, 0, dtype=torch.int32)
-    num_unique = rank[-1].to(torch.int64)
-    length = size if padded else int(num_unique)
-    order, inverse = keys.new_zeros(length), torch.empty_like(keys)
-    counts = torch.zeros(length, dtype=torch.int32, device=keys.device)
-    places = order, inverse, counts, holders if table else None
+    places = order, inverse, counts, holders if table else None, num_unique
     _emit_kernel[grid](keys, representative, rank, slots, *places, size, **config)
-    found = order, inverse, counts.to(torch.int64)
-    return (*found, *(num_unique,) * padded, *(holders,) * table)
+    if not padded:
+        length = int(num_unique)
+        return order[:length].clone(), inverse, counts[:length].to(torch.int64)
+    found = order, inverse, counts.to(torch.int64), num_unique
+    return (*found, holders) if table else found
