@@ -67,7 +67,7 @@ class DevicePool:
         return torch.where(place < free, stacked, numbers)
 
     def claim(self, taken: torch.Tensor, most: int, others: tuple[int, ...] = ()) -> None:
-        """Take the first `taken` () int64, at most `most`, of `next`; `others`: rises of the other numbers."""
+        """Take the first `taken` () int64, at most `most`, of `next`; the others rise by at most `others`."""
         reused = torch.minimum(taken, self.numbers.values[FREE])
         self._add([taken - reused, -reused], (most, 0, *others))
 
