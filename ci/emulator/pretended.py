@@ -8,8 +8,8 @@
 So every branch for a GPU runs: copies go through page-locked memory and streams, checks are queued. Noted is
 for each storage whether it is the GPU's, and what an op makes of a GPU's tensors is the GPU's. The host waits
 where it reads a value, where a result is as long as values say (nonzero, a boolean index, ...), where it
-copies between host and GPU at once, and where it waits for a stream. A copy that is queued arrives at once.
-What would fail on a GPU, as an op on tensors of host and GPU, raises RuntimeError.
+copies between host and GPU at once, and where it waits for a stream, or for an event; a stage's own event is
+over only when the stage is. What would fail on a GPU, as an op on tensors of both, raises RuntimeError.
 
 Kernels run on the tensors all the same: emulated ones (`tritonrec.harness.emulator`), or those of the CPU
 (`without_kernels`). What they do with tensors is not seen.
@@ -63,16 +63,22 @@ class Pretended:
     def stage(self, name: str) -> Iterator[None]:
         """What this thread does inside counts for the stage; threads but the first see the GPU here alone."""
         before, self._of_thread.stage = self.here, name
+        call, self._of_thread.call = self.call, object()
         try:
             with self._modes():
                 yield
         finally:
-            self._of_thread.stage = before
+            self._of_thread.stage, self._of_thread.call = before, call
 
     @property
     def here(self) -> str:
         """The stage of this thread."""
         return getattr(self._of_thread, "stage", OUTSIDE)
+
+    @property
+    def call(self) -> object | None:
+        """The call of the stage of this thread; None between stages."""
+        return getattr(self._of_thread, "call", None)
 
     def waits_of(self, stage: str) -> int:
         """How often the host waited in a stage."""
@@ -239,13 +245,13 @@ class _Ops(TorchDispatchMode):
 
 
 class _Event:
-    """An event of a stream; what is queued ends at once."""
+    """An event of a stream; what a stage has queued ends with it."""
 
     def __init__(self, gpu: Pretended):
-        self._gpu = gpu
+        self._gpu, self._call = gpu, gpu.call
 
     def query(self) -> bool:
-        return True
+        return self._call is None or self._call is not self._gpu.call
 
     def synchronize(self) -> None:
         self._gpu.wait()

@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cached": {"storage": "cached"},
     "device, skip_fetch": {"storage": "device", "skip_fetch": True},
     "device, admission": {"storage": "device", "admission": 2},
+    "device, eviction": {"storage": "device", "evict": 150},
+    "device, tiers": {"storage": "device", "tiers": 2},
 }
 """Settings of each column: where tables are, and what else is on."""
 MICRO_BATCHES, MEASURED, STEPS = 4, 3, 6
@@ -40,13 +42,19 @@ MICRO_BATCHES, MEASURED, STEPS = 4, 3, 6
 Report = dict[str, dict[str, dict[str, Any]]]
 
 
-def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1) -> dict[str, dict[str, Any]]:
-    """By stage of one step: launches, calls, waits, and the lines of code that wait."""
+def measure(
+    storage: str = "host", skip_fetch: bool = False, admission: int = 1, evict: int = 0, tiers: int = 0
+) -> dict[str, dict[str, Any]]:
+    """By stage of one step: launches, calls, waits, and the lines of code that wait.
+
+    `evict`: rows to keep, by lru. `tiers`: the access count from which on a row is in float32; counts halve
+    in the step that is measured.
+    """
     import torch
     from pretended import pretended
 
     from tritonrec.distributed import Communicators
-    from tritonrec.embedding import HashTableCollection, TablePolicy
+    from tritonrec.embedding import Eviction, HashTableCollection, PrecisionTiers, TablePolicy
     from tritonrec.harness.emulator import Emulation, emulated
     from tritonrec.harness.job import Job, dense_optimizer
     from tritonrec.nn import HSTUConfig
@@ -55,7 +63,10 @@ def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1)
     sizes = HSTUConfig(dim=16, layers=2)
     job = Job(
         "zipf:users=60,items=400,seed=1", batch_size=16, max_seq_len=16, num_negatives=4, sizes=sizes,
-        slots=1024, policy=TablePolicy(admission=admission),
+        slots=1024, policy=TablePolicy(
+            Eviction("lru", capacity=evict) if evict else None, admission,
+            PrecisionTiers(tiers, every=MEASURED) if tiers else None,
+        ),
     )  # fmt: skip
     placed: dict[str, Any] = {}
     if storage != "host":
@@ -85,6 +96,9 @@ def measure(storage: str = "host", skip_fetch: bool = False, admission: int = 1)
                 with gpu.stage("end of the step" if step == MEASURED else "another step"):
                     next(results)
             list(results)
+        counters = tables.groups[0].table.counters
+        assert not evict or counters.evicted, "nothing was evicted"
+        assert not tiers or (counters.promoted and counters.demoted), "no row moved between the tiers"
     return {
         stage: {
             "launches": gpu.launches[stage],

@@ -1,13 +1,15 @@
 """Promise: a table's place changes no bit: host memory, device memory, or host memory behind a cache."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import DIM, Ranker, batches, optimizer_of, same, trained
+from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trained, trainer
 
 from tritonrec.embedding import (
+    DynamicTable,
     Eviction,
     FeatureConfig,
     HashTableCollection,
@@ -16,6 +18,7 @@ from tritonrec.embedding import (
     RowOptimizer,
     TablePolicy,
 )
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import DenseModel
 
 POLICIES = {
@@ -24,6 +27,11 @@ POLICIES = {
     "admission": TablePolicy(admission=2),
     "tiers": TablePolicy(precision=PrecisionTiers(2, 3)),
     "all": TablePolicy(Eviction("lru", capacity=30, every=2), admission=2, precision=PrecisionTiers(2, 3)),
+}
+OVER_RANKS = {
+    **POLICIES,
+    "lfu": TablePolicy(Eviction("lfu", capacity=30)),
+    "ttl": TablePolicy(Eviction("ttl", ttl=1)),
 }
 WINDOWS = {
     "plain": {},
@@ -50,7 +58,7 @@ QUICK = [
 
 def parts(policy, placement=None):
     rule, model = RowOptimizer("adam", lr=0.05), Ranker()
-    feature = FeatureConfig("item", DIM, policy=POLICIES[policy])
+    feature = FeatureConfig("item", DIM, policy=OVER_RANKS[policy])
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
     return model, tables, optimizer_of(model, rule.name, rule.lr)
 
@@ -76,6 +84,46 @@ def test_what_a_device_counts_is_what_the_host_counts(storage):
         counters = vars(made[1].groups[0].table.counters)
         seen.append({name: count for name, count in counters.items() if name != "cached"})
     assert seen[0] == seen[1]
+
+
+CHOSEN = [
+    (storage, policy) for policy in ("lru", "lfu", "ttl", "tiers", "all") for storage in ("device", "cached")
+]
+
+
+@pytest.mark.parametrize(("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu")], CHOSEN))
+def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monkeypatch):
+    """Only the first pass of a run has no lookup before it that could send the number."""
+    expected, _ = trained(parts(policy), "reference", "batch", batches())
+    number, found, late = DynamicTable._number, DynamicTable._foreseen_by, []
+    looked = threading.local()
+
+    def noted(table, of, step, all_reduce):
+        looked.now = False
+        result = number(table, of, step, all_reduce)
+        late.extend([step] * looked.now)
+        return result
+
+    def looks(*arguments):
+        looked.now = True
+        return found(*arguments)
+
+    monkeypatch.setattr(DynamicTable, "_number", noted)
+    monkeypatch.setattr(DynamicTable, "_foreseen_by", looks)
+    made = [parts(policy, Placement(storage, cache_rows=25)) for _ in range(2)]
+
+    def rank(communicators):
+        own = made[communicators.rank]
+        with trainer(own, "nestpipe", communicators=communicators) as training:
+            list(training.run(batches(rank=communicators.rank, world_size=2)))
+        return state(own)
+
+    first, second = run_ranks(2, rank)
+    keys, order = torch.cat([first[0], second[0]]).sort()
+    assert same([keys, torch.cat([first[1], second[1]])[order], *first[2:]], expected)
+    assert late == [0] * len(late) and len(late) == 2 * (1 + (policy == "all"))
+    counters = [each[1].groups[0].table.counters for each in made]
+    assert all(each.evicted + each.demoted for each in counters)
 
 
 def test_a_state_moves_from_place_to_place_in_the_middle_of_a_run():

@@ -54,7 +54,8 @@ class DevicePool:
                 f"a table holds at most {MAX_ROWS} rows on one rank; it has {len(self)}, and up to {most} "
                 "are new: use more ranks, or evict"
             )
-        return min(self.numbers.bound(END) + most, MAX_ROWS)
+        anew = max(most - self.numbers.bound(FREE), 0) if on_host(self._stack) else most
+        return min(self.numbers.bound(END) + anew, MAX_ROWS)
 
     def next(self, size: int) -> torch.Tensor:
         """The next `size` numbers (size,) int64, of which `claim` takes the first."""
@@ -67,7 +68,7 @@ class DevicePool:
         return torch.where(place < free, stacked, numbers)
 
     def claim(self, taken: torch.Tensor, most: int, others: tuple[int, ...] = ()) -> None:
-        """Take the first `taken` () int64, at most `most`, of `next`; `others`: rises of the other numbers."""
+        """Take the first `taken` () int64, at most `most`, of `next`; the others rise by at most `others`."""
         reused = torch.minimum(taken, self.numbers.values[FREE])
         self._add([taken - reused, -reused], (most, 0, *others))
 

@@ -47,7 +47,8 @@ class DynamicTable:
         chunk_rows: rows of one value chunk.
         policy: eviction, admission and precision tiers; none by default.
         placement: host memory, device memory or both; host memory by default. A lookup on a device waits for
-            nothing, unless rows are evicted or have precision tiers; with admission, once a window of it.
+            nothing, but a pass that evicts or demotes rows for their number: while windows are in flight that
+            of the lookup before it, which is mostly over by then.
     """
 
     def __init__(

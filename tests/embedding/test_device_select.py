@@ -1,0 +1,117 @@
+"""Promise: what a device's table chooses without a wait is what the host's table chooses."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_table import Ranks
+
+from tritonrec.embedding import KeyLayout
+from tritonrec.embedding.device_numbers import DeviceNumbers
+from tritonrec.embedding.device_pool import DevicePool
+from tritonrec.embedding.device_select import in_order_of_keys, smallest_slots
+from tritonrec.embedding.index_pool import IndexPool
+
+FIRST, LAST = -(2**63), 2**63 - 1
+ALONE, MERGED = KeyLayout(), KeyLayout(("action", "item", "user"))
+IDS = {
+    False: st.one_of(
+        st.integers(FIRST, LAST), st.integers(-3, 3), st.sampled_from([FIRST, FIRST + 1, LAST - 1, LAST])
+    ),
+    True: st.one_of(st.integers(0, 2**61 - 1), st.integers(0, 3), st.sampled_from([0, 2**61 - 2, 2**61 - 1])),
+}
+SCORES = st.one_of(st.integers(-2, 2), st.sampled_from([255, 256, 65536, 2**31 - 1, -(2**31)]))
+
+
+def packed(member, number):
+    return int(MERGED.pack(member, torch.tensor([number]), "f"))
+
+
+def chosen_of(ranks, slots, owners, k):
+    """(score, key) chosen on any rank, each of which has its own slots (score, key, group, candidate)."""
+
+    def run(rank, all_reduce):
+        mine = [slot for slot, owner in zip(slots, owners, strict=True) if owner == rank]
+        columns = torch.tensor(mine, dtype=torch.int64).view(-1, 4)
+        scores, keys, groups, among = columns.unbind(1)
+        positions, count = smallest_slots(
+            scores.to(torch.int32), keys.contiguous(), groups, among.bool(), k, all_reduce
+        )
+        assert len(positions) == sum(min(each, len(mine)) for each in k)
+        return [mine[i][:2] for i in positions[: int(count)].tolist()]
+
+    return sorted(slot for part in ranks(run) for slot in part)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False), st.data())
+def test_the_smallest_of_each_group(merged, world_size, random, data):
+    members = st.integers(0, 2) if merged else st.just(0)
+    picked = data.draw(
+        st.lists(
+            st.tuples(members, SCORES, IDS[merged], st.booleans()),
+            min_size=1,
+            max_size=30,
+            unique_by=lambda each: (each[0], each[2]),
+        )
+    )
+    k = data.draw(st.lists(st.integers(0, 12), min_size=3 if merged else 1, max_size=3 if merged else 1))
+    slots = [
+        (score, packed(member, number) if merged else number, member, among)
+        for member, score, number, among in picked
+    ]
+    owners = [random.randrange(world_size) for _ in slots]
+    expected = []
+    for group, most in enumerate(k):
+        mine = sorted((score, key) for score, key, member, among in slots if member == group and among)
+        expected += mine[:most]
+    ranks = Ranks(world_size)
+    assert chosen_of(ranks, slots, owners, k) == sorted(expected)
+    ranks.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("k", [0, 1, 99, 100, 101, 200, 201])
+def test_ties_of_the_score_go_by_signed_key(k, world_size):
+    ranks = Ranks(world_size)
+    keys = [FIRST, LAST, *range(-99, 99)]
+    slots = [(9, key, 0, True) for key in keys]
+    chosen = chosen_of(ranks, slots, [i % world_size for i in range(200)], [k])
+    assert [key for _score, key in chosen] == sorted(keys)[:k]
+    ranks.close()
+
+
+def test_the_greatest_key_is_not_lost_behind_the_count():
+    keys, positions = torch.tensor([LAST, 3, 8]), torch.tensor([5, 6, 7])
+    assert in_order_of_keys(keys, positions, torch.tensor(2))[1][:2].tolist() == [6, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=1, max_size=9)), max_size=12))
+def test_a_devices_pool_gives_the_numbers_of_the_hosts(calls):
+    here, there, taken = IndexPool(), DevicePool(torch.device("cpu")), []
+    for takes, marks in calls:
+        which = torch.tensor(marks)
+        count = int(which.sum())
+        if takes:
+            numbers = here.allocate(count)
+            assert there.end_after(count) == here.end
+            assert torch.equal(there.next(len(marks))[:count], numbers)
+            there.claim(which.sum(), len(marks))
+            taken += numbers.tolist()
+        else:
+            freed = [taken.pop(i % len(taken)) for i, mark in enumerate(marks) if mark and taken]
+            padded = torch.full((len(freed) + 3,), -1)
+            padded[2 : 2 + len(freed)] = torch.tensor(freed, dtype=torch.int64)
+            here.release(torch.tensor(freed, dtype=torch.int64))
+            there.release(padded, padded >= 0)
+        assert len(there) == len(here) == len(taken)
+        assert there.end == here.end
+
+
+def test_a_number_that_is_reset_counts_from_zero():
+    numbers = DeviceNumbers(2, torch.device("cpu"))
+    numbers.add(torch.tensor([3, 4]), (3, 4))
+    numbers.reset(1)
+    numbers.add(torch.tensor([1, 1]), (1, 1))
+    assert numbers.exact() == [4, 1] and numbers.bound(1) == 1
