@@ -2,6 +2,7 @@
 
 from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
+from tritonrec.data.click_stream import ClickStream
 from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ratings, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
@@ -23,6 +24,7 @@ __all__ = [
     "ClickBatch",
     "ClickLoader",
     "ClickLog",
+    "ClickStream",
     "DynamicBatchLoader",
     "DynamicStream",
     "EvaluationBatch",

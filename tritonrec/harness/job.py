@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ..data import (
     ClickLoader,
     ClickLog,
+    ClickStream,
     DynamicBatchLoader,
     DynamicStream,
     ImpressionLoader,
@@ -24,7 +24,6 @@ from ..data import (
     load_clicks,
     load_interactions,
 )  # fmt: skip
-from ..data.sequences import COLUMNS, holds_sequences
 from ..embedding import (
     FeatureConfig,
     HashTableCollection,
@@ -37,11 +36,11 @@ from ..embedding import (
     WarmupCosine,
     WarmupLinear,
 )  # fmt: skip
-from ..files import ScratchFolder
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
+from .streams import clicks, grouped, sequences
 
 if TYPE_CHECKING:
     from ..data.parquet_rows import ParquetRows
@@ -54,7 +53,7 @@ DATA_HELP = (
     "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, criteo or "
     "criteo:samples=N, and avazu."
 )
-Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader
+Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader | ClickStream
 Loader = Epochs | DynamicBatchLoader | DynamicStream
 
 
@@ -79,6 +78,7 @@ class Job:
         merge: keep tables of one dimension in one.
         policy: eviction, admission and precision tiers, of every table.
         balance: deal the samples of a batch to ranks by their cost.
+        stream: a log of events in Parquet is grouped by user once, and streamed; else it is read whole.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
@@ -121,6 +121,7 @@ class Job:
     merge: bool = setting(True, "Keep tables of one dimension in one.")
     policy: TablePolicy = field(default_factory=TablePolicy)
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
+    stream: bool = setting(True, "Stream a log in Parquet by users, and do not read it whole.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
     wrapping: Wrapping = ""
@@ -139,7 +140,7 @@ class Job:
     @property
     def is_streamed(self) -> bool:
         """Whether the data are shards of sequences."""
-        return _sequences(self.data) is not None
+        return sequences(self.data) is not None
 
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
@@ -149,25 +150,35 @@ class Job:
         if isinstance(loader, NextItemStream):
             tokens = min(int(loader.popularity.sum()) / loader.num_samples, self.max_seq_len)
             return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
+        if isinstance(loader, ClickStream):
+            raise ValueError("dynamic cuts batches by tokens, and clicks have one each: leave it out")
         return DynamicBatchLoader(loader)
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
-        if self.model == "dlrm":
-            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
-        if self.model != "grm" and (rows := _sequences(self.data)) is not None:
+        if (rows := self._streamed()) is not None:
             if self.balance:
                 raise ValueError(
                     "balance deals samples by their lengths, and a rank streams its own part only: choose "
-                    "dynamic"
+                    "dynamic, or --no-stream for a log that can be read whole"
                 )
+            if self.model == "dlrm":
+                return ClickStream(rows, self.batch_size, self.seed, rank, world_size)
             sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
             return NextItemStream(rows, *sizes, self.seed, rank, world_size)
+        if self.model == "dlrm":
+            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
         log = _interactions(self.data)
         if self.model == "grm":
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
+
+    def _streamed(self) -> ParquetRows | None:
+        """The rows that are streamed; None for data that is read whole."""
+        if self.model in ("hstu", "fuxi"):
+            return (grouped if self.stream else sequences)(self.data)
+        return clicks(self.data) if self.model == "dlrm" and self.stream else None
 
     def build(
         self, optimizer: OptimizerName, wrap: Callable[[torch.nn.Module], object] = lambda model: None
@@ -198,8 +209,8 @@ class Job:
         if self.model == "hstu":
             return HSTU(sizes)
         if self.model == "dlrm":
-            log = _clicks(self.data)
-            return DLRM(DLRMConfig(log.features, log.dense.shape[1], sizes.dim, self.bottom, self.top))
+            clicks = self._click_loader()
+            return DLRM(DLRMConfig(clicks.features, clicks.num_dense, sizes.dim, self.bottom, self.top))
         shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
         if self.model == "fuxi":
             return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
@@ -217,6 +228,11 @@ class Job:
             )
         )
 
+    def _click_loader(self) -> ClickLoader | ClickStream:
+        loader = self.epochs()
+        assert isinstance(loader, (ClickLoader, ClickStream))
+        return loader
+
     def tables(self, optimizer: OptimizerName) -> HashTableCollection:
         """Empty tables of the model's features."""
         return HashTableCollection(
@@ -228,7 +244,7 @@ class Job:
         """The features that the model looks up."""
         dim, policy = self.sizes.dim, self.policy
         if self.model == "dlrm":
-            return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]
+            return [FeatureConfig(name, dim, policy=policy) for name in self._click_loader().features]
         features = [FeatureConfig("item", dim, policy=policy)]
         if self.model == "grm":
             loader = self.epochs()
@@ -299,32 +315,6 @@ def dense_optimizer(
 
 CLICKS = ("criteo", "avazu")
 """How the words for logs of clicks begin."""
-
-
-SHARDS = "shards:"
-"""``shards:SOURCE``: the log SOURCE as shards of sequences, in a folder of this process, and streamed."""
-
-
-@lru_cache(maxsize=4)
-def _sequences(spec: str) -> ParquetRows | None:
-    """The rows of a dataset of sequences, which is streamed; None for any other data."""
-    from ..data.parquet_rows import ParquetRows, schema_of
-
-    if spec.startswith(SHARDS):
-        return ParquetRows(_shards(spec.removeprefix(SHARDS)).name, COLUMNS)
-    kind, _, path = spec.partition(":")
-    if kind != "parquet" or not path or not holds_sequences(schema_of(path)):
-        return None
-    return ParquetRows(path, COLUMNS)
-
-
-@lru_cache(maxsize=4)
-def _shards(spec: str) -> ScratchFolder:
-    from ..data.convert_sequences import write_sequences
-
-    folder = ScratchFolder()
-    write_sequences([load_interactions(spec)], Path(folder.name), rows_per_file=16, rows_per_group=5)
-    return folder
 
 
 @lru_cache(maxsize=4)

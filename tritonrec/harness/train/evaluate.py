@@ -8,6 +8,7 @@ import torch
 
 from ...data import (
     ClickLoader,
+    ClickStream,
     ImpressionLoader,
     NextItemLoader,
     NextItemStream,
@@ -30,7 +31,7 @@ Metrics = dict[str, float]
 
 def metric_names(loader: Epochs) -> list[str]:
     """Of what `evaluate_model` gives."""
-    if isinstance(loader, ClickLoader):
+    if isinstance(loader, (ClickLoader, ClickStream)):
         return ["AUC", "accuracy", "BCE"]
     if isinstance(loader, ImpressionLoader):
         return [f"{kind}/{task}" for task in loader.tasks for kind in ("GAUC", "AUC")]
@@ -54,7 +55,7 @@ def evaluate_model(
         with autocast(precision, device):
             return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
 
-    if isinstance(loader, ClickLoader):
+    if isinstance(loader, (ClickLoader, ClickStream)):
         return evaluate_clicks(predicted, loader)
     if isinstance(loader, ImpressionLoader):
         return evaluate_impressions(predicted, loader)
@@ -66,8 +67,8 @@ def baseline(loader: Epochs) -> Metrics:
     """The same metrics of what takes no training: an item's popularity, its rate in each task, or one rate of
     clicks for all.
     """
-    if isinstance(loader, ClickLoader):
-        rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean(), dtype=torch.float32)
+    if isinstance(loader, (ClickLoader, ClickStream)):
+        rate_of_clicks = torch.tensor(loader.click_rate, dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
     if isinstance(loader, (NextItemLoader, NextItemStream)):
         return evaluate(popularity_scores(loader), loader, KS)
