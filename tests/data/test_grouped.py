@@ -1,5 +1,6 @@
 """Promise: a log of events in Parquet is grouped by user once, into the sequences that it has in memory."""
 
+import os
 import threading
 
 import numpy as np
@@ -59,8 +60,11 @@ def test_a_log_is_read_once_until_it_changes(log, cache):
     assert total == len(load(f"parquet:{log}"))
     assert sequences_of(str(log), read.append) == first and sum(read) == total
     assert sequences_of(f"{log}/*.parquet", read.append) == first and sum(read) == total
+    about = (log / "2.parquet").stat()
+    os.utime(log / "2.parquet", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    assert sequences_of(str(log), read.append) != first and sum(read) == 2 * total
     (log / "2.parquet").unlink()
-    assert sequences_of(str(log), read.append) != first and sum(read) > total
+    assert sequences_of(str(log), read.append) != first and sum(read) > 2 * total
 
 
 def test_of_several_that_want_it_one_writes(log, cache):

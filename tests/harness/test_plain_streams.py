@@ -28,6 +28,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
     yield
     streams._grouped.cache_clear()
+    streams.windows.cache_clear()
 
 
 @pytest.fixture
@@ -52,7 +53,19 @@ def clicks(tmp_path):
     return Job(f"criteo-parquet:{tmp_path}/clicks", "dlrm", batch_size=16, sizes=SIZES, bottom=(8,), top=(8,))
 
 
-@pytest.mark.parametrize("kind", ["events", "clicks"])
+@pytest.fixture
+def impressions(tmp_path):
+    """A job of GRM on a log of ratings."""
+    (tmp_path / "ratings").mkdir()
+    table = table_of(load("zipf:users=60,items=80,median_length=9,ratings=1,seed=3"))
+    pq.write_table(table, tmp_path / "ratings" / "0.parquet", row_group_size=100)
+    return Job(
+        f"parquet:{tmp_path}/ratings", "grm", batch_size=16, max_seq_len=10, max_exposed=3, sizes=SIZES,
+        context_dim=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["events", "clicks", "impressions"])
 def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind, request, pool, tmp_path):
     job = request.getfixturevalue(kind)
     reference = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=8), quiet=True)
@@ -81,7 +94,7 @@ def test_a_log_is_read_whole_where_that_is_wanted(events, clicks, tmp_path):
         with pytest.raises(ValueError, match="dynamic, or --no-stream for a log that can be read whole"):
             replace(job, balance=True).loader()
         assert replace(job, balance=True, stream=False).loader().batch(0).num_samples == 16
-    with pytest.raises(ValueError, match="clicks have one each: leave it out"):
+    with pytest.raises(ValueError, match="dynamic cuts streams of hstu and fuxi: choose --no-stream"):
         replace(clicks, dynamic=True).loader()
 
 

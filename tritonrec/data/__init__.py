@@ -8,6 +8,7 @@ from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ra
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.dynamic_stream import DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
+from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
@@ -30,6 +31,7 @@ __all__ = [
     "EvaluationBatch",
     "ImpressionBatch",
     "ImpressionLoader",
+    "ImpressionStream",
     "Interactions",
     "JaggedBatch",
     "KeyedJaggedTensor",

@@ -1,9 +1,9 @@
-"""A log of events in Parquet as users' sequences, which are written once into a folder of the cache.
+"""A log of events in Parquet as users' sequences or windows, written once into a folder of the cache.
 
-A user's events stand anywhere in a log, and a sequence needs all of them. So the first run deals the rows to
-buckets by user and writes sequences (`convert_sequences`), in the memory of one bucket; later runs stream
-what is there. The folder's name comes from path, size and time of change of each file, so a log that has
-changed is grouped anew. Folders stay until somebody removes them.
+A user's events stand anywhere in a log, and a sample needs all of them. So the first run deals the rows to
+buckets by user and writes sequences (`convert_sequences`) or windows of impressions (`convert_windows`), in
+the memory of one bucket; later runs stream what is there. The folder's name comes from path, size and time of
+change of each file, so a log that has changed is grouped anew. Folders stay until somebody removes them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,41 @@ def sequences_of(path: str, report: Callable[[int], None] = lambda rows: None) -
     Raises the errors of `tritonrec.data.parquet.parts`, and OSError naming the folder where the cache
     (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
     """
-    from tritonrec.data.convert import new_folder
-    from tritonrec.data.convert_sequences import buckets_of, write_sequences
-    from tritonrec.data.parquet import parts
 
-    folder = cache_directory() / "sequences" / _name(path)
+    def write(scratch: Path) -> None:
+        from tritonrec.data.convert_sequences import buckets_of, write_sequences
+        from tritonrec.data.parquet import parts
+
+        write_sequences(parts(path), scratch, FILE_USERS, GROUP_USERS, report, buckets_of(path))
+
+    return _made("sequences", _name(path, FILE_USERS, GROUP_USERS), write)
+
+
+def windows_of(
+    path: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
+) -> Path:
+    """The folder with the windows of the log at `path`, for `ImpressionStream`, as `sequences_of`.
+
+    Args:
+        max_history, max_exposed: as `ImpressionLoader`, whose errors are raised.
+    """
+
+    def write(scratch: Path) -> None:
+        from tritonrec.data.convert_sequences import buckets_of
+        from tritonrec.data.convert_windows import write_windows
+        from tritonrec.data.parquet import features_beside, parts
+
+        sizes = (max_history, max_exposed, GROUP_USERS)
+        write_windows(parts(path), scratch, *sizes, report, buckets_of(path), *features_beside(path))
+
+    return _made("windows", _name(path, max_history, max_exposed, GROUP_USERS), write)
+
+
+def _made(kind: str, name: str, write: Callable[[Path], None]) -> Path:
+    """The folder `name` of the cache, made by `write` where it is missing."""
+    from tritonrec.data.convert import new_folder
+
+    folder = cache_directory() / kind / name
     if folder.is_dir():
         return folder
     check_writable(folder, folder=True)
@@ -44,18 +74,20 @@ def sequences_of(path: str, report: Callable[[int], None] = lambda rows: None) -
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             with new_folder(folder) as scratch:
-                write_sequences(parts(path), scratch, FILE_USERS, GROUP_USERS, report, buckets_of(path))
+                write(scratch)
     return folder
 
 
-def _name(path: str) -> str:
-    """Of the folder: the same for the same files."""
+def _name(path: str, *settings: int) -> str:
+    """Of the folder: the same for the same files and settings."""
+    from tritonrec.data.parquet import ITEMS_FILE, USERS_FILE
     from tritonrec.data.parquet_rows import filesystem_of, shards
 
     filesystem, place = filesystem_of(path)
-    _root, files = shards(filesystem, place, path)
-    digest = sha256(f"{FILE_USERS} {GROUP_USERS} {filesystem.type_name}".encode())
-    for about in filesystem.get_file_info(files):
+    root, files = shards(filesystem, place, path)
+    beside = [f"{root.rstrip('/')}/{name}" for name in (USERS_FILE, ITEMS_FILE)]
+    digest = sha256(f"{settings} {filesystem.type_name}".encode())
+    for about in filesystem.get_file_info([*files, *beside]):
         where = Path(about.path).resolve() if filesystem.type_name == "local" else about.path
         digest.update(f"\n{where} {about.size} {about.mtime_ns}".encode())
     return digest.hexdigest()[:16]

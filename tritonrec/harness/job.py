@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -18,6 +18,7 @@ from ..data import (
     DynamicBatchLoader,
     DynamicStream,
     ImpressionLoader,
+    ImpressionStream,
     Interactions,
     NextItemLoader,
     NextItemStream,
@@ -40,10 +41,7 @@ from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUC
 from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
-from .streams import clicks, grouped, sequences
-
-if TYPE_CHECKING:
-    from ..data.parquet_rows import ParquetRows
+from .streams import SHARDS, clicks, grouped, sequences, windows
 
 Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
@@ -53,7 +51,8 @@ DATA_HELP = (
     "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, criteo or "
     "criteo:samples=N, and avazu."
 )
-Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader | ClickStream
+Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ImpressionStream | ClickLoader | ClickStream
+Streamed = NextItemStream | ImpressionStream | ClickStream
 Loader = Epochs | DynamicBatchLoader | DynamicStream
 
 
@@ -132,7 +131,7 @@ class Job:
     @property
     def has_labels(self) -> bool:
         """Whether the log tells what was liked, as GRM and DLRM need it."""
-        if self.data.startswith(CLICKS):
+        if self.data.startswith((*CLICKS, SHARDS)):
             return True
         log = _interactions(self.data)
         return log.rating is not None or bool(log.feedback)
@@ -150,23 +149,20 @@ class Job:
         if isinstance(loader, NextItemStream):
             tokens = min(int(loader.popularity.sum()) / loader.num_samples, self.max_seq_len)
             return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
-        if isinstance(loader, ClickStream):
-            raise ValueError("dynamic cuts batches by tokens, and clicks have one each: leave it out")
+        if isinstance(loader, (ClickStream, ImpressionStream)):
+            raise ValueError("dynamic cuts streams of hstu and fuxi: choose --no-stream for this model")
         return DynamicBatchLoader(loader)
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
-        if (rows := self._streamed()) is not None:
+        if (stream := self._streamed(rank, world_size)) is not None:
             if self.balance:
                 raise ValueError(
                     "balance deals samples by their lengths, and a rank streams its own part only: choose "
                     "dynamic, or --no-stream for a log that can be read whole"
                 )
-            if self.model == "dlrm":
-                return ClickStream(rows, self.batch_size, self.seed, rank, world_size)
-            sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
-            return NextItemStream(rows, *sizes, self.seed, rank, world_size)
+            return stream
         if self.model == "dlrm":
             return ClickLoader(_clicks(self.data), self.batch_size, *shard)
         log = _interactions(self.data)
@@ -174,11 +170,20 @@ class Job:
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
 
-    def _streamed(self) -> ParquetRows | None:
-        """The rows that are streamed; None for data that is read whole."""
+    def _streamed(self, rank: int, world_size: int) -> Streamed | None:
+        """The stream of the data; None for data that is read whole."""
+        shard = (self.seed, rank, world_size)
         if self.model in ("hstu", "fuxi"):
-            return (grouped if self.stream else sequences)(self.data)
-        return clicks(self.data) if self.model == "dlrm" and self.stream else None
+            rows = (grouped if self.stream else sequences)(self.data)
+            sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
+            return None if rows is None else NextItemStream(rows, *sizes, *shard)
+        if not (self.stream or self.data.startswith(SHARDS)):
+            return None
+        if self.model == "dlrm":
+            rows = clicks(self.data)
+            return None if rows is None else ClickStream(rows, self.batch_size, *shard)
+        folder = windows(self.data, self.max_seq_len, self.max_exposed)
+        return None if folder is None else ImpressionStream(folder, self.batch_size, *shard)
 
     def build(
         self, optimizer: OptimizerName, wrap: Callable[[torch.nn.Module], object] = lambda model: None
@@ -214,8 +219,7 @@ class Job:
         shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
         if self.model == "fuxi":
             return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
-        loader = self.epochs()
-        assert isinstance(loader, ImpressionLoader)
+        loader = self._impressions()
         context = loader.context
         return GRM(
             GRMConfig(
@@ -224,9 +228,14 @@ class Job:
                 context=context,
                 tasks=loader.tasks,
                 relative_bias=sizes.relative_bias,
-                genres=_interactions(self.data).genres is not None,
+                genres=loader.has_genres,
             )
         )
+
+    def _impressions(self) -> ImpressionLoader | ImpressionStream:
+        loader = self.epochs()
+        assert isinstance(loader, (ImpressionLoader, ImpressionStream))
+        return loader
 
     def _click_loader(self) -> ClickLoader | ClickStream:
         loader = self.epochs()
@@ -247,10 +256,9 @@ class Job:
             return [FeatureConfig(name, dim, policy=policy) for name in self._click_loader().features]
         features = [FeatureConfig("item", dim, policy=policy)]
         if self.model == "grm":
-            loader = self.epochs()
-            assert isinstance(loader, ImpressionLoader)
+            loader = self._impressions()
             features += [FeatureConfig("action", dim, policy=policy)]
-            if _interactions(self.data).genres is not None:
+            if loader.has_genres:
                 features += [FeatureConfig("genre", dim, pooling="mean", policy=policy)]
             features += [FeatureConfig(name, self.context_dim, policy=policy) for name in loader.context]
         return features
