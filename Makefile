@@ -9,6 +9,7 @@
 # make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
 # make results  docs/results.md from the figures that are committed
 # make docs     the site under out/site, strictly: a page outside the navigation or a broken link is an error
+# make first-contact   wheel, fresh environment, README's lines, export and query, timed part by part; downloads
 # make clean    remove what these made
 #
 # PYTHON=python3.12 chooses the interpreter of a new .venv; TRACES=folder where verify records. constraints.txt bounds
@@ -23,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results docs clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results docs first-contact clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -65,6 +66,9 @@ results: .venv/installed
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict --site-dir out/site
+
+first-contact:
+	PYTHON=$(PYTHON) ci/first_contact.sh
 
 clean:
 	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ started=$(date +%s%N)
 
 milliseconds() { echo $((($(date +%s%N) - started) / 1000000)); }
 
-part() { # what it is, and its command
+part() { # what it is, and its command, in which && joins steps: bash ends no condition at a failure
     local before log=$work/part.log
     before=$(milliseconds)
     if ! "${@:2}" >"$log" 2>&1; then
@@ -28,8 +28,8 @@ part() { # what it is, and its command
 }
 
 wheel() {
-    mkdir source # a build leaves files beside the sources
-    cp -r "$root"/{tritonrec,pyproject.toml,README.md,LICENSE} source
+    mkdir source && # a build leaves files beside the sources
+    cp -r "$root"/{tritonrec,pyproject.toml,README.md,LICENSE} source &&
     venv/bin/pip wheel --no-deps --wheel-dir wheels ./source
 }
 
@@ -39,8 +39,8 @@ readme() { # its first block of Python, whose output is the block behind it
     awk '/^```/ { number += !open; open = !open; language = substr($0, 4); next }
          open && language == "python" && !code { code = number }
          open && code && number == code { print > "pasted.py" }
-         open && code && number == code + 1 { print > "expected.txt" }' "$root/README.md"
-    venv/bin/python pasted.py | tee printed.txt
+         open && code && number == code + 1 { print > "expected.txt" }' "$root/README.md" &&
+    venv/bin/python pasted.py | tee printed.txt &&
     diff expected.txt printed.txt
 }
 

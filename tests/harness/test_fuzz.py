@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from rich.console import Console
 
-from tritonrec.harness import job as jobs
+from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.run import Fuzzer, FuzzReport, search
 from tritonrec.harness.fuzz.strategies import configurations
@@ -208,8 +208,8 @@ def test_ranks_that_are_threads_build_equal_models():
 
 
 def test_shards_live_as_long_as_their_rows():
-    first = jobs._sequences("shards:zipf:users=9,items=9,seed=0")
+    first = streams.sequences("shards:zipf:users=9,items=9,seed=0")
     for seed in range(1, 6):
-        jobs._sequences(f"shards:zipf:users=9,items=9,seed={seed}")
-        assert jobs._sequences("shards:zipf:users=9,items=9,seed=0") is first
+        streams.sequences(f"shards:zipf:users=9,items=9,seed={seed}")
+        assert streams.sequences("shards:zipf:users=9,items=9,seed=0") is first
     assert next(iter(Job("shards:zipf:users=9,items=9,seed=0", batch_size=2).loader())).num_samples == 2

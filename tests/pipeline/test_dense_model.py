@@ -259,6 +259,30 @@ def test_an_optimizer_whose_bits_depend_on_memory_is_refused():
     trainer(((model, tables, unsteady), {}), consistency="window").close()
 
 
+class StateFromTheStart(torch.optim.Adagrad):
+    """As torch 2.11 and 2.12 have it: `step` takes the state that the constructor has made."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(each)}
+
+    def step(self, closure=None):
+        assert all(self.state[each] for group in self.param_groups for each in group["params"])
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_state_is_there_from_the_start_trains():
+    def final(kind):
+        model, tables, _ = parts()
+        with trainer(((model, tables, kind(model.parameters(), lr=0.1, fused=True)), {})) as built:
+            list(built.run(batches(3)))
+        return [each.detach().clone() for each in model.parameters()]
+
+    assert same(final(StateFromTheStart), final(torch.optim.Adagrad))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_check_of_an_optimizer_leaves_it_as_it_was(name):
     model = torch.nn.Linear(400, 130)  # long enough to be cut between threads

@@ -2,11 +2,13 @@
 
 from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
+from tritonrec.data.click_stream import ClickStream
 from tritonrec.data.clustering import payload_inflation, split, tapered
 from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ratings, evaluate_clicks
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.dynamic_stream import DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
+from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
@@ -23,11 +25,13 @@ __all__ = [
     "ClickBatch",
     "ClickLoader",
     "ClickLog",
+    "ClickStream",
     "DynamicBatchLoader",
     "DynamicStream",
     "EvaluationBatch",
     "ImpressionBatch",
     "ImpressionLoader",
+    "ImpressionStream",
     "Interactions",
     "JaggedBatch",
     "KeyedJaggedTensor",

@@ -45,7 +45,7 @@ def write_sequences(
         buckets: users are divided into so many, and one is in memory at a time.
     """
     items, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    with _Buckets(out, buckets) as scratch:
+    with Buckets(out, buckets) as scratch:
         for rows in log:
             scratch.add(rows)
             report(len(rows))
@@ -93,7 +93,7 @@ def _rows(log: Interactions) -> pa.Table:
     return pa.table({"user": sequences.user_ids, **columns})
 
 
-class _Buckets:
+class Buckets:
     """Rows of a log in scratch files by a hash of the user; a context manager."""
 
     def __init__(self, beside: Path, count: int) -> None:
@@ -124,7 +124,7 @@ class _Buckets:
         self._writers[bucket].close()
         return concat(list(parts(Path(self._folder.name) / f"{bucket}.parquet")))
 
-    def __enter__(self) -> _Buckets:
+    def __enter__(self) -> Buckets:
         return self
 
     def __exit__(self, *error: object) -> None:

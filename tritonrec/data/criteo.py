@@ -31,6 +31,8 @@ from tritonrec.data.ctr import ClickLog, num_training_rows
 COUNTS = tuple(f"I{number}" for number in range(1, 14))
 CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
 COLUMNS = ("label", *COUNTS, *CATEGORIES)
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Labels, dense, categories."""
 MISSING = 2**32
 """Id of a category that is missing."""
 
@@ -94,28 +96,30 @@ def _parquet_parts(path: Path) -> Iterator[tuple[_Part, pa.Table]]:
 
 
 class _Part:
-    """Source of a table, for error messages."""
+    """Source of a table, for error messages: its first row's number, or that of each row (n,)."""
 
-    def __init__(self, path: Path, unit: str, first: int):
+    def __init__(self, path: Path, unit: str, first: int | np.ndarray):
         self.path, self.unit, self.first = path, unit, first
 
     def fail(self, column: str, values: pa.Array, wrong: np.ndarray, expected: str) -> NoReturn:
         """Raise ValueError naming the first value that is wrong, (n,) bool."""
         row = int(wrong.nonzero()[0][0])
         value = values[row].as_py()
+        number = row + self.first if isinstance(self.first, int) else self.first[row]
         shown = "an empty field" if value is None else repr(value)
         raise ValueError(
-            f"{self.path}, {self.unit} {row + self.first}: column {column} has {shown}, expected {expected}"
+            f"{self.path}, {self.unit} {number}: column {column} has {shown}, expected {expected}"
         )
 
 
 def _log(parts: Iterator[tuple[_Part, pa.Table]] | list[tuple[_Part, pa.Table]], path: Path) -> ClickLog:
-    labels, dense, categories = [], [], []
+    labels: list[np.ndarray] = []
+    dense: list[np.ndarray] = []
+    categories: list[np.ndarray] = []
     for part, table in parts:
-        columns = {name: table.column(name).combine_chunks() for name in COLUMNS}
-        labels.append(_label(part, columns["label"]))
-        dense.append(np.stack([_count(part, name, columns[name]) for name in COUNTS], 1))
-        categories.append(np.stack([_category(part, name, columns[name]) for name in CATEGORIES], 1))
+        columns = _columns(part, table)
+        for found, values in zip((labels, dense, categories), columns, strict=True):
+            found.append(values)
     rows = sum(map(len, labels))
     if not rows:
         raise ValueError(f"{path}: holds no impressions")
@@ -123,6 +127,28 @@ def _log(parts: Iterator[tuple[_Part, pa.Table]] | list[tuple[_Part, pa.Table]],
         np.concatenate(dense), np.concatenate(categories), np.concatenate(labels), CATEGORIES,
         num_training_rows(rows),
     )  # fmt: skip
+
+
+def columns_of(path: Path | str, numbers: np.ndarray, table: pa.Table) -> Columns:
+    """Labels (n,) int64, dense (n, 13) float32 and categories (n, 26) int64 of rows of a Parquet dataset.
+
+    Raises ValueError naming `path`, column and row, by `numbers` (n,), of a bad value.
+    """
+    return _columns(_Part(Path(path), "row", numbers), table)
+
+
+def labels_of(path: Path | str, numbers: np.ndarray, table: pa.Table) -> np.ndarray:
+    """The first of `columns_of`, of a table that need not have more."""
+    return _label(_Part(Path(path), "row", numbers), table.column("label").combine_chunks())
+
+
+def _columns(part: _Part, table: pa.Table) -> Columns:
+    columns = {name: table.column(name).combine_chunks() for name in COLUMNS}
+    return (
+        _label(part, columns["label"]),
+        np.stack([_count(part, name, columns[name]) for name in COUNTS], 1),
+        np.stack([_category(part, name, columns[name]) for name in CATEGORIES], 1),
+    )
 
 
 def _label(part: _Part, values: pa.Array) -> np.ndarray:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -144,6 +144,21 @@ class ClickLoader(EpochLoader[ClickBatch]):
         sample_ids = torch.arange(first, last)
         super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
 
+    @property
+    def num_dense(self) -> int:
+        """F."""
+        return self.log.dense.shape[1]
+
+    @property
+    def num_held_out(self) -> int:
+        """Rows that are held out for evaluation."""
+        return len(self.log) - self.log.trained
+
+    @property
+    def click_rate(self) -> float:
+        """Share of clicks among the rows that are not held out."""
+        return float(self.log.labels[: self.log.trained].mean())
+
     def categories(self) -> Tensor:
         """(S, C) int64: the ids of every sample, in the order of `sample_ids`."""
         return self._categories[self.sample_ids]
@@ -209,14 +224,23 @@ def _earlier(ids: np.ndarray) -> np.ndarray:
     return earlier
 
 
-def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: ClickLoader) -> dict[str, float]:
+class HoldsClicksOut(Protocol):
+    """`ClickLoader`, or `tritonrec.data.ClickStream`."""
+
+    @property
+    def num_held_out(self) -> int: ...
+
+    def evaluation_batches(self) -> Iterator[ClickBatch]: ...
+
+
+def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut) -> dict[str, float]:
     """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows.
 
     `predict` maps a batch to probabilities (B,). A probability of at least 0.5 predicts a click. BCE is the
     mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. Raises ValueError where
     nothing is held out, and for predictions of another shape.
     """
-    if loader.log.trained == len(loader.log):
+    if not loader.num_held_out:
         raise ValueError("the log has no held-out rows to evaluate on: give it more rows")
     scores, labels = [], []
     for batch in loader.evaluation_batches():

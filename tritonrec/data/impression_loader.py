@@ -87,11 +87,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         self._ends = torch.from_numpy(sequences.offsets[1:])
         self._held_out = torch.maximum(self._ends - max_exposed, self._starts)  # the first event held out
         windows = -(-(self._held_out - self._starts) // max_exposed)
-        if int(windows.sum()) == 0:
-            raise ValueError(
-                f"none of the {len(windows)} users has more than max_exposed = {max_exposed} events, "
-                "and that many are held out for evaluation"
-            )
+        self._check_windows(windows)
         self._users = torch.repeat_interleave(torch.arange(len(windows)), windows)
         backwards, _ = token_indices(torch.zeros_like(windows), windows)
         self._window_ends = self._held_out[self._users] - backwards * max_exposed
@@ -99,6 +95,19 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         history = (begins - self._starts[self._users]).clamp(max=max_history)
         tokens = history + self._window_ends - begins + len(self._context)
         super().__init__(begins, tokens, batch_size, seed, rank, world_size, balance)
+
+    def _check_windows(self, windows: Tensor) -> None:
+        """`windows` (U,) of each user."""
+        if int(windows.sum()) == 0:
+            raise ValueError(
+                f"none of the {len(windows)} users has more than max_exposed = {self.max_exposed} events, "
+                "and that many are held out for evaluation"
+            )
+
+    @property
+    def has_genres(self) -> bool:
+        """Whether items have genres."""
+        return self._genres is not None
 
     @property
     def context(self) -> tuple[str, ...]:

@@ -34,13 +34,14 @@ _IDS = ("user", "item", "timestamp")
 
 def read(path: Path | str) -> Interactions:
     """The whole log, with features of users and items; raises the errors of `parts`."""
-    log = concat(list(parts(path)))
+    users, genres = features_beside(path)
+    return replace(concat(list(parts(path))), user_features=users, genres=genres)
+
+
+def features_beside(path: Path | str) -> tuple[UserFeatures | None, ItemGenres | None]:
+    """Features of users and items in the folder of a dataset; None for those that are not there."""
     users, items = (_beside(path, name) for name in (USERS_FILE, ITEMS_FILE))
-    return replace(
-        log,
-        user_features=None if users is None else _users(*users),
-        genres=None if items is None else _genres(*items),
-    )
+    return None if users is None else _users(*users), None if items is None else _genres(*items)
 
 
 def parts(path: Path | str) -> Iterator[Interactions]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -56,7 +57,8 @@ class ParquetRows:
     Attributes:
         schema: of `columns`, the same in every file. files: paths in their order.
         root: the folder below which they are.
-        group_rows: (G,) int64 rows of each row group; those without rows are left out.
+        group_rows: (G,) int64 rows of each row group; those without rows are left out. file_rows: (G,) int64
+            of each in its file, more than that where `first` has cut it.
         group_file, group_number: (G,) int64 file of each, and its number there.
         first_rows: (G,) int64 number of the first row of each.
 
@@ -92,12 +94,22 @@ class ParquetRows:
         if not groups:
             raise ValueError(f"{self.path}: the dataset holds no rows")
         self.group_file, self.group_number, self.group_rows = np.array(groups, dtype=np.int64).T
+        self.file_rows = self.group_rows
         self.first_rows = np.cumsum(self.group_rows) - self.group_rows
 
     @property
     def num_rows(self) -> int:
         """Rows of all files."""
         return int(self.group_rows.sum())
+
+    def first(self, rows: int) -> ParquetRows:
+        """The dataset of the first `rows` of these, at least one."""
+        part = copy(self)
+        groups = int(np.searchsorted(self.first_rows, rows))
+        for name in ("group_file", "group_number", "group_rows", "file_rows", "first_rows"):
+            setattr(part, name, getattr(self, name)[:groups].copy())
+        part.group_rows[-1] = min(rows - part.first_rows[-1], part.group_rows[-1])
+        return part
 
     @property
     def fingerprint(self) -> str:
@@ -118,11 +130,13 @@ class ParquetRows:
         for group in groups:
             yield Stretch(int(group), 0, int(self.group_rows[group]))
 
-    def batches(self, rows: int = BATCH_ROWS) -> Iterator[tuple[np.ndarray, pa.Table]]:
-        """All rows in their order, at most `rows` at a time and never of two row groups: numbers, table."""
+    def batches(self, rows: int = BATCH_ROWS, begin: int = 0) -> Iterator[tuple[np.ndarray, pa.Table]]:
+        """The rows from `begin` on in their order, at most `rows` at a time and never of two row groups:
+        numbers, table.
+        """
         reader = RowReader(self)
         for whole in self.stretches(range(len(self.group_rows))):
-            for first in range(0, whole.last, rows):
+            for first in range(max(begin - int(self.first_rows[whole.group]), 0), whole.last, rows):
                 part = Stretch(whole.group, first, min(first + rows, whole.last))
                 yield self.numbers(part), reader.read(part)
 
@@ -226,8 +240,8 @@ class RowReader:
         )
         self.rows.keep_footer(file, found.metadata)
         about = found.metadata.row_group(number)
-        if about.num_rows != self.rows.group_rows[group]:
-            raise OSError(f"it has {about.num_rows} rows, and had {self.rows.group_rows[group]} before")
+        if about.num_rows != self.rows.file_rows[group]:
+            raise OSError(f"it has {about.num_rows} rows, and had {self.rows.file_rows[group]} before")
         self.counts.rows += about.num_rows
         self._batches = found.iter_batches(
             BATCH_ROWS, row_groups=[number], columns=self.rows.columns, use_threads=False

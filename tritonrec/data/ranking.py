@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.impression_loader import ImpressionLoader
+from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.sequences import NextItemStream
@@ -152,7 +153,7 @@ def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
 
 
 def evaluate_impressions(
-    score_fn: ImpressionScoreFunction, loader: ImpressionLoader, batch_size: int = 256
+    score_fn: ImpressionScoreFunction, loader: ImpressionLoader | ImpressionStream, batch_size: int = 256
 ) -> dict[str, float]:
     """``{"GAUC/click": ..., "AUC/click": ..., "GAUC/conversion": ..., ...}`` over the held-out impressions.
 

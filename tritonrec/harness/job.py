@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -16,16 +15,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ..data import (
     ClickLoader,
     ClickLog,
+    ClickStream,
     DynamicBatchLoader,
     DynamicStream,
     ImpressionLoader,
+    ImpressionStream,
     Interactions,
     NextItemLoader,
     NextItemStream,
     load_clicks,
     load_interactions,
 )  # fmt: skip
-from ..data.sequences import COLUMNS, holds_sequences
 from ..embedding import (
     FeatureConfig,
     HashTableCollection,
@@ -38,14 +38,11 @@ from ..embedding import (
     WarmupCosine,
     WarmupLinear,
 )  # fmt: skip
-from ..files import ScratchFolder
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
-
-if TYPE_CHECKING:
-    from ..data.parquet_rows import ParquetRows
+from .streams import SHARDS, clicks, grouped, sequences, windows
 
 Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
@@ -55,7 +52,8 @@ DATA_HELP = (
     "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, criteo or "
     "criteo:samples=N, and avazu."
 )
-Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ClickLoader
+Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ImpressionStream | ClickLoader | ClickStream
+Streamed = NextItemStream | ImpressionStream | ClickStream
 Loader = Epochs | DynamicBatchLoader | DynamicStream
 
 
@@ -80,6 +78,7 @@ class Job:
         merge: keep tables of one dimension in one.
         policy: eviction, admission and precision tiers, of every table.
         balance: deal the samples of a batch to ranks by their cost.
+        stream: a log of events in Parquet is grouped by user once, and streamed; else it is read whole.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
@@ -122,6 +121,7 @@ class Job:
     merge: bool = setting(True, "Keep tables of one dimension in one.")
     policy: TablePolicy = field(default_factory=TablePolicy)
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
+    stream: bool = setting(True, "Stream a log in Parquet by users, and do not read it whole.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
     wrapping: Wrapping = ""
@@ -132,7 +132,7 @@ class Job:
     @property
     def has_labels(self) -> bool:
         """Whether the log tells what was liked, as GRM and DLRM need it."""
-        if self.data.startswith(CLICKS):
+        if self.data.startswith((*CLICKS, SHARDS)):
             return True
         log = _interactions(self.data)
         return log.rating is not None or bool(log.feedback)
@@ -140,7 +140,7 @@ class Job:
     @property
     def is_streamed(self) -> bool:
         """Whether the data are shards of sequences."""
-        return _sequences(self.data) is not None
+        return sequences(self.data) is not None
 
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
@@ -150,25 +150,41 @@ class Job:
         if isinstance(loader, NextItemStream):
             tokens = min(int(loader.popularity.sum()) / loader.num_samples, self.max_seq_len)
             return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
+        if isinstance(loader, (ClickStream, ImpressionStream)):
+            raise ValueError("dynamic cuts streams of hstu and fuxi: choose --no-stream for this model")
         return DynamicBatchLoader(loader)
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of those held out for evaluation."""
         shard = (self.seed, rank, world_size, self.balance)
-        if self.model == "dlrm":
-            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
-        if self.model != "grm" and (rows := _sequences(self.data)) is not None:
+        if (stream := self._streamed(rank, world_size)) is not None:
             if self.balance:
                 raise ValueError(
                     "balance deals samples by their lengths, and a rank streams its own part only: choose "
-                    "dynamic"
+                    "dynamic, or --no-stream for a log that can be read whole"
                 )
-            sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
-            return NextItemStream(rows, *sizes, self.seed, rank, world_size)
+            return stream
+        if self.model == "dlrm":
+            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
         log = _interactions(self.data)
         if self.model == "grm":
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
+
+    def _streamed(self, rank: int, world_size: int) -> Streamed | None:
+        """The stream of the data; None for data that is read whole."""
+        shard = (self.seed, rank, world_size)
+        if self.model in ("hstu", "fuxi"):
+            rows = (grouped if self.stream else sequences)(self.data)
+            sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
+            return None if rows is None else NextItemStream(rows, *sizes, *shard)
+        if not (self.stream or self.data.startswith(SHARDS)):
+            return None
+        if self.model == "dlrm":
+            rows = clicks(self.data)
+            return None if rows is None else ClickStream(rows, self.batch_size, *shard)
+        folder = windows(self.data, self.max_seq_len, self.max_exposed)
+        return None if folder is None else ImpressionStream(folder, self.batch_size, *shard)
 
     def build(
         self, optimizer: OptimizerName, wrap: Callable[[torch.nn.Module], object] = lambda model: None
@@ -199,13 +215,12 @@ class Job:
         if self.model == "hstu":
             return HSTU(sizes)
         if self.model == "dlrm":
-            log = _clicks(self.data)
-            return DLRM(DLRMConfig(log.features, log.dense.shape[1], sizes.dim, self.bottom, self.top))
+            clicks = self._click_loader()
+            return DLRM(DLRMConfig(clicks.features, clicks.num_dense, sizes.dim, self.bottom, self.top))
         shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
         if self.model == "fuxi":
             return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
-        loader = self.epochs()
-        assert isinstance(loader, ImpressionLoader)
+        loader = self._impressions()
         context = loader.context
         return GRM(
             GRMConfig(
@@ -214,9 +229,19 @@ class Job:
                 context=context,
                 tasks=loader.tasks,
                 relative_bias=sizes.relative_bias,
-                genres=_interactions(self.data).genres is not None,
+                genres=loader.has_genres,
             )
         )
+
+    def _impressions(self) -> ImpressionLoader | ImpressionStream:
+        loader = self.epochs()
+        assert isinstance(loader, (ImpressionLoader, ImpressionStream))
+        return loader
+
+    def _click_loader(self) -> ClickLoader | ClickStream:
+        loader = self.epochs()
+        assert isinstance(loader, (ClickLoader, ClickStream))
+        return loader
 
     def tables(self, optimizer: OptimizerName) -> HashTableCollection:
         """Empty tables of the model's features."""
@@ -229,13 +254,12 @@ class Job:
         """The features that the model looks up."""
         dim, policy = self.sizes.dim, self.policy
         if self.model == "dlrm":
-            return [FeatureConfig(name, dim, policy=policy) for name in _clicks(self.data).features]
+            return [FeatureConfig(name, dim, policy=policy) for name in self._click_loader().features]
         features = [FeatureConfig("item", dim, policy=policy)]
         if self.model == "grm":
-            loader = self.epochs()
-            assert isinstance(loader, ImpressionLoader)
+            loader = self._impressions()
             features += [FeatureConfig("action", dim, policy=policy)]
-            if _interactions(self.data).genres is not None:
+            if loader.has_genres:
                 features += [FeatureConfig("genre", dim, pooling="mean", policy=policy)]
             features += [FeatureConfig(name, self.context_dim, policy=policy) for name in loader.context]
         return features
@@ -304,35 +328,6 @@ CLICKS = ("criteo", "avazu", "ali-ccp")
 
 _GENERATOR = Lock()
 """torch's own, which ranks that are threads share."""
-SHARDS = "shards:"
-"""``shards:SOURCE``: the log SOURCE as shards of sequences, in a folder of this process, and streamed."""
-
-
-def _sequences(spec: str) -> ParquetRows | None:
-    """The rows of a dataset of sequences, which is streamed; None for any other data."""
-    return _rows_in_folder(spec)[0]
-
-
-@lru_cache(maxsize=4)
-def _rows_in_folder(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
-    """The rows, and the folder of this process that holds them, which lives as long."""
-    from ..data.parquet_rows import ParquetRows, schema_of
-
-    if spec.startswith(SHARDS):
-        folder = _shards(spec.removeprefix(SHARDS))
-        return ParquetRows(folder.name, COLUMNS), folder
-    kind, _, path = spec.partition(":")
-    if kind != "parquet" or not path or not holds_sequences(schema_of(path)):
-        return None, None
-    return ParquetRows(path, COLUMNS), None
-
-
-def _shards(spec: str) -> ScratchFolder:
-    from ..data.convert_sequences import write_sequences
-
-    folder = ScratchFolder()
-    write_sequences([load_interactions(spec)], Path(folder.name), rows_per_file=16, rows_per_group=5)
-    return folder
 
 
 @lru_cache(maxsize=4)

@@ -238,12 +238,25 @@ def _probe(optimizer: Optimizer, offset: int, pieces: int = 1, updates: int = 2)
             params += parts
         groups.append({**group, "params": params})
     probe.param_groups = groups
+    if isinstance(optimizer, torch.optim.Adagrad):
+        _begin_adagrad(probe)
     for _ in range(updates):
         for shape, parts in every:
             for each, gradient in zip(parts, drawn(shape), strict=True):
                 each.grad = gradient.to(each.device)
         probe.step()
     return [torch.cat([each.detach().reshape(-1) for each in group["params"]]) for group in groups]
+
+
+def _begin_adagrad(probe: Optimizer) -> None:
+    """The state that torch before 2.13 makes with the optimizer, and later ones at the first update."""
+    for group in probe.param_groups:
+        for each in group["params"]:
+            device = each.device if group["fused"] else torch.device("cpu")
+            probe.state[each] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "sum": torch.full_like(each, group["initial_accumulator_value"]),
+            }
 
 
 def _capped(shape: torch.Size) -> torch.Size:

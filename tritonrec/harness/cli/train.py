@@ -97,6 +97,8 @@ def train(
     if not run.resume:
         for log in log_files(run):
             checked(lambda log=log: require_no_log(log))
+    if slipstream:  # it judges the inputs of a log that is in memory
+        run = replace(run, job=replace(run.job, stream=False))
     run = checked(lambda: ready(run))
     run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
     if print_config:

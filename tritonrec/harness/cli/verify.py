@@ -78,7 +78,7 @@ def verify(
     if job.target.is_slow:
         data = SMALL.data if job.data == JOB.data else job.data
         job = replace(SMALL, data=data, target=job.target)
-    job = checked(lambda: load_job(job))
+    job = checked(lambda: load_job(replace(job, stream=False)))
     if job.is_streamed:
         raise typer.BadParameter(
             f"verify needs a log that is read whole, and streams shards of its own in its variant stream: "

@@ -13,7 +13,8 @@ from ...pipeline import Consistency, LossScaling, Mode, Precision, WindowConfig
 from ...pipeline.window import Dedup
 from ...settings import MOST
 from ..cli.words import eviction, precision_tiers
-from ..job import SHARDS, Job, LrSchedule, ModelName, Wrapping
+from ..job import Job, LrSchedule, ModelName, Wrapping
+from ..streams import SHARDS
 from ..verify.cases import OF_REFERENCES, Case, Reference
 from ..verify.variants import Variant
 

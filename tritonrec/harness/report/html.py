@@ -12,14 +12,17 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
   color: #1d1f23; }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem; border-bottom: 1px solid #d5d8de; }
-nav a { margin-right: 1rem } table { border-collapse: collapse; margin: .5rem 0 1rem; font-size: 13px; }
+h1, h2 { line-height: 1.2; overflow-wrap: anywhere }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #d5d8de; }
+nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem } p, li { overflow-wrap: anywhere }
+.wide { overflow-x: auto } table { border-collapse: collapse; margin: .5rem 0 1rem; font-size: 13px; }
 th, td { text-align: left; padding: .15rem .7rem .15rem 0; vertical-align: top;
   border-bottom: 1px solid #eceef1; }
 tr.bad td { color: #b3261e; font-weight: 600 } .source { color: #666b75; font-size: 13px; }
 .passed { color: #1b7f3b } .failed { color: #b3261e } img { max-width: 100% }
 figure { display: inline-block; margin: .5rem; }
-figcaption { font-size: 12px; color: #666b75 } summary { cursor: pointer }
+figcaption { font-size: 12px; color: #666b75 } summary { cursor: pointer; padding: .2rem 0 }
+@media (max-width: 40rem) { body { margin: 1rem auto; font-size: 16px } figure { margin: .5rem 0 } }
 @media (prefers-color-scheme: dark) { body { background: #17181b; color: #e3e5e9 } a { color: #8ab4f8 }
 th, td { border-color: #2b2d32 } figure { background: #fff } figcaption { padding: 0 .3rem } }
 """
@@ -55,7 +58,7 @@ def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = "\n".join(_row(row, number in table.bad) for number, row in enumerate(table.rows))
     title = escape(f"{table.title} ({len(table.rows)})")
-    body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     if table.long:
         shown = " open" if table.bad and len(table.rows) <= 20 else ""
         return f"<details{shown}><summary>{title}</summary>{body}</details>"

@@ -8,7 +8,9 @@ import torch
 
 from ...data import (
     ClickLoader,
+    ClickStream,
     ImpressionLoader,
+    ImpressionStream,
     NextItemLoader,
     NextItemStream,
     evaluate,
@@ -23,6 +25,9 @@ from ..job import Epochs
 
 KS = (10, 50)
 
+COUNTED_STEPS = 256
+"""Batches whose impressions are in memory at once for the baseline."""
+
 LESS_IS_BETTER = ("BCE",)
 
 Metrics = dict[str, float]
@@ -30,9 +35,9 @@ Metrics = dict[str, float]
 
 def metric_names(loader: Epochs) -> list[str]:
     """Of what `evaluate_model` gives."""
-    if isinstance(loader, ClickLoader):
+    if isinstance(loader, (ClickLoader, ClickStream)):
         return ["AUC", "accuracy", "BCE"]
-    if isinstance(loader, ImpressionLoader):
+    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
         return [f"{kind}/{task}" for task in loader.tasks for kind in ("GAUC", "AUC")]
     return [f"{kind}@{k}" for k in KS for kind in ("HR", "NDCG")]
 
@@ -54,9 +59,9 @@ def evaluate_model(
         with autocast(precision, device):
             return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
 
-    if isinstance(loader, ClickLoader):
+    if isinstance(loader, (ClickLoader, ClickStream)):
         return evaluate_clicks(predicted, loader)
-    if isinstance(loader, ImpressionLoader):
+    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
         return evaluate_impressions(predicted, loader)
     assert isinstance(model, NextItemModel)
     return rank_held_out(model, tables, loader, KS, precision)
@@ -66,18 +71,25 @@ def baseline(loader: Epochs) -> Metrics:
     """The same metrics of what takes no training: an item's popularity, its rate in each task, or one rate of
     clicks for all.
     """
-    if isinstance(loader, ClickLoader):
-        rate_of_clicks = torch.tensor(loader.log.labels[: loader.log.trained].mean(), dtype=torch.float32)
+    if isinstance(loader, (ClickLoader, ClickStream)):
+        rate_of_clicks = torch.tensor(loader.click_rate, dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
     if isinstance(loader, (NextItemLoader, NextItemStream)):
         return evaluate(popularity_scores(loader), loader, KS)
-    batches = [loader.global_batch(step) for step in range(loader.steps_per_epoch)]
-    items = torch.cat([batch.exposed_items for batch in batches])
-    labels = torch.cat([batch.labels for batch in batches]).double()
-    known, inverse = items.unique(return_inverse=True)
-    seen = torch.bincount(inverse, minlength=len(known)).double()
-    hits = torch.zeros(len(known), labels.shape[1], dtype=torch.double).index_add_(0, inverse, labels)
-    mean = labels.mean(0)
+    known, counts = (
+        torch.empty(0, dtype=torch.int64),
+        torch.zeros(0, 1 + len(loader.tasks), dtype=torch.double),
+    )
+    for first in range(0, loader.steps_per_epoch, COUNTED_STEPS):
+        steps = range(first, min(first + COUNTED_STEPS, loader.steps_per_epoch))
+        batches = [loader.global_batch(step) for step in steps]
+        items = torch.cat([known, *(batch.exposed_items for batch in batches)])
+        labels = torch.cat([batch.labels for batch in batches]).double()
+        terms = torch.cat([counts, torch.cat([torch.ones(len(labels), 1, dtype=torch.double), labels], 1)])
+        known, inverse = items.unique(return_inverse=True)
+        counts = torch.zeros(len(known), terms.shape[1], dtype=torch.double).index_add_(0, inverse, terms)
+    seen, hits = counts[:, 0], counts[:, 1:]
+    mean = hits.sum(0) / seen.sum()
     rates = (hits + 5 * mean) / (seen[:, None] + 5)  # as if each item had been shown five times more
 
     def rate(batch) -> torch.Tensor:

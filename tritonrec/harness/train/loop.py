@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ... import checkpoint
 from ...callbacks import EarlyStopping, unknown_metric
-from ...data import DynamicStream, NextItemStream
+from ...data import DynamicStream, Stream
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
 from ...pipeline import Trainer
@@ -65,7 +65,7 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
-        saver, position = None, loader if isinstance(loader, (NextItemStream, DynamicStream)) else None
+        saver, position = None, loader if isinstance(loader, (Stream, DynamicStream)) else None
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
             saver = stack.enter_context(
                 trainer.saver(run.checkpoint, metadata(run), run.full_every, position)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from ...callbacks import Throughput
-from ...data import DynamicStream, NextItemStream
+from ...data import DynamicStream, Stream
 from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
 from ..job import Loader
@@ -73,7 +73,7 @@ class Reports:
 
         A stream has a token for each term of the loss, and cut by tokens about as many samples on each rank.
         """
-        if not isinstance(self._loader, (NextItemStream, DynamicStream)):
+        if not isinstance(self._loader, (Stream, DynamicStream)):
             return self._loader.global_size(result.step)
         tokens = result.loss_terms // self.run.window.accumulate
         if isinstance(self._loader, DynamicStream):

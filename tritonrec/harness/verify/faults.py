@@ -226,6 +226,12 @@ FAULTS = [
         Injection(loader=injections.shard_read_by_two_ranks),
     ),
     Fault(
+        "window-read-by-two-ranks",
+        "rank 1 also streams the windows of GRM that the first reader of rank 0 has",
+        replace(_case(), variant="stream-grm"),
+        Injection(loader=injections.shard_read_by_two_ranks),
+    ),
+    Fault(
         "position-one-batch-late",
         "after a restart a stream goes on one batch late",
         replace(_case(), variant=STREAM, steps=8, restart=1),

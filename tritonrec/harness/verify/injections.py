@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...data import JaggedBatch, NextItemStream
+from ...data import JaggedBatch, Stream
 from ...distributed import Communicator
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
@@ -478,13 +478,13 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
 
 
 def shard_read_by_two_ranks(loader: Loader) -> None:
-    assert isinstance(loader, NextItemStream)
+    assert isinstance(loader, Stream)
     if loader.rank:
         loader.readers = [0, *loader.readers]
 
 
 def position_one_batch_late(loader: Loader) -> None:
-    assert isinstance(loader, NextItemStream)
+    assert isinstance(loader, Stream)
     load_state_dict, rows_of = loader.load_state_dict, loader.rows_of
 
     def late(state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ... import ops
-from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, NextItemStream
+from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, Stream
 from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
@@ -177,7 +177,7 @@ def _compared(
     with prepared(communicators, job, case, injected=injected) as (trainer, loader):
         program = trainer.program
         tables = program.tables
-        stream = loader if isinstance(loader, (NextItemStream, DynamicStream)) else None
+        stream = loader if isinstance(loader, (Stream, DynamicStream)) else None
         if stretch.load:
             trainer.load(stretch.load, loader=stream)
         comparison = Comparison(tables, communicators.shard, communicators.shards)

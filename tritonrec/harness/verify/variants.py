@@ -309,6 +309,16 @@ VARIANTS: dict[str, Variant] = {
         shows=("lookups",),
         exports=True,
     ),
+    "stream-grm": Variant(
+        "GRM on windows streamed from Parquet shards",
+        {"model": "grm", "batch_size": 12, "data": f"shards:{RATED}"},
+        shows=("shard_bytes",),
+    ),
+    "stream-clicks": Variant(
+        "DLRM on clicks in Criteo's format streamed from Parquet shards",
+        {"model": "dlrm", "batch_size": 12, "data": f"shards:{CRITEO}"},
+        shows=("shard_bytes",),
+    ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},

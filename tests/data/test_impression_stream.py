@@ -1,0 +1,85 @@
+"""Promise: a stream of windows has the samples of the log read whole, at any ranks and numbers of buckets."""
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from speeds import slow_except
+from test_impression_loader import loader, plain, rated_log
+
+from tritonrec.data import ImpressionBatch, ImpressionStream
+from tritonrec.data.convert_windows import table_of, write_windows
+from tritonrec.data.parquet import parts, write_features
+from tritonrec.data.parquet import table_of as table_of_log
+from tritonrec.data.parquet_rows import ParquetRows
+
+LOG = rated_log()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A log of events with features, in two files."""
+    table = table_of_log(LOG)
+    (tmp_path / "log").mkdir()
+    pq.write_table(table.slice(0, 150), tmp_path / "log" / "0.parquet", row_group_size=60)
+    pq.write_table(table.slice(150), tmp_path / "log" / "1.parquet")
+    write_features(LOG, tmp_path / "log")
+    return tmp_path / "log"
+
+
+def windows(folder, out, buckets=1, max_exposed=3):
+    out.mkdir()
+    write_windows(
+        parts(folder), out, 5, max_exposed, 10, buckets=buckets, users=LOG.user_features, genres=LOG.genres
+    )
+    return out
+
+
+def samples_of(batches):
+    """All samples but for their ids, in an order of their own."""
+    return sorted(repr({**sample, "id": None}) for batch in batches for sample in plain(batch))
+
+
+@pytest.mark.parametrize("buckets", slow_except([4], [1, 4]))
+def test_an_epoch_and_the_held_out_windows_are_those_of_the_log_in_memory(folder, tmp_path, buckets):
+    stream = ImpressionStream(windows(folder, tmp_path / "out", buckets), 7, seed=2)
+    whole = loader(LOG)
+    assert stream.num_samples == whole.num_samples and stream.has_genres
+    assert (stream.context, stream.tasks) == (whole.context, whole.tasks)
+    steps = range(stream.steps_per_epoch)
+    assert samples_of(map(stream.batch, steps)) == samples_of(map(whole.batch, steps))
+    assert samples_of(stream.evaluation_batches(6)) == samples_of(whole.evaluation_batches())
+
+
+@pytest.mark.parametrize("world_size", slow_except([2], [2, 3]))
+def test_ranks_divide_the_global_batch(folder, tmp_path, world_size):
+    out = windows(folder, tmp_path / "out")
+    alone = ImpressionStream(out, 16, seed=3)
+    ranks = [ImpressionStream(out, 16, 3, rank, world_size) for rank in range(world_size)]
+    for step in range(alone.steps_per_epoch + 1):
+        assert samples_of(each.batch(step) for each in ranks) == samples_of([alone.batch(step)])
+
+
+def test_a_batch_becomes_rows_and_a_batch_again(folder, tmp_path):
+    out = windows(folder, tmp_path / "out")
+    stream = ImpressionStream(out, 7, seed=2)
+    for size in (1, 7, 0):
+        batch = stream.batch(0).select(torch.arange(size))
+        again = stream.collate(0, batch.sample_ids, table_of(batch))
+        assert plain(again) == plain(batch) and isinstance(again, ImpressionBatch)
+
+
+def test_what_has_no_windows_is_named(folder, tmp_path):
+    with pytest.raises(ValueError, match="none of the users has more than max_exposed = 1000 events"):
+        windows(folder, tmp_path / "out", max_exposed=1000)
+    with pytest.raises(ValueError, match="log has no windows of impressions"):
+        ImpressionStream(folder, 7, seed=0)
+    unrated = table_of_log(LOG).drop_columns(["rating"])
+    (tmp_path / "unrated").mkdir()
+    pq.write_table(unrated, tmp_path / "unrated" / "0.parquet")
+    with pytest.raises(ValueError, match="the log has neither ratings nor feedback"):
+        windows(tmp_path / "unrated", tmp_path / "none")
+
+
+def test_the_held_out_windows_are_no_shard(folder, tmp_path):
+    out = windows(folder, tmp_path / "out")
+    assert [file.rpartition("/")[2] for file in ParquetRows(out).files] == ["part-00000.parquet"]

@@ -1,0 +1,117 @@
+"""Promise: `tritonrec train` streams a plain log in Parquet, in the same bits at any number of ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from commands import invoke
+
+from tritonrec.data import NextItemLoader, load
+from tritonrec.data.criteo import CATEGORIES, COUNTS
+from tritonrec.data.parquet import table_of
+from tritonrec.distributed import Communicators
+from tritonrec.harness import streams
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import WindowConfig
+
+SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=10)
+pytestmark = pytest.mark.multi_rank
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    yield
+    streams._grouped.cache_clear()
+    streams.windows.cache_clear()
+
+
+@pytest.fixture
+def events(tmp_path):
+    """A job on a log of events."""
+    (tmp_path / "log").mkdir()
+    table = table_of(load("zipf:users=90,items=80,median_length=6,seed=3"))
+    for number in range(2):
+        pq.write_table(table.take(np.arange(number, len(table), 2)), tmp_path / "log" / f"{number}.parquet")
+    return Job(f"parquet:{tmp_path}/log", batch_size=16, max_seq_len=10, num_negatives=2, sizes=SIZES)
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    """A job on clicks in Criteo's format."""
+    log = load("criteo:samples=150,scale=0.0001,seed=3")
+    columns = {"label": pa.array(log.labels)}
+    columns |= {name: pa.array(np.expm1(log.dense[:, at])) for at, name in enumerate(COUNTS)}
+    columns |= {name: pa.array(log.categories[:, at]) for at, name in enumerate(CATEGORIES)}
+    (tmp_path / "clicks").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "clicks" / "day.parquet", row_group_size=20)
+    return Job(f"criteo-parquet:{tmp_path}/clicks", "dlrm", batch_size=16, sizes=SIZES, bottom=(8,), top=(8,))
+
+
+@pytest.fixture
+def impressions(tmp_path):
+    """A job of GRM on a log of ratings."""
+    (tmp_path / "ratings").mkdir()
+    table = table_of(load("zipf:users=60,items=80,median_length=9,ratings=1,seed=3"))
+    pq.write_table(table, tmp_path / "ratings" / "0.parquet", row_group_size=100)
+    return Job(
+        f"parquet:{tmp_path}/ratings", "grm", batch_size=16, max_seq_len=10, max_exposed=3, sizes=SIZES,
+        context_dim=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["events", "clicks", "impressions"])
+def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind, request, pool, tmp_path):
+    job = request.getfixturevalue(kind)
+    reference = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=8), quiet=True)
+    run = Run(job, "nestpipe", WindowConfig(2), steps=5, checkpoint=tmp_path / "saved")
+    assert pool.run(train, 2, run, True)[0]["step"] == 5
+    ended = train(Communicators.local(), replace(run, steps=8, resume=True), quiet=True)
+    assert ended["digest"] == reference["digest"] and ended["metrics"] == reference["metrics"]
+
+
+def test_the_first_run_says_where_the_sequences_are_and_the_second_reads_them(events, tmp_path, capfd):
+    first = events.loader()
+    said = capfd.readouterr().err
+    assert f"{events.data} is grouped by user in {tmp_path}/cache/sequences/" in said
+    streams._grouped.cache_clear()
+    again = events.loader()
+    assert capfd.readouterr().err == "" and again.rows.files == first.rows.files
+    folder = said.partition(" in ")[2].partition(": later")[0]
+    written = replace(events, data=f"parquet:{folder}").loader()
+    assert np.array_equal(written.batch(3).sample_ids, first.batch(3).sample_ids)
+
+
+def test_a_log_is_read_whole_where_that_is_wanted(events, clicks, tmp_path):
+    assert isinstance(replace(events, stream=False).loader(), NextItemLoader)
+    assert not (tmp_path / "cache").exists()
+    for job in (events, clicks):
+        with pytest.raises(ValueError, match="dynamic, or --no-stream for a log that can be read whole"):
+            replace(job, balance=True).loader()
+        assert replace(job, balance=True, stream=False).loader().batch(0).num_samples == 16
+    with pytest.raises(ValueError, match="dynamic cuts streams of hstu and fuxi: choose --no-stream"):
+        replace(clicks, dynamic=True).loader()
+
+
+def test_the_command_streams_unless_it_is_told_not_to(events):
+    words = [
+        "--data",
+        events.data,
+        "--steps",
+        "2",
+        "--batch-size",
+        "16",
+        "--dim",
+        "8",
+        "--micro-batches",
+        "2",
+    ]
+    code, output, _error = invoke("train", *words)
+    assert code == 0 and "is grouped by user in" in output
+    code, output, _error = invoke("train", *words, "--no-stream", "--print-config")
+    assert code == 0 and "stream = false" in output
