@@ -47,6 +47,7 @@ from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
 _annotated = False
+_NO_ANNOTATION = nullcontext()
 
 
 @contextmanager
@@ -58,6 +59,11 @@ def annotated_launches() -> Iterator[None]:
         yield
     finally:
         _annotated = False
+
+
+def annotation(name: str) -> AbstractContextManager[Any]:
+    """Around a launch: torch's profiler sees it as ``tritonrec::name`` inside of `annotated_launches`."""
+    return torch.profiler.record_function(f"tritonrec::{name}") if _annotated else _NO_ANNOTATION
 
 
 OPS: dict[str, Op] = {}
@@ -203,10 +209,8 @@ class Op:
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
-        if _annotated:
-            with torch.profiler.record_function(f"tritonrec::{self.name}"):
-                return self._run(arguments, impl)
-        return self._run(arguments, impl)
+        with annotation(self.name):
+            return self._run(arguments, impl)
 
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
