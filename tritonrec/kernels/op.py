@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ class Op:
         outputs = None if fake is None else _selecting(fake, names)
         self.autocast = autocast or {}
         self._rules = [(names.index(name), rule) for name, rule in self.autocast.items()]
-        self._widens, self._outputs = widens, outputs
+        self._outputs = outputs
+        self._widened = [at for at, _ in self._tensors] if widens else []
         self._check_memory = None if check_memory is None else _selecting(check_memory, names)
 
         def validate(inputs: tuple[Any, ...]) -> None:
@@ -222,7 +224,7 @@ class Op:
             check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
             self._check_memory(arguments)
-        if self._widens and chosen != "triton" and is_low(arguments[at] for at, _ in self._tensors):
+        if self._widened and chosen != "triton" and is_low([arguments[at] for at in self._widened]):
             like = None if self._outputs is None else self._outputs(arguments)
             function = partial(self._implementation(chosen), **self._options)
             return run_widened(function, arguments, like, [at for at, _ in self._written])
@@ -293,7 +295,8 @@ class Op:
 def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tuple[Any, ...]], Any]:
     """`function` of a schema's arguments, of which it takes those that its parameters name."""
     at, takes_rest = {}, False
-    for each in inspect.signature(function).parameters.values():
+    parameters = inspect.signature(function).parameters
+    for each in parameters.values():
         if each.kind is each.VAR_POSITIONAL:
             takes_rest = True
         elif each.name in names:
@@ -303,7 +306,13 @@ def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tupl
     if takes_rest:
         first = 1 + max(at.values())
         return lambda inputs: function(*(inputs[place] for place in at.values()), *inputs[first:])
-    return lambda inputs: function(**{name: inputs[place] for name, place in at.items()})
+    if not at or [*at] != [*parameters][: len(at)]:  # a default stands between them
+        return lambda inputs: function(**{name: inputs[place] for name, place in at.items()})
+    if len(at) == 1:
+        (only,) = at.values()
+        return lambda inputs: function(inputs[only])
+    chosen = itemgetter(*at.values())
+    return lambda inputs: function(*chosen(inputs))
 
 
 def _function(
