@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tritonrec.kernels.sampled_softmax import cpu_by_sample
-from tritonrec.nn import GradientAccumulator, next_item_losses
+from tritonrec.nn import GradientAccumulator
 from tritonrec.nn.next_item_losses import losses_by_sample, split
 
 DIM, TEMPERATURE = 7, 0.3
@@ -84,10 +84,10 @@ def test_rows_of_one_part_alone():
 def test_every_element_of_the_gradient_is_written(monkeypatch):
     want = run(CASES["ragged"], trainer=False)
 
-    def poisoned(*shape, **options):
-        return torch.full(shape, float("nan"), **options)
+    def poisoned(like, *shape):
+        return torch.full(shape, float("nan"), dtype=like.dtype)
 
-    monkeypatch.setattr(next_item_losses.torch, "empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     monkeypatch.setattr(cpu_by_sample.torch, "empty_like", lambda like: torch.full_like(like, float("nan")))
     assert all(map(torch.equal, run(CASES["ragged"], trainer=True), want))
 

@@ -264,8 +264,8 @@ class _HSTULayer(torch.autograd.Function):
         ctx.bound = _bind(accumulator, call, x, own) if ctx.low is None else None
         if ctx.bound is not None:
             with annotation("hstu_layer"):
-                out = ctx.bound.forward(x, own[:10])
-            ctx.save_for_backward(x, ctx.bound.kept, *parameters)
+                out, kept = ctx.bound.forward(x, own[:10])
+            ctx.save_for_backward(x, kept, *parameters)
             return out
         p, x = own.cast(ctx.low), x if ctx.low is None else to_dtype(x, torch.float32)
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
@@ -283,7 +283,7 @@ class _HSTULayer(torch.autograd.Function):
         with ops.use_impl(ctx.impl), without_autocast(dy.device):
             if ctx.bound is not None and not torch.is_grad_enabled():
                 with annotation("hstu_layer_backward"):
-                    return _HSTULayer._whole_backward(ctx, dy.contiguous())
+                    return _HSTULayer._whole_backward(ctx, dy.resolve_neg().contiguous())
             return _HSTULayer._backward(ctx, dy)
 
     @staticmethod

@@ -67,10 +67,10 @@ class _Losses(torch.autograd.Function):
         hidden, items = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of these gradients is refused by the op
             return None, None, *_backward(ctx.bound, dlosses, hidden, items)
-        whole = torch.empty(ctx.first + len(items), items.shape[1], dtype=torch.float32)
+        whole = items.new_empty(ctx.first + len(items), items.shape[1])
         ditems = whole[ctx.first :]
         with annotation("sampled_softmax_by_sample_backward"):
-            dhidden = ctx.bound.backward(dlosses.contiguous(), hidden, items, ditems)
+            dhidden = ctx.bound.backward(dlosses.resolve_neg().contiguous(), hidden, items, ditems)
         return None, None, dhidden, ditems
 
 

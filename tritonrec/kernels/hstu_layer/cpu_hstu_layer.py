@@ -102,15 +102,14 @@ class Terms(NamedTuple):
 class Bound:
     """One call of a layer: `forward`, then `backward` or `backward_exact`.
 
-    `kept` is what these need of `forward`, one tensor; the caller keeps it, x and the parameters.
+    `forward` returns what these need of it, one tensor; the caller keeps it, x and the parameters.
     """
 
     def __init__(self, shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, seed: int):
-        self._shape, self._place, self._seed = shape, place, seed
+        self._shape, self._place = shape, place  # the addresses of whose tensors are taken
         self._tokens, self._samples = len(x), place.seq_offsets.shape[0] - 1
         self._widths = shape.kept_widths
-        self._starts, size = _layout(self._tokens, self._widths)
-        self.kept = torch.empty(size, dtype=torch.float32)
+        self._starts, self._size = _layout(self._tokens, self._widths)
         pos, ts = parameters[8:]
         self._entries = 0 if pos is None else len(pos), 0 if ts is None else len(ts)
         one_sided = self._entries[0] == shape.max_seq_len and shape.max_seq_len > 1
@@ -136,22 +135,24 @@ class Bound:
         ]  # fmt: skip
 
     def saved(self, kept: torch.Tensor) -> Saved:
-        """Views of `kept`, which `forward` has filled."""
+        """Views of what `forward` kept."""
         parts = [
             kept[start : start + self._tokens * width].view(self._tokens, width)
             for start, width in zip(self._starts, self._widths, strict=True)
         ]
-        z, uvqk, attended, gated, *rows = parts[:8]
-        return Saved(*(each.view(-1) for each in rows), *parts[8:] or [None], z, uvqk, attended, gated)
+        z, uvqk, attended, gated = parts[:4]
+        means, rstds, gate_means, gate_rstds = (each.view(-1) for each in parts[4:8])
+        normed = parts[8] if self._shape.keep_normed else None
+        return Saved(means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated)
 
-    def forward(self, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """The output (L, d), the residual added; fills `kept`."""
+    def forward(self, x: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (L, d), the residual added; and what backward needs."""
         from tritonrec.kernels.hstu_layer.numba_hstu_layer import forward
 
-        out = torch.empty_like(x)
-        table = np.array(self._table(x, self.kept, parameters, out), np.int64)
+        out, kept = torch.empty_like(x), x.new_empty(self._size)
+        table = np.array(self._table(x, kept, parameters, out), np.int64)
         self._over_samples(lambda start, stop: forward(table, self._numbers, start, stop), 1.0)
-        return out
+        return out, kept
 
     def backward(
         self, dy: torch.Tensor, x: torch.Tensor, kept: torch.Tensor, parameters: Parameters
@@ -263,7 +264,7 @@ def _fits(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters) -
     dim, values, columns = shape.dim, shape.values, shape.columns
     if min(dim, shape.heads, shape.qk_dim, shape.v_dim, shape.max_seq_len, len(x)) < 1:
         return False
-    if x.shape != (len(x), dim) or x.dtype != torch.float32 or not x.is_contiguous():
+    if x.shape != (len(x), dim) or x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg():
         return False
     *given, pos, ts = parameters
     shapes = (dim,), (dim,), (columns, dim), (columns,), (values,), (values,), (dim, values), (dim,)

@@ -69,7 +69,7 @@ def bind(
         return None
     wanted = (hidden, torch.float32), (items, torch.float32), (valid, torch.bool), (offsets, torch.int64)
     for tensor, dtype in wanted:
-        if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        if tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             return None
     check_offsets("offsets", offsets, tokens)
     return Bound(valid, offsets, scale, hidden.shape[1])
