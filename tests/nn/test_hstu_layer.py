@@ -18,6 +18,7 @@ from dispatched import DispatchedOps
 from float_error import assert_error_at_most_twice
 
 from tritonrec import ops
+from tritonrec.kernels.hstu_layer import cpu_hstu_layer as whole
 from tritonrec.nn import (
     FuXiConfig,
     FuXiLayer,
@@ -67,11 +68,11 @@ def make_tokens(name, lengths=LENGTHS, samples=None):
     return x, placed.with_next_query_timestamps() if name == "biased" else placed
 
 
-def run(layer, x, tokens, exactly=False, call=None):
+def run(layer, x, tokens, exactly=False, call=None, trainer=False):
     """Output, dx, and the parameters' gradients or exact sums, by name."""
     accumulator = GradientAccumulator(layer, ops.FRACTION_BITS if exactly else None)
     x = x.clone().requires_grad_()
-    with accumulator.active() if exactly else nullcontext():
+    with accumulator.active() if exactly or trainer else nullcontext():
         out = (call or layer)(x, tokens, SEED)
         dout = torch.randn(1000, out.shape[1], generator=torch.Generator().manual_seed(2))
         out.backward(dout[tokens.positions * 7 + (tokens.sample_ids + 5) // 1000])  # goes with its token
@@ -96,6 +97,113 @@ def test_bits_are_those_of_the_single_steps(name, exactly):
     got = run(layer, x, tokens, exactly)
     assert all(value.any() for value in got.values())
     assert_equal(got, run(layer, x, tokens, exactly, single_ops(layer)))
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Switches the layer to ops one by one, and counts the calls of the whole layer before."""
+    calls = []
+    forward = whole.Bound.forward
+
+    def counted(self, *arguments):
+        calls.append(self)
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(whole.Bound, "forward", counted)
+
+    def switch():
+        monkeypatch.setattr(hstu_layer.whole, "bind", lambda *arguments: None)
+        return len(calls)
+
+    return switch
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("recompute", [(), ("norm",)])
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("name", ["hstu", "biased"])
+def test_a_trainer_runs_the_whole_layer_in_one_call(
+    name, exactly, recompute, threads, one_by_one, monkeypatch
+):
+    """With the bits of the ops one by one, also in ranges of samples and with a weight not trained."""
+    layer = make_layer(name, recompute)
+    layer.gate.weight.requires_grad_(threads == 1 or not exactly)
+    x, tokens = make_tokens(name)
+    if threads == 2:
+        monkeypatch.setattr(whole, "over_ranges", lambda run, count, cost: [run(0, 2), run(2, count)])
+        monkeypatch.setattr(whole.Bound, "is_small", lambda self: False)
+    got = run(layer, x, tokens, exactly, trainer=True)
+    assert one_by_one() == 1
+    assert_equal(got, run(layer, x, tokens, exactly, trainer=True))
+    assert all(value.any() for value in got.values())
+
+
+@pytest.mark.parametrize("what", ["full", "nan", "large"])
+def test_a_sum_that_fails_is_named_as_by_the_ops(what, one_by_one):
+    layer = make_layer("biased")
+    x, tokens = make_tokens("biased")
+    if what == "nan":
+        x[7, 3] = float("nan")
+    factor = 1e9 if what == "large" else 1.0
+
+    def errors():
+        found = []
+        for name, _ in layer.named_parameters() if what == "full" else [(what, None)]:
+            accumulator = GradientAccumulator(layer)
+            if what == "full":
+                accumulator.sums[name].fill_(2**63 - 1)
+            with accumulator.active(), pytest.raises(ops.ExactSumError) as caught:
+                (factor * layer(x.clone().requires_grad_(), tokens, SEED)).sum().backward()
+            found.append((str(caught.value), caught.value.name, caught.value.index))
+            assert what != "full" or f"gradient of {name}" in found[-1][0]
+        return found
+
+    got = errors()
+    assert one_by_one() == len(got)
+    assert got == errors()
+
+
+def test_a_layer_with_other_arguments_takes_the_ops(one_by_one):
+    """float64, an offset of 32 bits, strided rows: with the ops' results, and their errors."""
+    layer = make_layer("hstu")
+    x, tokens = make_tokens("hstu")
+    want = run(layer, x, tokens, trainer=True)
+    short = tokens._replace(seq_offsets=tokens.seq_offsets.int())
+    assert_equal(run(layer, x, short, trainer=True), want)
+    with GradientAccumulator(layer, None).active():
+        for wrong, kind in ((x.double(), "must be torch.float64 like x"), (x[:, :9], "x must be")):
+            with pytest.raises(ValueError, match=kind):
+                layer(wrong, tokens, SEED)
+        fewer = tokens._replace(sample_ids=tokens.sample_ids[:36], positions=tokens.positions[:36])
+        with pytest.raises(ValueError, match="must end at the 36 tokens"):
+            layer(x[:36], fewer, SEED)
+        with pytest.raises(ValueError, match="num_targets"):
+            layer(x, tokens._replace(num_targets=tokens.num_targets + 30), SEED)
+        strided = torch.cat([x, x], 1)[:, :10]
+        assert torch.equal(layer(strided, tokens, SEED), want["out"])
+    assert one_by_one() == 1
+
+
+def test_a_second_derivative_is_refused_in_a_trainer():
+    layer, (x, tokens) = make_layer("hstu"), make_tokens("hstu")
+    x.requires_grad_()
+    with GradientAccumulator(layer, None).active():
+        out = layer(x, tokens, SEED)
+        first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        assert torch.equal(first, torch.autograd.grad(out.sum(), x, retain_graph=True)[0])
+        with pytest.raises(
+            RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no deriv"
+        ):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_nothing_is_left_of_a_batch_of_other_sizes():
+    """Many short samples, one long one, empty ones at both ends: chunks begin and end anywhere."""
+    layer = make_layer("biased")
+    for lengths in ([0] * 70 + [1] * 70, [21] * 30, [0, 21, 0], [1], [7, 0, 20, 3] * 9):
+        x, tokens = make_tokens("biased", lengths)
+        got = run(layer, x, tokens, exactly=True)
+        assert_equal(got, run(layer, x, tokens, True, single_ops(layer)), str(lengths[:4]))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
 _annotated = False
+_NO_ANNOTATION = nullcontext()
 
 
 @contextmanager
@@ -58,6 +60,11 @@ def annotated_launches() -> Iterator[None]:
         yield
     finally:
         _annotated = False
+
+
+def annotation(name: str) -> AbstractContextManager[Any]:
+    """Around a launch: torch's profiler sees it as ``tritonrec::name`` inside of `annotated_launches`."""
+    return torch.profiler.record_function(f"tritonrec::{name}") if _annotated else _NO_ANNOTATION
 
 
 OPS: dict[str, Op] = {}
@@ -126,7 +133,8 @@ class Op:
         outputs = None if fake is None else _selecting(fake, names)
         self.autocast = autocast or {}
         self._rules = [(names.index(name), rule) for name, rule in self.autocast.items()]
-        self._widens, self._outputs = widens, outputs
+        self._outputs = outputs
+        self._widened = [at for at, _ in self._tensors] if widens else []
         self._check_memory = None if check_memory is None else _selecting(check_memory, names)
 
         def validate(inputs: tuple[Any, ...]) -> None:
@@ -203,10 +211,8 @@ class Op:
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
-        if _annotated:
-            with torch.profiler.record_function(f"tritonrec::{self.name}"):
-                return self._run(arguments, impl)
-        return self._run(arguments, impl)
+        with annotation(self.name):
+            return self._run(arguments, impl)
 
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
@@ -218,7 +224,7 @@ class Op:
             check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
             self._check_memory(arguments)
-        if self._widens and chosen != "triton" and is_low(arguments[at] for at, _ in self._tensors):
+        if self._widened and chosen != "triton" and is_low([arguments[at] for at in self._widened]):
             like = None if self._outputs is None else self._outputs(arguments)
             function = partial(self._implementation(chosen), **self._options)
             return run_widened(function, arguments, like, [at for at, _ in self._written])
@@ -289,7 +295,8 @@ class Op:
 def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tuple[Any, ...]], Any]:
     """`function` of a schema's arguments, of which it takes those that its parameters name."""
     at, takes_rest = {}, False
-    for each in inspect.signature(function).parameters.values():
+    parameters = inspect.signature(function).parameters
+    for each in parameters.values():
         if each.kind is each.VAR_POSITIONAL:
             takes_rest = True
         elif each.name in names:
@@ -299,7 +306,13 @@ def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tupl
     if takes_rest:
         first = 1 + max(at.values())
         return lambda inputs: function(*(inputs[place] for place in at.values()), *inputs[first:])
-    return lambda inputs: function(**{name: inputs[place] for name, place in at.items()})
+    if not at or [*at] != [*parameters][: len(at)]:  # a default stands between them
+        return lambda inputs: function(**{name: inputs[place] for name, place in at.items()})
+    if len(at) == 1:
+        (only,) = at.values()
+        return lambda inputs: function(inputs[only])
+    chosen = itemgetter(*at.values())
+    return lambda inputs: function(*chosen(inputs))
 
 
 def _function(

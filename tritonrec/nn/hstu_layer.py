@@ -22,11 +22,12 @@ import torch
 
 from .. import ops
 from ..kernels.autocast import autocast_dtype, to_dtype, without_autocast
-from ..kernels.dispatch import default_impl
+from ..kernels.dispatch import default_impl, implementation
 from ..kernels.gradients import Accumulator, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
 from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
+from ..kernels.hstu_layer import cpu_hstu_layer as whole
 from ..kernels.linear.register import ProductTerms, add_gradients
 from ..kernels.norm_linear_silu.register import (
     NORM_LINEAR_SILU,
@@ -38,7 +39,7 @@ from ..kernels.norm_mul_dropout.register import (
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
-from ..kernels.op import Op
+from ..kernels.op import Op, annotation
 from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
 from ..kernels.row_terms import RowTerms
 from .tokens import Tokens
@@ -154,6 +155,23 @@ def hstu_layer(
     return _HSTULayer.apply(current(), call, x, *parameters)
 
 
+def _bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:
+    """In a trainer on the CPU the whole layer in one call, where it takes these arguments."""
+    if accumulator is None or call.channels > 1 or not {"norm"}.issuperset(call.recompute):
+        return None
+    if implementation("auto", x) != "cpu":
+        return None
+    shape = whole.Shape(
+        x.shape[-1], call.heads, call.qk_dim, call.v_dim, call.max_seq_len, call.eps, call.gate_eps,
+        call.dropout, "norm" not in call.recompute,
+    )  # fmt: skip
+    at = call.tokens
+    place = whole.Place(
+        at.seq_offsets, at.sample_ids, at.positions, at.timestamps, at.num_targets, at.query_timestamps
+    )
+    return whole.bind(shape, place, x, p[:10], call.seed)
+
+
 def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_linear: bool):
     return NORM_LINEAR_SILU(
         x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, keep_normed, keep_linear
@@ -208,6 +226,32 @@ def _attend_backward(
     return terms
 
 
+class _Gradients:
+    """The gradients of the parameters `own`: their sums, or None where the accumulator takes their terms."""
+
+    def __init__(self, accumulator: Accumulator | None, own: Parameters):
+        self._accumulator, self._own = accumulator, own
+        self._found: dict[str, torch.Tensor | None] = {}
+
+    def take(self, **terms: Terms) -> None:
+        for name, gradient in terms.items():
+            if (parameter := getattr(self._own, name)) is not None:
+                self._found[name] = sum_terms(self._accumulator, parameter, gradient)
+
+    def take_linear(
+        self, name: str, dout: torch.Tensor, inner: torch.Tensor, seq_offsets: torch.Tensor
+    ) -> None:
+        weight, bias = f"{name}_weight", f"{name}_bias"
+        targets = targets_of(self._accumulator, getattr(self._own, weight), getattr(self._own, bias))
+        if targets is None:
+            self.take(**{weight: ProductTerms(dout, inner, seq_offsets), bias: RowTerms(dout)})
+        else:
+            add_gradients(targets, dout, inner, seq_offsets)
+
+    def in_order(self) -> list[torch.Tensor | None]:
+        return [self._found.get(name) for name in Parameters._fields]
+
+
 class _HSTULayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
@@ -218,6 +262,14 @@ class _HSTULayer(torch.autograd.Function):
     @staticmethod
     def _forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
         own, again = Parameters(*parameters), call.recompute
+        ctx.accumulator, ctx.call, ctx.own = accumulator, call, own  # it knows these very tensors
+        ctx.impl = default_impl()
+        ctx.bound = _bind(accumulator, call, x, own) if ctx.low is None else None
+        if ctx.bound is not None:
+            with annotation("hstu_layer"):
+                out, kept = ctx.bound.forward(x, own[:10])
+            ctx.save_for_backward(x, kept, *parameters)
+            return out
         p, x = own.cast(ctx.low), x if ctx.low is None else to_dtype(x, torch.float32)
         uvqk, z, normed, *norm_rows = _front(x, p, call, "norm" not in again, "uvqk" not in again)
         parts = call.parts(uvqk)
@@ -227,19 +279,42 @@ class _HSTULayer(torch.autograd.Function):
         stages = dict(zip(RECOMPUTED, (normed, z, uvqk, attended, gated), strict=True))
         kept = (None if name in again else value for name, value in stages.items())
         ctx.save_for_backward(x, *norm_rows, *gate_rows, *kept, *parameters)
-        ctx.accumulator, ctx.call, ctx.own = accumulator, call, own  # it knows these very tensors
-        ctx.impl = default_impl()
         return out.add_(x) if out.dtype == x.dtype else x + out
 
     @staticmethod
     def backward(ctx, dy):
         with ops.use_impl(ctx.impl), without_autocast(dy.device):
+            if ctx.bound is not None and not torch.is_grad_enabled():
+                with annotation("hstu_layer_backward"):
+                    return _HSTULayer._whole_backward(ctx, dy.resolve_neg().contiguous())
             return _HSTULayer._backward(ctx, dy)
+
+    @staticmethod
+    def _whole_backward(ctx, dy):
+        accumulator, own, bound = ctx.accumulator, ctx.own, ctx.bound
+        x, kept, *parameters = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
+        targets = targets_of(accumulator, *(each for each in own if each is not None))
+        if targets is not None and bound.is_small():
+            dx = bound.backward_exact(dy, x, kept, parameters[:10], targets)
+            return None, None, dx, *(None,) * len(own)
+        dx, terms = bound.backward(dy, x, kept, parameters[:10])
+        offsets, of_parameters = ctx.call.tokens.seq_offsets, _Gradients(accumulator, own)
+        of_parameters.take_linear("output", dy, terms.gated, offsets)
+        for name in ("gate_weight", "gate_bias", "pos_weights", "ts_weights", "norm_weight", "norm_bias"):
+            of_parameters.take(**{name: RowTerms(getattr(terms, name))})
+        of_parameters.take_linear("uvqk", terms.duvqk, terms.normed, offsets)
+        return None, None, dx, *of_parameters.in_order()
 
     @staticmethod
     def _backward(ctx, dy):
         accumulator, call, own, dy = ctx.accumulator, ctx.call, ctx.own, dy.contiguous()
-        x, means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = ctx.saved_tensors
+        if ctx.bound is None:
+            x, *saved = ctx.saved_tensors
+        else:
+            x, kept, *parameters = ctx.saved_tensors
+            saved = [*ctx.bound.saved(kept), *parameters]
+        means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated, *rest = saved
         # Unless the graph is kept; what is done with below is free at once. torch.compile knows no such call
         # and leaves the layer out of its graphs: torch 2.11 traces it to wrong gradients.
         ctx.maybe_clear_saved_tensors()
@@ -247,21 +322,8 @@ class _HSTULayer(torch.autograd.Function):
             rest = [None if tensor is None else tensor.detach() for tensor in rest]
         p = Parameters(*rest).cast(ctx.low)
         dout = to_dtype(dy, p.output_weight.dtype)
-        grads: dict[str, torch.Tensor | None] = {}
-        kernel = _plain(accumulator)
-
-        def take(**terms: Terms) -> None:
-            for name, gradient in terms.items():
-                if (parameter := getattr(own, name)) is not None:
-                    grads[name] = sum_terms(accumulator, parameter, gradient)
-
-        def take_linear(name: str, dout: torch.Tensor, inner: torch.Tensor) -> None:
-            weight, bias, offsets = f"{name}_weight", f"{name}_bias", call.tokens.seq_offsets
-            targets = targets_of(accumulator, getattr(own, weight), getattr(own, bias))
-            if targets is None:
-                take(**{weight: ProductTerms(dout, inner, offsets), bias: RowTerms(dout)})
-            else:
-                add_gradients(targets, dout, inner, offsets)
+        kernel, gradients = _plain(accumulator), _Gradients(accumulator, own)
+        take, offsets = gradients.take, call.tokens.seq_offsets
 
         if uvqk is None and z is not None:
             uvqk = ops.silu(z)
@@ -271,7 +333,7 @@ class _HSTULayer(torch.autograd.Function):
         parts = call.parts(uvqk)
         attended = _attend(parts, p, call) if attended is None else attended
         gated = _gate(attended, parts[0], p, call)[0] if gated is None else gated
-        take_linear("output", dout, gated)
+        gradients.take_linear("output", dout, gated, offsets)
         del gated
 
         duvqk = torch.empty_like(uvqk)
@@ -308,8 +370,8 @@ class _HSTULayer(torch.autograd.Function):
         if targets is None:
             dx, dweight, dbias, again = kernel(NORM_LINEAR_SILU_BACKWARD_INTO)(*of_front)
             take(norm_weight=RowTerms(dweight), norm_bias=RowTerms(dbias))
-            take_linear("uvqk", duvqk, again if normed is None else normed)
+            gradients.take_linear("uvqk", duvqk, again if normed is None else normed, offsets)
         else:
-            rest = call.tokens.seq_offsets, *targets[1:]
+            rest = offsets, *targets[1:]
             dx = NORM_LINEAR_SILU_BACKWARD_EXACT.launch(*targets.sums, *of_front, *rest)
-        return None, None, dx.add_(dy), *(grads.get(name) for name in Parameters._fields)
+        return None, None, dx.add_(dy), *gradients.in_order()

@@ -17,7 +17,8 @@ from .. import ops
 from ..settings import setting
 from .hstu_layer import check_recompute
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
-from .tokens import Tokens, sum_by_sample
+from .next_item_losses import losses_by_sample, split
+from .tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,8 @@ class NextItemModel(torch.nn.Module):
         Args:
             rows: ``item``, (L + L + L*K, d) float32, of ids, labels and negatives. seed: of dropout.
         """
-        tokens, negatives = batch.negatives.shape
-        items, labels, sampled = rows["item"].split([tokens, tokens, tokens * negatives])
-        losses = ops.sampled_softmax(
-            self.encode(batch, items, seed),
-            labels,
-            sampled.unflatten(0, (tokens, negatives)),
-            batch.negatives != batch.labels[:, None],
-            self.config.temperature,
-        )
-        return sum_by_sample(losses, batch.offsets)
+        tokens = len(batch.negatives)
+        items, others = split(rows["item"], tokens)
+        valid = batch.negatives != batch.labels[:, None]
+        hidden = self.encode(batch, items, seed)
+        return losses_by_sample(hidden, others, valid, batch.offsets, self.config.temperature)

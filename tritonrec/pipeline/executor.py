@@ -69,6 +69,10 @@ class Executor:
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
+
+    A lane sleeps on a condition of its own, and what wakes it is the end of the last task that it waits for,
+    or new work for an empty queue: a thread that is woken for nothing takes the interpreter from one that
+    computes.
     """
 
     def __init__(
@@ -92,7 +96,11 @@ class Executor:
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._of_caller = threading.Condition(self._lock)
+        self._lane_of = {stage.name: stage.lane for stage in schedule.stages}
+        self._wake = {lane: threading.Condition(self._lock) for lane in self._lane_of.values()}
+        self._awaited_by: dict[str, set[Task]] = {}  # by lane, what its next task waits for
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
         self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
@@ -102,9 +110,7 @@ class Executor:
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
         self._closing = False
-        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {
-            lane: deque() for lane in dict.fromkeys(stage.lane for stage in schedule.stages)
-        }
+        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {lane: deque() for lane in self._wake}
         self._threads = [
             threading.Thread(target=self._lane, args=(lane,), name=f"lane {lane}", daemon=True)
             for lane in self._queues
@@ -114,8 +120,8 @@ class Executor:
 
     def submit(self, batch: int, context: Any) -> None:
         """Queue all tasks of `batch` (numbered 0, 1, 2, ...); returns at once when there is room."""
-        with self._changed:
-            self._changed.wait_for(
+        with self._lock:
+            self._of_caller.wait_for(
                 lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
             )
             self._raise_if_stopped()
@@ -131,18 +137,18 @@ class Executor:
                     if self.schedule[task.stage].launches_collectives:
                         self._turns[task] = (*self.schedule.launch_turn(task), number)
             for task in tasks:
-                self._queues[self.schedule[task.stage].lane].append((task, context))
-            self._changed.notify_all()
+                self._put(self._lane_of[task.stage], (task, context))
+            self._turn_may_come()
 
     def wait(self, batch: int) -> None:
         """Return when every task of `batch` has finished.
 
         Raises `StageFailedError` if any stage failed, RuntimeError if the executor was closed.
         """
-        with self._changed:
+        with self._lock:
             self._waited = max(self._waited, batch)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopped() or batch not in self._left)
+            self._turn_may_come()
+            self._of_caller.wait_for(lambda: self._stopped() or batch not in self._left)
             self._raise_if_stopped()
             events = [(task, event) for task, event in self._events.items() if task.batch == batch]
         for task, event in events:
@@ -150,7 +156,7 @@ class Executor:
                 self._streams.finish(event)
             except Exception as error:
                 self._fail(task, error)
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
             self._awaited.discard(batch)
             # Later batches wait for events of this one and of those that the longest edge reaches back to.
@@ -160,10 +166,9 @@ class Executor:
     def call(self, lane: str, function: Callable[[], Result]) -> Call[Result]:
         """Queue ``function()`` on a lane, behind the tasks that it has been given."""
         call = Call(function)
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
-            self._queues[lane].append(call)
-            self._changed.notify_all()
+            self._put(lane, call)
         return call
 
     def result(self, call: Call[Result]) -> Result:
@@ -171,20 +176,20 @@ class Executor:
 
         Raises `StageFailedError` where a stage fails first, RuntimeError if the executor is closed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: call.done or self._stopped())
+        with self._lock:
+            self._of_caller.wait_for(lambda: call.done or self._stopped())
             if not call.done:
                 self._raise_if_stopped()
         return call.result()
 
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
-        with self._changed:
+        with self._lock:
             return sorted(self._left)
 
     def ensure_running(self) -> None:
         """Raise `StageFailedError` if a stage has failed, RuntimeError if the executor was closed."""
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
 
     def close(self) -> None:
@@ -192,9 +197,9 @@ class Executor:
 
         Lanes that do not end within `CLOSE_SECONDS`, all together, wait for another rank and are left alone.
         """
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._wake_all()
         self._interrupt.set()
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
@@ -219,8 +224,8 @@ class Executor:
         while (work := self._next(lane)) is not None:
             if isinstance(work, Call):
                 work.run()
-                with self._changed:
-                    self._changed.notify_all()
+                with self._lock:
+                    self._of_caller.notify_all()
                 continue
             task, context, after = work
             action = partial(self._act, task, context)
@@ -232,15 +237,41 @@ class Executor:
             except BaseException as error:
                 self._fail(task, error)
                 return
-            with self._changed:
+            with self._lock:
                 if event is not None:
                     self._events[task] = event
-                self._unfinished.discard(task)
-                self._turns.pop(task, None)
-                self._left[task.batch] -= 1
-                if not self._left[task.batch]:
-                    del self._left[task.batch]
-                self._changed.notify_all()
+                self._finish(task)
+
+    def _put(self, lane: str, work: tuple[Task, Any] | Call[Any]) -> None:
+        """Queue work; the lane sleeps only if it has none."""
+        queue = self._queues[lane]
+        queue.append(work)
+        if len(queue) == 1:
+            self._wake[lane].notify()
+
+    def _finish(self, task: Task) -> None:
+        """A task is done: wake the lanes that wait for nothing else, and the caller if a batch is done."""
+        self._unfinished.discard(task)
+        for lane, tasks in self._awaited_by.items():
+            if task in tasks:
+                tasks.remove(task)
+                if not tasks:
+                    self._wake[lane].notify()
+        self._left[task.batch] -= 1
+        if not self._left[task.batch]:
+            del self._left[task.batch]
+            self._of_caller.notify_all()
+        self._turns.pop(task, None)
+        self._turn_may_come()
+
+    def _turn_may_come(self) -> None:
+        """Wake the lanes that wait for their turn, whichever they are."""
+        if self._in_turn:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for condition in (self._of_caller, *self._wake.values()):
+            condition.notify_all()
 
     def _act(self, task: Task, context: Any) -> None:
         with self._within():
@@ -248,18 +279,18 @@ class Executor:
 
     def _fail(self, task: Task, error: BaseException) -> None:
         """Stop all lanes."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or (task, error)
-            self._changed.notify_all()
+            self._wake_all()
         self._interrupt.set()
 
     def _next(self, lane: str) -> tuple[Task, Any, list[Any]] | Call[Any] | None:
         """The lane's next task once all it waits for has finished here, and the events of what may still run
         on a device; or its next call; None when the executor stops.
         """
-        queue = self._queues[lane]
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped() or queue)
+        queue, wake = self._queues[lane], self._wake[lane]
+        with self._lock:
+            wake.wait_for(lambda: self._stopped() or queue)
             if self._stopped():
                 return None
             work = queue.popleft()
@@ -267,10 +298,9 @@ class Executor:
                 return work
             task, context = work
             waits_for = list(self.schedule.waits_for(task, self.micro_batches))
-            self._changed.wait_for(
-                lambda: self._stopped() or (self._unfinished.isdisjoint(waits_for) and self._has_turn(task))
-            )
-            elsewhere = [other for other in waits_for if self.schedule[other.stage].lane != lane]
+            missing = self._awaited_by[lane] = self._unfinished.intersection(waits_for)
+            wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
+            elsewhere = [other for other in waits_for if self._lane_of[other.stage] != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
             return None if self._stopped() else (task, context, after)
 

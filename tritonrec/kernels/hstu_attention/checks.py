@@ -110,12 +110,12 @@ def check_memory(q, k, v, *described) -> None:
                 f"delta_offsets must be ({len(call.seq_offsets)},), got {tuple(call.delta_offsets.shape)}"
             )
         deltas = call.delta_offsets[1:] - call.delta_offsets[:-1]
-        _check_counts("number of queries", deltas, lengths)
+        check_counts("number of queries", deltas, lengths)
     if call.num_targets is not None:
-        _check_counts("num_targets", call.num_targets, lengths)
+        check_counts("num_targets", call.num_targets, lengths)
         lengths = lengths - call.num_targets
     if call.num_contexts is not None:
-        _check_counts("num_contexts", call.num_contexts, lengths)
+        check_counts("num_contexts", call.num_contexts, lengths)
 
 
 def check_backward(do, q, v) -> None:
@@ -133,7 +133,8 @@ def check_into(dq, dk, dv, q, k, v) -> None:
             )
 
 
-def _check_counts(name: str, counts: torch.Tensor, most: torch.Tensor) -> None:
+def check_counts(name: str, counts: torch.Tensor, most: torch.Tensor) -> None:
+    """Refuse counts (B,) that are negative or greater than `most` (B,), naming the first."""
     if counts.device.type != "cpu":
         fits = ((counts >= 0) & (counts <= most)).all()
         torch._assert_async(fits, f"{name} must lie between 0 and what a sequence has left")

@@ -1,0 +1,145 @@
+"""What a micro-batch and its lanes cost on the host: ratios of a training step, and where its time is.
+
+One rank, one thread, MovieLens-100K. Variants take turns step by step (pipelined ones eight steps by eight
+steps), so that a change of the machine's speed meets all; the median of the ratios is printed, by wall time
+and by processor time. The waterfall is the recorder's: milliseconds of each stage, summed over micro-batches.
+
+    python ci/benchmarks/measure_step.py --batch-size 64 --json ci/baselines/step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+
+from tritonrec.distributed import Communicators
+from tritonrec.harness.job import Job
+from tritonrec.host_memory import keep_freed_memory
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.trace import NullRecorder
+
+MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
+WARM, RUN, MANY = 5, 8, 8  # steps, steps of a pipelined run, micro-batches
+Variant = tuple[str, int, str]
+ONE, EIGHT, PIPED = ("sequential", 1, "batch"), ("sequential", MANY, "batch"), ("nestpipe", MANY, "batch")
+WINDOW_ONE, WINDOW_EIGHT = ("sequential", 1, "window"), ("sequential", MANY, "window")
+RATIOS = {
+    "sequential N = 8 over N = 1": (EIGHT, ONE),
+    "nestpipe N = 8 over sequential N = 8": (PIPED, EIGHT),
+    "batch over window, N = 1": (ONE, WINDOW_ONE),
+    "batch over window, N = 8": (EIGHT, WINDOW_EIGHT),
+}
+
+
+class StageTimes(NullRecorder):
+    """Seconds of each stage in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    @contextmanager
+    def span(
+        self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
+    ) -> Iterator[dict[str, Any]]:
+        """A stage's work."""
+        began = time.perf_counter()
+        yield args
+        self.seconds[name][batch] += time.perf_counter() - began
+
+    def medians_ms(self, steps: int) -> dict[str, float]:
+        """Of each stage, micro-batches together, in the steps that are warm."""
+        warm = range(WARM, steps)
+        return {
+            name: round(1e3 * median(times[step] for step in warm), 3)
+            for name, times in self.seconds.items()
+            if times.keys() >= set(warm)
+        }
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and processor milliseconds of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
+
+
+def measure(batch_size: int, steps: int) -> dict[str, Any]:
+    """Medians, ratios and the waterfall."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as commands and ranks do
+    job = Job("ml-100k", batch_size=batch_size, max_seq_len=50, num_negatives=32, sizes=MODEL)
+    loader = job.loader()
+    batches = [loader.batch(step) for step in range(steps + RUN * (steps // RUN))]
+    variants = {variant for pair in RATIOS.values() for variant in pair}
+    recorders = {variant: StageTimes() for variant in variants}
+
+    def trainer(variant: Variant) -> Trainer:
+        mode, micro_batches, consistency = variant
+        config = WindowConfig(micro_batches, consistency, seed=job.seed)
+        recorder = recorders[variant]
+        return Trainer(*job.build("adam"), Communicators.local(), mode, config, recorder)  # type: ignore
+
+    trainers = {variant: trainer(variant) for variant in sorted(variants)}
+    taken: dict[Variant, list[tuple[float, float]]] = defaultdict(list)
+    plain = [variant for variant in trainers if variant != PIPED]
+    for at, batch in enumerate(batches[:steps]):
+        for variant in plain if at % 2 else reversed(plain):
+            taken[variant].append(timed(lambda batch=batch, v=variant: trainers[v].step(batch)))
+    runs: dict[Variant, list[tuple[float, float]]] = {PIPED: [], EIGHT: []}
+    list(trainers[PIPED].run(iter(batches[: steps - RUN])))
+    for first in range(steps, len(batches), RUN):
+        for variant in runs:
+            some = batches[first : first + RUN]
+            found = timed(lambda some=some, v=variant: list(trainers[v].run(iter(some))))
+            runs[variant].append((found[0] / RUN, found[1] / RUN))
+    for each in trainers.values():
+        each.close()
+    results: dict[str, Any] = {"batch_size": batch_size, "ms": {}, "ratios": {}}
+    for variant in trainers:
+        series = runs[PIPED] if variant == PIPED else taken[variant][WARM:]
+        wall, cpu = (round(median(values), 2) for values in zip(*series, strict=True))
+        results["ms"][" ".join(map(str, variant))] = {"wall": wall, "cpu": cpu}
+    for name, (one, other) in RATIOS.items():
+        pairs = (
+            (runs[one], runs[other]) if PIPED in (one, other) else (taken[one][WARM:], taken[other][WARM:])
+        )
+        both = list(zip(*pairs, strict=True))
+        wall, cpu = (round(median(a[clock] / b[clock] for a, b in both), 3) for clock in (0, 1))
+        results["ratios"][name] = {"wall": wall, "cpu": cpu}
+    results["waterfall_ms"] = {f"N = {each[1]}": recorders[each].medians_ms(steps) for each in (ONE, EIGHT)}
+    return results
+
+
+def main() -> None:
+    """Print, and write where a file is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    results = measure(options.batch_size, options.steps)
+    print(f"batch size {options.batch_size}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for kind in ("ms", "ratios"):
+        for name, found in results[kind].items():
+            print(f"{name:40s} wall {found['wall']:8.3f}  cpu {found['cpu']:8.3f}")
+    one, eight = results["waterfall_ms"].values()
+    for name in one:
+        print(f"{name:20s} N = 1 {one[name]:7.2f}  N = {MANY} {eight[name]:7.2f} ms")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
