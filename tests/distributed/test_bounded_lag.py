@@ -244,6 +244,20 @@ def test_a_window_grows_with_the_largest_message_only():
         assert sizes[0] < sizes[-1] and len(set(sizes[28:])) == 1
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_connect_before_the_first_exchange(transport):
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 2, transport=transport)
+        assert exchange.buffer_bytes == 0
+        exchange.connect()
+        started, kind = exchange.started, type(exchange._transport).__name__
+        exchange.start(torch.ones(0), [0] * WORLD, [0] * WORLD).wait()
+        return started, kind
+
+    kind = {"shared": "SharedMemory", "messages": "MessageTransport"}[transport]
+    assert ranks.run(run) == [(0, kind)] * WORLD
+
+
 def test_one_rank_needs_no_group():
     exchange = BoundedLagAllToAll(None, 2)
     handles = [exchange.start(torch.arange(n), [n]) for n in (3, 0, 5, 1)]

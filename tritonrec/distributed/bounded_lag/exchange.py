@@ -100,6 +100,13 @@ class BoundedLagAllToAll:
         """Memory of this rank's buffers; 0 before the first exchange."""
         return 0 if self._transport is None else self._transport.buffer_bytes
 
+    def connect(self) -> None:
+        """Wait until all ranks have made the exchange, as the first `start` does otherwise.
+
+        Raises the errors of `start` for ranks that are missing or have other settings.
+        """
+        self._ready()
+
     def start(
         self,
         values: torch.Tensor,

@@ -70,6 +70,7 @@ def serve(communicators: Communicators, run: ServeRun) -> dict[str, Any]:
     group = communicators.control.group
     if run.backend == "bls":
         exchange = BoundedLagAllToAll(group, run.bound, model.capacity(run.batch_size), run.timeout, recorder)
+        exchange.connect()
     else:
         exchange = PlainExchange(group, run.bound, model)
     began: list[float] = []
