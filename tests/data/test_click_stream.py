@@ -92,7 +92,7 @@ def test_the_first_rows_of_a_dataset_are_a_dataset(folder, rows):
     whole = ParquetRows(folder, ["label"])
     part = whole.first(rows)
     found = list(part.batches(4))
-    assert part.num_rows == rows == sum(len(table) for _numbers, table in found)
+    assert part.group_rows.min() > 0 and part.num_rows == rows == sum(len(table) for _numbers, table in found)
     assert np.array_equal(np.concatenate([numbers for numbers, _table in found]), np.arange(rows))
     rest = [numbers for numbers, _table in whole.batches(4, begin=rows)]
     assert np.array_equal(np.concatenate([[], *rest]), np.arange(rows, ROWS)) and whole.num_rows == ROWS

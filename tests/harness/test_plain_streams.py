@@ -1,5 +1,6 @@
 """Promise: `tritonrec train` streams a plain log in Parquet, in the same bits at any number of ranks."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +74,13 @@ def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind
     assert pool.run(train, 2, run, True)[0]["step"] == 5
     ended = train(Communicators.local(), replace(run, steps=8, resume=True), quiet=True)
     assert ended["digest"] == reference["digest"] and ended["metrics"] == reference["metrics"]
+
+
+@pytest.mark.parametrize("kind", ["events", "clicks", "impressions"])
+def test_a_rank_has_its_own_samples(kind, request):
+    job = request.getfixturevalue(kind)
+    ranks = [job.loader(rank, 3).batch(0).sample_ids.tolist() for rank in range(3)]
+    assert sorted(itertools.chain(*ranks)) == sorted(job.loader().batch(0).sample_ids.tolist()) and all(ranks)
 
 
 def test_the_first_run_says_where_the_sequences_are_and_the_second_reads_them(events, tmp_path, capfd):

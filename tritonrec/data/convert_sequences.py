@@ -6,7 +6,7 @@ memory is that of the largest bucket, and of the catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from tritonrec.data.sequences import CATALOGUE_FILE
 from tritonrec.files import ScratchFolder
 from tritonrec.kernels.launch import random_indices
 
-BUCKET_ROWS = 4_000_000
+BUCKET_ROWS, MOST_BUCKETS = 4_000_000, 512
+"""A bucket is an open file."""
+DEALT_ROWS = 1 << 20
+"""Rows that are dealt at once; few at a time would make many small row groups in every bucket."""
 PAGE_BYTES = 1 << 16
 """A reader of a stream holds a page of each column."""
 
@@ -46,7 +49,7 @@ def write_sequences(
     """
     items, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     with Buckets(out, buckets) as scratch:
-        for rows in log:
+        for rows in joined(log):
             scratch.add(rows)
             report(len(rows))
         files = 0
@@ -69,7 +72,19 @@ def write_sequences(
 
 def buckets_of(path: str) -> int:
     """Buckets for a log in Parquet, by its rows; the errors of `ParquetRows`."""
-    return -(-ParquetRows(path, ()).num_rows // BUCKET_ROWS)
+    return min(-(-ParquetRows(path, ()).num_rows // BUCKET_ROWS), MOST_BUCKETS)
+
+
+def joined(log: Iterable[Interactions]) -> Iterator[Interactions]:
+    """The parts of a log, several as one where they are small."""
+    waiting: list[Interactions] = []
+    for rows in log:
+        waiting.append(rows)
+        if sum(map(len, waiting)) >= DEALT_ROWS:
+            yield concat(waiting)
+            waiting = []
+    if waiting:
+        yield concat(waiting)
 
 
 def _trained(log: Interactions) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tritonrec.data.convert_sequences import PAGE_BYTES, Buckets
+from tritonrec.data.convert_sequences import PAGE_BYTES, Buckets, joined
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
@@ -69,7 +69,7 @@ def write_windows(
     held_out: pq.ParquetWriter | None = None
     written, about = 0, {}
     with Buckets(out, buckets) as scratch:
-        for rows in log:
+        for rows in joined(log):
             scratch.add(rows)
             report(len(rows))
         for bucket in range(buckets):
