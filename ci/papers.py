@@ -38,7 +38,12 @@ TEXTS = {
     "bounded lag": bounded_lag.ROWS,
     "slipstream": slipstream.ROWS,
 }
-PAGES = {"papers.md": (*TEXTS, "runs"), "scale.md": ("curves",), "embedding.md": ("grm", "mch")}
+PAGES = {
+    "papers.md": (*TEXTS, "runs"),
+    "scale.md": ("curves",),
+    "embedding.md": ("grm", "mch"),
+    "lab.md": ("lab",),
+}
 """Page -> the tables that it has between marks of their names."""
 
 

@@ -39,7 +39,7 @@ GRM_SIZES = {
     "GRM-4G": {"dim": 512, "layers": 3, "heads": 2, "qk_dim": 256, "v_dim": 256},
     "GRM-110G": {"dim": 1024, "layers": 22, "heads": 4, "qk_dim": 256, "v_dim": 256},
 }
-"""MTGRBoost, Table 1: embedding dimension, HSTU blocks and heads; a head has an equal part of the dimension."""
+"""MTGRBoost, Table 1: dimension, HSTU blocks and heads; a head has an equal part of the dimension."""
 
 
 @dataclass(frozen=True)
