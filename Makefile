@@ -8,6 +8,7 @@
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
 # make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
 # make results  docs/results.md from the figures that are committed
+# make papers   what the papers report beside what stands here: every run again, then docs/papers.md
 # make docs     the site under out/site, strictly: a page outside the navigation or a broken link is an error
 # make first-contact   wheel, fresh environment, README's lines, export and query, timed part by part; downloads
 # make clean    remove what these made
@@ -24,7 +25,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results docs first-contact clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results papers docs first-contact \
+	clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -63,6 +65,10 @@ report: .venv/installed
 
 results: .venv/installed
 	$(BIN)/tritonrec report --folder ci/baselines --markdown docs/results.md
+
+papers: .venv/installed
+	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
+	$(BIN)/python ci/papers.py
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict --site-dir out/site

@@ -7,7 +7,7 @@ from .conversion import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
 from .exact import expand
 from .fuxi import FuXi, FuXiConfig, FuXiLayer
-from .grm import GRM, GRMConfig
+from .grm import GRM, GRM_SIZES, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
 from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
@@ -31,6 +31,7 @@ __all__ = [
     "DLRM",
     "GELU",
     "GRM",
+    "GRM_SIZES",
     "GRU",
     "HSTU",
     "MLP",

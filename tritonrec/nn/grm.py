@@ -35,6 +35,12 @@ from .tokens import Tokens, sum_by_sample
 
 OLDEST = -(2**63)  # the time of contextual tokens, which have none
 
+GRM_SIZES = {
+    "GRM-4G": {"dim": 512, "layers": 3, "heads": 2, "qk_dim": 256, "v_dim": 256},
+    "GRM-110G": {"dim": 1024, "layers": 22, "heads": 4, "qk_dim": 256, "v_dim": 256},
+}
+"""MTGRBoost, Table 1: dimension, HSTU blocks and heads; a head has an equal part of the dimension."""
+
 
 @dataclass(frozen=True)
 class GRMConfig(LayerConfig):

@@ -1,0 +1,168 @@
+"""The keys of a dynamic table beside a fixed table that remaps ids (TorchRec's MCH; MTGRBoost, Table 3).
+
+    python ci/benchmarks/bench_mch.py --json out/mch.json
+
+The peer is made here as TorchRec describes managed collision handling: a sorted array of the ids it knows, at
+most `capacity`, binary search, all other ids on one shared row, and every few batches the ids of the highest
+counts stay (LFU). Ids follow Zipf's law, and some of them, drawn alike, are replaced by new ones with each
+batch. Both get the same batches by turns, on one thread; times are CPU seconds, from ids to row numbers, with
+inserts, counts and evictions. Every row number is checked: equal for equal ids, and no two ids share any but
+the peer's one row. Bytes are of the structure of keys, and of rows of `dim` float32: a fixed table has all of
+its rows at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tritonrec.embedding.key_index import KeyIndex
+from tritonrec.files import save_json
+
+DIM = 64
+
+
+class Remapped:
+    """A fixed table: known ids (C,) ascending, their rows and counts; row 0 is shared by all others."""
+
+    def __init__(self, capacity: int, every: int):
+        self.capacity, self.every, self.batches = capacity, every, 0
+        self.known, self.rows = np.empty(0, np.int64), np.empty(0, np.int64)
+        self.counts, self.used = np.empty(0, np.int64), 0
+        self.waiting: list[np.ndarray] = []
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Row numbers of the ids; ids without a row of their own have 0."""
+        place = np.minimum(np.searchsorted(self.known, ids), max(len(self.known) - 1, 0))
+        hit = self.known[place] == ids if len(self.known) else np.zeros(len(ids), bool)
+        found = np.where(hit, self.rows[place] if len(self.rows) else 0, 0)
+        self.counts += np.bincount(place[hit], minlength=len(self.known))
+        self.waiting.append(ids[~hit])
+        self.batches += 1
+        if self.batches % self.every == 0:
+            self._take_up()
+        return found
+
+    def _take_up(self) -> None:
+        fresh, counts = np.unique(np.concatenate(self.waiting), return_counts=True)
+        self.waiting = []
+        ids = np.concatenate([self.known, fresh])
+        counts = np.concatenate([self.counts, counts])
+        rows = np.concatenate([self.rows, np.full(len(fresh), -1)])
+        stay = np.arange(len(ids))
+        if len(ids) > self.capacity:
+            stay = np.argpartition(-counts, self.capacity)[: self.capacity]
+        leaves = np.ones(len(ids), bool)
+        leaves[stay] = False
+        freed = rows[leaves & (rows >= 0)]
+        stay = stay[np.argsort(ids[stay], kind="stable")]
+        self.known, self.counts, self.rows = ids[stay], counts[stay], rows[stay]
+        new = self.rows < 0
+        unused = np.arange(self.used + 1, self.used + 1 + max(0, int(new.sum()) - len(freed)))
+        self.rows[new] = np.concatenate([freed, unused])[: new.sum()]
+        self.used += len(unused)
+
+    @property
+    def nbytes(self) -> int:
+        """Of ids, rows and counts of a full table."""
+        return self.capacity * 24
+
+
+def batches(count: int, size: int, items: int, drift: int, seed: int) -> list[np.ndarray]:
+    """Zipf ids; with each batch `drift` popularity ranks, drawn alike, get ids that were never there."""
+    random = np.random.default_rng(seed)
+    ids = np.arange(items, dtype=np.int64)
+    weights = np.arange(1, items + 1) ** -1.05
+    ends = np.cumsum(weights / weights.sum())
+    found = []
+    for number in range(count):
+        ids[random.permutation(items)[:drift]] = items + number * drift + np.arange(drift)
+        found.append(ids[np.searchsorted(ends, random.random(size))] * np.int64(0x9E3779B97F4A7C1))
+    return found
+
+
+def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
+    """Both tables over the stream."""
+    ours, peer, seconds = KeyIndex(), Remapped(capacity, every), {"ours": 0.0, "peer": 0.0}
+    shared, seen, largest = 0, 0, 0
+    for ids in stream:
+        tensor = torch.from_numpy(ids)
+        began = time.process_time()
+        handles = ours.find_or_insert(tensor)[0]
+        seconds["ours"] += time.process_time() - began
+        began = time.process_time()
+        rows = peer(ids)
+        seconds["peer"] += time.process_time() - began
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        for got, alone in ((handles.numpy(), None), (rows, 0)):
+            first = np.full(len(distinct), -1)
+            first[inverse] = got
+            assert (first[inverse] == got).all(), "one id has two rows"
+            own = first[first != alone] if alone is not None else first
+            assert len(np.unique(own)) == len(own), "two ids share a row"
+        shared += int((rows == 0).sum())
+        seen += len(ids)
+        largest = max(largest, len(ours))
+    return {
+        "capacity": capacity,
+        "ids": seen,
+        "distinct": len(ours),
+        "ours_million_per_second": seen / seconds["ours"] / 1e6,
+        "peer_million_per_second": seen / seconds["peer"] / 1e6,
+        "ratio": seconds["peer"] / seconds["ours"],
+        "on_the_shared_row": shared / seen,
+        "ours_bytes": ours.nbytes + len(ours) * DIM * 4,
+        "peer_bytes": peer.nbytes + capacity * DIM * 4,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--size", type=int, default=32_768)
+    parser.add_argument("--items", type=int, default=500_000)
+    parser.add_argument("--drift", type=int, default=1_000, help="items replaced with each batch")
+    parser.add_argument("--capacities", default="50000,200000,800000")
+    parser.add_argument("--every", type=int, default=10, help="batches between two evictions of the peer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    stream = batches(args.batches, args.size, args.items, args.drift, seed=1)
+    measure(1000, stream[:2], 1)  # compiles
+    rows = []
+    for capacity in map(int, args.capacities.split(",")):
+        every = [measure(capacity, stream, args.every) for _ in range(args.rounds)]
+        row = {**every[0], "ratios": [each["ratio"] for each in every]}
+        for name in ("ratio", "ours_million_per_second", "peer_million_per_second"):
+            row[name] = statistics.median(each[name] for each in every)
+        rows.append(row)
+        print(
+            f"capacity {capacity:9,}: {row['ours_million_per_second']:.1f} and "
+            f"{row['peer_million_per_second']:.1f} M ids/s ({row['ratio']:.2f}x), "
+            f"{row['on_the_shared_row']:.1%} of the peer's ids on the shared row, "
+            f"{row['ours_bytes'] / 1e6:.0f} and {row['peer_bytes'] / 1e6:.0f} MB",
+            flush=True,
+        )
+    if args.json:
+        environment = {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "date": datetime.now(UTC).date().isoformat(),
+            "plan": {name: value for name, value in vars(args).items() if name != "json"},
+        }
+        save_json({"environment": environment, "rows": rows}, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The runs of `make papers`: each a command of its own, or a computation here, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+Document = dict[str, Any]
+
+
+class UnavailableError(Exception):
+    """This machine cannot do the run; what it had recorded before stays."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Args:
+        command: what to type for it alone; ``OUT`` is the JSON file that it writes. Empty: `made` computes.
+        figures: of the JSON that the command writes, the part that is kept.
+        made: the figures, where there is no command.
+        root: whether it needs to be root.
+    """
+
+    command: str = ""
+    figures: Callable[[Document], Document] = lambda document: document
+    made: Callable[[], Document] | None = None
+    root: bool = False
+
+    def measure(self) -> Document:
+        """The figures; raises UnavailableError, or RuntimeError with the end of a failed command's output."""
+        if self.made is not None:
+            return self.made()
+        if self.root and os.geteuid() != 0:
+            raise UnavailableError("needs root, for network namespaces")
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            words = [str(out) if word == "OUT" else word for word in self.command.split()]
+            words = [sys.executable, *(["-m", *words] if words[0] == "tritonrec" else words[1:])]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode or not out.exists():
+                end = (done.stderr or done.stdout)[-2000:]
+                raise RuntimeError(f"{self.command} ended with {done.returncode}:\n{end}")
+            return self.figures(json.loads(out.read_text()))
+
+
+def _simulated(document: Document) -> Document:
+    cells = {
+        f"{c['table']}, {c['row']}, {c['column']}, {c['workers']} {c['cluster']}": {
+            "paper": c["paper"], "model": round(c["model"], 4), "fitted": c["fitted"],
+        }
+        for c in document["cells"]
+    }  # fmt: skip
+    forms = [form for form in document["closed_forms"] if form["workers"] in (128, 1536)]
+    return {
+        "cells": cells, "summary": document["summary"], "closed_forms": forms,
+        "withheld": document["withheld"],
+    }  # fmt: skip
+
+
+def _verified(document: Document) -> Document:
+    cases = document["cases"]
+    return {
+        "cases": len(cases),
+        "identical": sum(case["identical"] for case in cases),
+        "modes": sorted({case["mode"] for case in cases}),
+        "world_sizes": sorted({case["world_size"] for case in cases}),
+    }
+
+
+def _lab(document: Document) -> Document:
+    kept = (
+        "mode micro_batches step speedup speedups exposed_ratio hidden_lookup exposed_lookup exposed row_copy"
+    )
+    rows = [{name: row[name] for name in [*kept.split(), "losses"]} for row in document["rows"]]
+    return {"environment": {**document["environment"], "job": None}, "rows": rows}
+
+
+def _switches(document: Document) -> Document:
+    return {name: document[name] for name in ("payload", "replicas")}
+
+
+def _served(document: Document) -> Document:
+    """Lags alone: latencies need an idle machine."""
+    lags = {
+        f"{each['scenario']}, {each['backend']}, {each['bound']}": each["largest_lag"]
+        for each in document["settings"]
+        if each["backend"] == "bls"
+    }
+    return {"largest_lag": lags}
+
+
+def _slipstream(document: Document) -> Document:
+    from tritonrec.harness.slipstream.report import whole_speedup
+
+    rows = []
+    for run in document["runs"]:
+        rows.append(
+            {
+                "at_random": run["at_random"],
+                "whole_speedup": whole_speedup(document, run),
+                "metrics": run["metrics"],
+            }
+        )
+    return {"rows": rows}
+
+
+def _curves(document: Document) -> Document:
+    return {"environment": document["environment"], "summary": document["summary"]}
+
+
+def probing() -> Document:
+    """The slots that a key visits in tables of up to 4,096 slots; equation 8 for 2 to 64 tables."""
+    from tritonrec.embedding.key_layout import KeyLayout
+    from tritonrec.kernels.hash_table.reference import probe
+
+    generator, sequences = torch.Generator().manual_seed(0), 0
+    for power in range(3, 13):
+        slots = 2**power
+        for key in torch.randint(-(2**63), 2**63 - 1, (256,), generator=generator).tolist():
+            met = [slot for group in probe(key, slots) for slot in group]
+            assert sorted(met) == list(range(slots)), (slots, key)
+            sequences += 1
+    for tables in range(2, 65):
+        layout = KeyLayout(tuple(f"t{i}" for i in range(tables)))
+        bits = math.ceil(math.log2(tables + 1))
+        largest = (1 << (63 - bits)) - 1
+        ids = torch.tensor([0, 1, largest])
+        keys = [layout.pack(member, ids, "f") for member in range(tables)]
+        for member, own in enumerate(keys):
+            assert own.tolist() == [(member << (63 - bits)) | x for x in ids.tolist()], (tables, member)
+        assert len(torch.cat(keys).unique()) == len(ids) * tables and int(torch.cat(keys).min()) == 0
+    return {"probe_sequences": sequences, "largest_table": slots, "merged_tables": tables}
+
+
+def growth() -> Document:
+    """Load of a growing key index, and chunks that never move."""
+    from tritonrec.embedding.key_index import KeyIndex
+
+    index, largest = KeyIndex(), 0.0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        index.find_or_insert(torch.randint(-(2**63), 2**63 - 1, (1000,), generator=generator))
+        largest = max(largest, len(index) / index.slots)
+    return {"keys": len(index), "slots": index.slots, "largest_load": largest}
+
+
+def balance() -> Document:
+    """Tokens of the ranks under round robin and Algorithm 1, MovieLens-100K, 128 samples, 200 tokens."""
+    from tritonrec.data import DynamicBatchLoader, NextItemLoader, load_interactions
+    from tritonrec.data.balancing import token_spread
+
+    log, rows = load_interactions("ml-100k"), []
+    for ranks in (2, 4, 8):
+        plain = NextItemLoader(log, 128, 200, 0, seed=0, world_size=ranks)
+        dynamic = DynamicBatchLoader(plain)
+        for name, loader in (("round robin", plain), ("Algorithm 1", dynamic)):
+            found = token_spread(loader, range(loader.steps_per_epoch))
+            rows.append({"ranks": ranks, "dealt": name, "ratio": found.ratio, "spread": found.spread})
+    return {"rows": rows}
+
+
+RUNS = {
+    "contract": Run("tritonrec verify --quick --json OUT", _verified),
+    "simulate": Run("tritonrec simulate --json OUT", _simulated),
+    "lab": Run(
+        "tritonrec lab --proportions paper --rate 30 --rounds 3 --steps 6 --micro-batches 8 "
+        "--modes dbp,fwp,nestpipe --json OUT",
+        _lab,
+        root=True,
+    ),
+    "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
+    "probing": Run(made=probing),
+    "growth": Run(made=growth),
+    "balance": Run(made=balance),
+    "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
+    "mch": Run("python ci/benchmarks/bench_mch.py --json OUT"),
+    "curves": Run("python ci/benchmarks/consistency_curves.py --json OUT --png docs/curves.png", _curves),
+    "serve": Run("tritonrec serve-bench --bounds 0,1,4 --rounds 3 --largest 65536 --json OUT", _served),
+    "slipstream": Run(
+        "tritonrec train --model dlrm --data ml-100k --dim 16 --batch-size 256 --optimizer rowwise_adagrad "
+        "--lr 0.01 --steps 1770 --slipstream --warmup 700 --snapshot-every 70 --drop 0.6 --control "
+        "--json OUT",
+        _slipstream,
+    ),
+}
+"""Name -> run. `make papers` does them in this order."""

@@ -1,0 +1,137 @@
+"""Five texts beside what stands here: the runs, their figures, and the tables of docs/papers.md.
+
+    python ci/papers.py                          every run, into ci/baselines/papers.json, then the page
+    python ci/papers.py --only simulate --only lab
+    python ci/papers.py --page                   the page from the JSON alone
+    python ci/papers.py --list                   the runs and their commands
+
+A run that this machine cannot do is named, and what it had recorded before stays, with its date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
+from paper_rows.row import Figures, table
+from paper_rows.runs import RUNS, UnavailableError
+from paper_rows.tables import TABLES
+
+import tritonrec
+from tritonrec.files import save_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "ci" / "baselines" / "papers.json"
+DOCS = ROOT / "docs"
+TEXTS = {
+    "nestpipe": nestpipe.ROWS,
+    "mtgrboost": mtgrboost.ROWS,
+    "2d": two_dimensional.ROWS,
+    "bounded lag": bounded_lag.ROWS,
+    "slipstream": slipstream.ROWS,
+}
+PAGES = {
+    "papers.md": (*TEXTS, "runs"),
+    "scale.md": ("curves",),
+    "embedding.md": ("grm", "mch"),
+    "lab.md": ("lab",),
+}
+"""Page -> the tables that it has between marks of their names."""
+
+
+def environment() -> dict[str, object]:
+    """Where figures come from."""
+    return {
+        "tritonrec": tritonrec.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def block(name: str, figures: Figures) -> str:
+    """A text's table, a run's, or the table of the runs."""
+    if name in TEXTS:
+        return "\n".join(table(TEXTS[name], figures))
+    if name in TABLES:
+        return TABLES[name](figures[name]["figures"])
+    runs = ["| run | seconds | date | command |", "| --- | --: | --- | --- |"]
+    for name, run in RUNS.items():
+        if name in figures:
+            shown = (
+                f"`{run.command.replace('OUT', 'FILE')}`"
+                if run.command
+                else f"`python ci/papers.py --only {name}`"
+            )
+            own = figures[name]
+            runs.append(f"| `{name}` | {own['seconds']:.0f} | {own['environment']['date'][:10]} | {shown} |")
+    return "\n".join(runs)
+
+
+def page(name: str, text: str, figures: Figures) -> str:
+    """`text` of the page with the tables between its marks replaced."""
+    for mark in PAGES[name]:
+        made = block(mark, figures)
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
+        head, found, rest = text.partition(begin)
+        if not found or end not in rest:
+            raise ValueError(f"{name} has no {begin.strip()} and {end}")
+        text = f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="RUN", help="this run; repeat")
+    parser.add_argument("--json", type=Path, default=RECORD, help="where the figures are, and go")
+    parser.add_argument("--page", action="store_true", help="run nothing: write the page's tables")
+    parser.add_argument("--list", action="store_true", help="print the runs and their commands")
+    args = parser.parse_args()
+    if args.list:
+        for name, run in RUNS.items():
+            print(f"{name:12} {run.command or 'computed here'}{'   (root)' if run.root else ''}")
+        return 0
+    if unknown := sorted(set(args.only or ()) - set(RUNS)):
+        parser.error(f"--only: no run {', '.join(unknown)}; there are {', '.join(RUNS)}")
+    record = json.loads(args.json.read_text()) if args.json.exists() else {"rows": {}}
+    failed = 0
+    for name in [] if args.page else args.only or RUNS:
+        began = time.perf_counter()
+        try:
+            figures = RUNS[name].measure()
+        except UnavailableError as reason:
+            print(f"{name}: {reason}; what was recorded before stays", flush=True)
+            continue
+        except (AssertionError, RuntimeError) as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            failed += 1
+            continue
+        seconds = time.perf_counter() - began
+        record["rows"][name] = {
+            "environment": environment(),
+            "seconds": round(seconds, 1),
+            "figures": figures,
+        }
+        save_json(record, args.json)
+        print(f"{name}: {seconds:.0f} s", flush=True)
+    if args.json == RECORD:
+        for name in PAGES:
+            (DOCS / name).write_text(page(name, (DOCS / name).read_text(), record["rows"]))
+        print(f"tables written to {', '.join(PAGES)} of {DOCS}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Promise: docs/papers.md is what its JSON says, and leaves out nothing that a text numbers."""
+
+import copy
+import json
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ci"))
+papers = import_module("papers")
+runs = import_module("paper_rows.runs")
+RECORD = json.loads(papers.RECORD.read_text())
+NUMBERED = {
+    "nestpipe": {"Fig": range(1, 11), "Table": range(1, 5), "eq": range(1, 6)},
+    "mtgrboost": {"Fig": range(2, 18), "Table": range(1, 4), "eq": range(1, 9)},
+    "2d": {"Fig": range(1, 3)},
+    "bounded lag": {"Fig": range(1, 9), "Listing": range(1, 3)},
+    "slipstream": {"Fig": range(1, 11), "Table": range(1, 4), "eq": range(1, 9)},
+}
+"""What the texts number; MTGRBoost's Figure 1 is a picture of applications."""
+ROMAN = {"I": 1, "II": 2, "III": 3, "IV": 4}
+
+
+NUMBER = r"(?:\d+[a-e]?|[IV]+)\b"
+
+
+def numbers(items, kind):
+    """The numbers that `items` name: "Figs 5, 6", "eq. 1 to 4", "Fig. 10a", "Table II"."""
+    found = set()
+    for lists in re.findall(
+        rf"\b{kind}s?\.? ({NUMBER}(?:(?:, | and | to ){NUMBER})*)", "; ".join(items), re.I
+    ):
+        for part in re.split(", | and ", lists):
+            ends = [ROMAN.get(word) or int(word.rstrip("abcde")) for word in part.split(" to ")]
+            found.update(range(ends[0], ends[-1] + 1))
+    return found
+
+
+@pytest.mark.parametrize("name", papers.PAGES)
+def test_the_page_is_what_the_json_says(name):
+    text = (papers.DOCS / name).read_text()
+    assert papers.page(name, text, RECORD["rows"]) == text, "run python ci/papers.py --page"
+
+
+def test_another_figure_makes_another_page():
+    text, other = (papers.DOCS / "papers.md").read_text(), copy.deepcopy(RECORD["rows"])
+    for cell in other["simulate"]["figures"]["cells"].values():
+        cell["model"] *= 1.01
+    assert papers.page("papers.md", text, other) != text
+
+
+@pytest.mark.parametrize("name", papers.TEXTS)
+def test_everything_that_a_text_numbers_has_a_row(name):
+    items = [row.item for row in papers.TEXTS[name]]
+    assert len(set(items)) == len(items)
+    for kind, known in NUMBERED[name].items():
+        missing = set(known) - numbers(items, kind)
+        assert not missing, f"{kind} {sorted(missing)} of {name}"
+
+
+@pytest.mark.parametrize("name", papers.TEXTS)
+def test_a_row_shows_its_run_or_says_where(name):
+    for row in papers.TEXTS[name]:
+        assert not callable(row.ours) or row.run in runs.RUNS, row.item
+        assert not row.run or row.run in RECORD["rows"], f"{row.item}: {row.run} has not been run"
+        assert row.here or row.link, f"{row.item}: neither a word nor a page"
+        assert row.state == "works" or row.here, f"{row.item}: no reason"
+        assert "|" not in "".join(row.cells(RECORD["rows"])), row.item
+
+
+def test_a_simulated_row_works_within_five_percent():
+    compared = 0
+    for row in papers.TEXTS["nestpipe"]:
+        if row.run != "simulate":
+            continue
+        paper, ours = (
+            [float(number) for number in re.findall(r"\d+\.\d+", text.replace(",", ""))]
+            for text in row.cells(RECORD["rows"])[3:5]
+        )
+        close = len(paper) == len(ours) and all(
+            abs(b / a - 1) <= 0.05 for a, b in zip(paper, ours, strict=True)
+        )
+        assert close == (row.state == "works"), (row.item, paper, ours)
+        compared += len(paper)
+    assert compared > 30
+
+
+def test_every_figure_of_the_simulator_is_the_papers():
+    cells = RECORD["rows"]["simulate"]["figures"]["cells"]
+    of_paper = {str(cell["paper"]) for cell in cells.values()}
+    printed = "".join(row.paper for row in papers.TEXTS["nestpipe"] if row.run == "simulate").replace(",", "")
+    for number in ("5793.83", "1895.98", "44.34", "25.2", "12.9", "165.12"):
+        assert number in printed and number in of_paper, number
+
+
+def test_a_run_that_cannot_be_done_leaves_its_record(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "papers.json"
+    file.write_text(json.dumps({"rows": {"lab": RECORD["rows"]["lab"]}}))
+    monkeypatch.setattr(runs.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "lab", "--only", "growth", "--json", str(file)])
+    assert papers.main() == 0
+    record = json.loads(file.read_text())["rows"]
+    assert record["lab"] == RECORD["rows"]["lab"] and record["growth"]["figures"]["largest_load"] > 0.7
+    assert "lab: needs root" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_named_and_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(runs.RUNS, "growth", runs.Run("python -c print(1)"))
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "growth", "--json", str(tmp_path / "some.json")])
+    assert papers.main() == 1 and not (tmp_path / "some.json").exists()
+    assert "growth: python -c print(1) ended with 0" in capsys.readouterr().err
+
+
+def test_an_unknown_run_is_one_clear_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "fig6"])
+    with pytest.raises(SystemExit):
+        papers.main()
+    assert "no run fig6; there are contract, simulate" in capsys.readouterr().err
+
+
+def test_a_page_without_its_marks_is_refused():
+    with pytest.raises(ValueError, match=r"papers.md has no <!-- nestpipe -->"):
+        papers.page("papers.md", "# Papers\n", RECORD["rows"])
