@@ -4,10 +4,11 @@
 
 A small run of `nestpipe` that saves every second step meets one fault of `FAULTS` on one rank: killed,
 stopped (SIGSTOP), slow beyond the timeout, and errors raised in a stage of every lane; ranks that end early
-or that have other data, parameters, settings or versions. A cell is sound if one error comes in time (`bound`)
-and names the rank, its stage with the batch where there is one, and the cause; no process and no shared memory
-is left; and the newest checkpoint loads at another world size. A rank that is slow to write is no fault, and
-that run has to end. Prints every message; exit status 1 for a cell that is not sound. Linux only.
+or that have other data, parameters, settings or versions. A cell is sound if one error comes in time
+(`bound`) and names the rank, its stage with the batch where there is one, and the cause; no process and no
+shared memory is left; and the newest checkpoint loads at another world size. A rank that is slow to write is
+no fault, and that run has to end. Prints every message; exit status 1 for a cell that is not sound. Linux
+only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -31,12 +33,13 @@ import torch
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
+from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, Window, WindowConfig, agreement
 from tritonrec.pipeline.modes import base_schedule
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 CLOSED, SILENT = 5.0, TIMEOUT + 10.0
 """Seconds until the error, where a socket closes, and where a rank is silent: the timeout, the reports that
 name the rank, and the answers of the others (`RankPool`)."""
@@ -267,17 +270,38 @@ def _load_newest(folder: Path, problems: list[str]) -> int | None:
     return saved[-1]
 
 
+def table(outcomes: list[dict[str, Any]]) -> str:
+    """Markdown: for each fault its cells, the seconds and one of the messages."""
+    lines = ["| fault | cells, sound | seconds: median, longest | message |", "| --- | --- | --- | --- |"]
+    for fault in FAULTS:
+        mine = [each for each in outcomes if each["cell"]["fault"] == fault]
+        told = [each for each in mine if each["message"]]
+        if told:
+            sound = sum(not each["problems"] for each in mine)
+            seconds = sorted(each["seconds"] for each in told)
+            message = told[len(told) // 2]["message"].splitlines()[0]
+            times = f"{statistics.median(seconds):.1f}, {seconds[-1]:.1f}"
+            lines.append(f"| {fault} | {len(mine)}, {sound} | {times} | `{message}` |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--world-size", default="2,3")
     parser.add_argument("--only", default="", help="faults whose name begins with this")
-    parser.add_argument("--lane", default=None, help="of this lane only")
+    parser.add_argument("--lanes", default=None, help="of these lanes only, separated by commas")
     parser.add_argument("--victim", type=int, default=None)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of these files of --json")
     args = parser.parse_args()
+    if args.table:
+        print(table([each for file in args.table for each in json.loads(file.read_text())["cells"]]))
+        return
     outcomes = []
     for cell in cells([int(each) for each in args.world_size.split(",")]):
-        if not cell.fault.startswith(args.only) or (args.lane is not None and cell.lane != args.lane):
+        if not cell.fault.startswith(args.only) or (
+            args.lanes is not None and cell.lane and cell.lane not in args.lanes.split(",")
+        ):
             continue
         if args.victim is not None and cell.victim != args.victim:
             continue
@@ -289,7 +313,7 @@ def main() -> None:
         for problem in outcome.problems:
             print(f"    problem: {problem}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
+        save_json({"timeout": TIMEOUT, "cells": [asdict(each) for each in outcomes]}, args.json)
     wrong = sum(bool(each.problems) for each in outcomes)
     print(f"{len(outcomes)} cells, {wrong} wrong")
     sys.exit(1 if wrong or not outcomes else 0)

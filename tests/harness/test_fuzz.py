@@ -58,7 +58,10 @@ def test_refused_configurations_are_counted_by_message_and_once(fuzzer):
     assert (
         fuzzer.report.refused["mode 'fwp' has one batch in flight, not N: depth is for dbp and nestpipe"] == 2
     )
-    assert len(fuzzer.report.refused) == 2 and fuzzer.report.identical == 0 and fuzzer.report.tried == 3
+    short = replace(Configuration(world_size=2, streamed=True, dynamic=True), consistency="window")
+    assert fuzzer.evidence(short) == "" and fuzzer.report.identical == 0
+    assert fuzzer.report.refused["rank N has an epoch without tokens: use fewer ranks, or longer rows"] == 1
+    assert len(fuzzer.report.refused) == 3 and fuzzer.report.tried == 4
 
 
 def test_an_error_is_no_refusal(fuzzer, monkeypatch):

@@ -129,8 +129,8 @@ class Fuzzer:
 
         def make(communicators: Communicators) -> None:
             with prepared(communicators, configuration.job, configuration.case) as (_, loader):
-                streamed = isinstance(loader, (NextItemStream, DynamicStream))
-                next(iter(loader)) if streamed else loader.batch(0)  # a stream may be too short for its ranks
+                if isinstance(loader, (NextItemStream, DynamicStream)):
+                    next(iter(loader))  # it may be too short for its ranks
 
         if refusal := _refusal_of_settings(configuration):
             return refusal

@@ -1,0 +1,78 @@
+"""Promise: whatever goes wrong on a rank, one message names it, its stage and batch, and the cause."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
+sys.path.insert(0, str(ATTACK))
+
+import fault_matrix  # noqa: E402
+from fault_matrix import FAULTS, IN_A_STAGE, Cell, cells, expected, run  # noqa: E402
+
+from tritonrec.distributed import RankDiedError, RankPool  # noqa: E402
+
+pytestmark = [
+    pytest.mark.multi_rank,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+KILLED = Cell("killed", 2, 1, "compute")
+QUICK = [KILLED, Cell("other version", 2, 0)]
+SLOW = [
+    *(Cell(fault, 3, 1, "communication" if fault in IN_A_STAGE else "") for fault in FAULTS),
+    *(Cell(fault, 2, 0, "checkpoint") for fault in IN_A_STAGE),
+]
+
+
+@pytest.mark.parametrize(
+    "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW)], ids=str
+)
+def test_a_cell_is_sound(cell):
+    assert run(cell).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ("", "the run ended as if nothing had happened"),
+        ("rank 0: RuntimeError: Connection closed by peer", "no line has "),
+        ("rank 1 died (SIGKILL)", r"no line has \bcompute\(5\b"),
+        ("rank 0 died (SIGKILL): it was last seen in compute(5, 0)", r"no line has \brank 1\b"),
+        ("rank 1 died (SIGKILL)\nrank 1: in compute(5, 0)", "no line has "),
+    ],
+)  # fmt: skip
+def test_a_poor_message_is_a_problem(monkeypatch, message, problem):
+    def answer(pool, function, world_size, cell, folder):
+        Path(folder, "moment").write_text(str(time.time()))
+        if message:
+            raise RankDiedError(message)
+
+    monkeypatch.setattr(RankPool, "run", answer)
+    monkeypatch.setattr(RankPool, "_start", lambda pool: vars(pool).update(processes=[]))
+    monkeypatch.setattr(RankPool, "close", lambda pool: None)
+    (found,) = run(KILLED).problems
+    assert found.startswith(problem)
+
+
+def test_a_damaged_checkpoint_and_an_error_that_comes_late_are_problems(monkeypatch, tmp_path):
+    def answer(pool, function, world_size, cell, folder):
+        Path(folder, "moment").write_text(str(time.time() - 6))
+        Path(folder, "checkpoint", "step-000000000002").mkdir(parents=True)
+        Path(folder, "checkpoint", "step-000000000002.json").write_text("{}")
+        raise RankDiedError("rank 1 died (SIGKILL): it was last seen in compute(5, 0)")
+
+    monkeypatch.setattr(RankPool, "run", answer)
+    monkeypatch.setattr(RankPool, "_start", lambda pool: vars(pool).update(processes=[]))
+    monkeypatch.setattr(RankPool, "close", lambda pool: None)
+    damaged, late = run(KILLED).problems
+    assert damaged.startswith("checkpoint 2 does not load") and late == "it took 6.0 s"
+
+
+def test_every_fault_is_in_the_matrix():
+    found = list(cells([2, 3]))
+    lanes = {cell.lane for cell in found if cell.fault in IN_A_STAGE}
+    assert {cell.fault for cell in found} == set(FAULTS) and len(lanes) == len(fault_matrix.STAGES) + 1
+    assert {(cell.world_size, cell.victim) for cell in found} == {(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)}
+    assert all(expected(cell) for cell in found) and len(found) == len(set(found))
