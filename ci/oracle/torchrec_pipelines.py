@@ -292,7 +292,9 @@ def compare(expected: list[State], found: list[State]) -> dict[str, Any]:
 
 
 def pairs(a: State, b: State) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(a[name], b[name]) for name in a if a[name].numel() and a[name].shape == b[name].shape]
+    """Tensors of the same shape that are no counts of steps."""
+    names = [name for name in a if a[name].numel() and not name.endswith("/step")]
+    return [(a[name], b[name]) for name in names if a[name].shape == b[name].shape]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -344,11 +346,13 @@ def report(found: dict[str, Any]) -> None:
 
 
 def words(found: dict[str, Any]) -> str:
-    first = found["first_difference"]
-    if first is None:
+    """What a row found, for a table's cell."""
+    if "error" in found:
+        return "does not run on a CPU"
+    if found["first_difference"] is None:
         return "equal bits"
     return (
-        f"differs from step {first['step']} ({first['tensor']}), {found['largest_difference']:.1e} at the end"
+        f"other from step {found['first_difference']['step']}; {found['largest_difference']:.0e} at the end"
     )
 
 
