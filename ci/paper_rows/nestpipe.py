@@ -254,7 +254,7 @@ ROWS = [
     Row(
         "Fig. 7, latency breakdown over cluster sizes",
         "differs",
-        "`tritonrec simulate --json` has the parts of a step at each size (`scaling`), and no picture of "
+        "`tritonrec simulate --json FILE` has the parts of a step at each size (`scaling`), and no picture of "
         "them; the paper prints no figures",
     ),
     Row(
