@@ -254,8 +254,8 @@ ROWS = [
     Row(
         "Fig. 7, latency breakdown over cluster sizes",
         "differs",
-        "`tritonrec simulate --json` has the parts of a step at each size (`scaling`), and no picture of "
-        "them; the paper prints no figures",
+        "`tritonrec simulate --json FILE` has the parts of a step at each size (`scaling`), and no picture "
+        "of them; the paper prints no figures",
     ),
     Row(
         "Fig. 8, utilization of TorchRec and 2D-SP at 1,536",
