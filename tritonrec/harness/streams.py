@@ -121,8 +121,10 @@ def _window_shards(spec: str, max_history: int, max_exposed: int) -> ScratchFold
     from ..data.convert_windows import write_windows
 
     folder, log = ScratchFolder(), load_interactions(spec)
-    features = {"users": log.user_features, "genres": log.genres}
-    write_windows([log], Path(folder.name), max_history, max_exposed, rows_per_group=5, **features)
+    write_windows(
+        [log], Path(folder.name), max_history, max_exposed, rows_per_group=5, users=log.user_features,
+        genres=log.genres,
+    )  # fmt: skip
     return folder
 
 
