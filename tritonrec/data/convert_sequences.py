@@ -136,7 +136,8 @@ class Buckets:
             return concat(self._parts)
         if bucket not in self._writers:
             return None
-        self._writers[bucket].close()
+        for writer in self._writers.values():
+            writer.close()  # all, as each has buffers; again is no harm
         return concat(list(parts(Path(self._folder.name) / f"{bucket}.parquet")))
 
     def __enter__(self) -> Buckets:
