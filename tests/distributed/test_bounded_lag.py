@@ -1,8 +1,11 @@
 """Promise: every rank gets what was sent, whatever the bound and the delays; no two are more than k apart."""
 
+import gc
+import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -242,6 +245,30 @@ def test_a_window_grows_with_the_largest_message_only():
 
     for sizes in ranks.run(run):
         assert sizes[0] < sizes[-1] and len(set(sizes[28:])) == 1
+
+
+def open_windows():
+    """Files of windows that this process has open, mapped ones included."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("tritonrec window" in link for link in links)
+
+
+def test_windows_are_closed_with_their_exchanges():
+    def run(group):
+        exchange = BoundedLagAllToAll(group, 1, transport="shared")
+        for _ in range(3):
+            exchange.start(torch.ones(WORLD * 20_000), [20_000] * WORLD, [20_000] * WORLD)
+        exchange.drain()
+        return open_windows()
+
+    gc.collect()
+    before = open_windows()
+    assert min(ranks.run(run)) > before
+    gc.collect()
+    assert open_windows() == before
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -90,7 +90,7 @@ class Transport(Protocol):
         """Wait until the buffers of exchange `number` may be written."""
 
     def post(self, exchange: Exchange, values: torch.Tensor) -> None:
-        """Send the rows; they may be changed afterwards. `exchange.out` may be written from now on."""
+        """Send the rows; they may be changed afterwards."""
 
     def finish(self, exchange: Exchange, deadline: Deadline) -> torch.Tensor:
         """Wait for all ranks' rows, set `exchange.counts`, and return the rows by source.
