@@ -383,11 +383,12 @@ def evicts_rows_in_a_buffer(program: Program) -> None:
 
 def evicts_by_the_pass_before(program: Program) -> None:
     table = program.tables.groups[0].table
-    number, last = table._number, {}
+    number = table._number
+    last: dict[str, list[int]] = {}
 
     def stale(policy, step, all_reduce):
         now = number(policy, step, all_reduce)
-        before, last[policy] = last.get(policy, now), now
+        before, last[policy.column] = last.get(policy.column, now), now
         return before
 
     table._number = stale  # type: ignore[method-assign]
