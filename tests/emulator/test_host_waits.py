@@ -31,9 +31,11 @@ from tritonrec.embedding import (  # noqa: E402
     TablePolicy,
 )
 from tritonrec.harness.job import dense_optimizer  # noqa: E402
+from tritonrec.harness.verify.thread_ranks import run_ranks  # noqa: E402
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
+from tritonrec.pipeline.sums import Sums  # noqa: E402
 from tritonrec.pipeline.window import Window  # noqa: E402
 
 STEPS, MEASURED = 4, 2
@@ -155,6 +157,30 @@ def test_a_wait_in_a_stage_is_seen_with_its_line(read):
     found = waits(gpu, WITHOUT)
     assert set(found.values()) == {4} and [stage for stage, _ in found] == ["compute"], found
     assert "test_host_waits.py" in next(iter(found))[1]
+
+
+def test_a_packed_exchange_of_two_ranks_reads_its_sizes_once():
+    config, counts = WindowConfig(4), torch.tensor([[2, 3], [1, 2]])
+
+    def sums(ranks, gpu, device):
+        rank, here, there = ranks.rank, counts[ranks.rank], counts[:, ranks.rank]
+        values = torch.arange(15).view(5, 3) << 20 * (1 + rank)
+        out = torch.zeros(2, 3, dtype=torch.int64)
+        rows, targets = torch.arange(int(here.sum())), torch.arange(int(there.sum())) % 2
+        with gpu.stage("around"):
+            given = [each.to(device) for each in (values, rows, out, targets)]
+            with gpu.stage(f"rank {rank}"):
+                Sums(config, torch.device(device)).send_to_owners(
+                    None, ranks.retrieval, *given[:2], here.tolist(), *given[2:], there.tolist()
+                )
+            return given[2].cpu().tolist()
+
+    found = []
+    for device in ("cpu", "cuda"):
+        with pretended() as gpu, without_kernels(gpu):
+            found.append(run_ranks(2, lambda ranks, gpu=gpu, device=device: sums(ranks, gpu, device)))
+    assert found[0] == found[1]
+    assert gpu.waits_of("rank 0") == gpu.waits_of("rank 1") == 1, gpu.waits
 
 
 def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():

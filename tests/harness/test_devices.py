@@ -38,7 +38,7 @@ def run(*arguments):
 def test_verify_proves_every_mode_on_emulated_kernels(tmp_path):
     file = tmp_path / "report.json"
     code, text = run("verify", "--impl", "triton", "--json", file)
-    assert code == 0 and "18 of 18 cases identical" in text and "impl triton, emulated sm_90" in text, text
+    assert code == 0 and "20 of 20 cases identical" in text and "impl triton, emulated sm_90" in text, text
     report = json.loads(file.read_text())
     assert report["environment"]["emulated"] == "sm_90"
     assert report["environment"]["job"]["target"] == {"impl": "triton", "device": "cpu"}
@@ -99,11 +99,12 @@ def test_the_cpus_kernels_get_the_whole_table(monkeypatch):
 
 def test_the_small_table_has_every_optimizer_with_and_without_clustering():
     cases = small_table(PIPELINED, [1, 2], [4])
-    assert len(cases) == 18 and len({case.optimizer for case in cases}) == 3
+    assert len(cases) == 20 and len({case.optimizer for case in cases}) == 3
     assert {(case.mode, case.world_size, case.storage) for case in cases} == set(
         product(PIPELINED, (1, 2), ("host", "device", "cached"))
     )
     assert {case.clustering for case in cases} == {False, True}
+    assert {case.storage for case in cases if case.variant == "policies"} == {"device", "cached"}
 
 
 def test_gpus_that_are_not_there_are_missed_at_once(monkeypatch):

@@ -19,7 +19,7 @@ from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .reduce_scatter import ReduceScatter
-from .streams import to_device
+from .streams import to_device, to_host
 from .window import LookupCounts, WindowConfig
 
 NAME = "embedding gradient"
@@ -87,7 +87,8 @@ class Sums:
         dim = values.shape[1]
         widths, packed = launch.pack_rows(values, others)
         their_widths = counted_all_to_all(sent, over, widths, send, receive)
-        lengths = (ops.packed_bytes(widths, send, dim), ops.packed_bytes(their_widths, receive, dim))
+        read = to_host(torch.cat([widths, their_widths])).split([len(widths), len(their_widths)])
+        lengths = (ops.packed_bytes(read[0], send, dim), ops.packed_bytes(read[1], receive, dim))
         theirs = counted_all_to_all(sent, over, packed, *lengths)
         launch.add_packed_rows(out, to_others, their_widths, theirs, name, self.config.fraction_bits)
 

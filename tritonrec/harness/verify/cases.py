@@ -179,16 +179,20 @@ def small_table(
     steps: int | None = None,
 ) -> list[Case]:
     """Cases for an implementation on which a step takes long: modes x world sizes x micro-batches x storages
-    at ``"batch"``, with the other factors dealt round robin.
+    at ``"batch"``, with the other factors dealt round robin; and all policies where tables are on the device.
     """
+    modes, world_sizes, micro_batches = tuple(modes), tuple(world_sizes), tuple(micro_batches)
     every = product(modes, world_sizes, micro_batches, STORAGES)
-    return [
+    cases = [
         Case(
             mode, "batch", ranks, count, index % 2 == 1, OPTIMIZERS[-1 - index % 4 % 3], steps or 4,
             storage=storage,
         )
         for index, (mode, ranks, count, storage) in enumerate(every)
     ]  # fmt: skip
+    sizes = max(world_sizes), max(micro_batches)
+    together = Case(modes[-1], "batch", *sizes, True, "adam", steps or VARIANT_STEPS, variant="policies")
+    return cases + [replace(together, storage=storage) for storage in STORAGES[1:]]
 
 
 def contract_table(

@@ -202,6 +202,12 @@ FAULTS = [
         Injection(injections.evicts_rows_in_a_buffer),
     ),
     Fault(
+        "evicts-by-the-pass-before",
+        "a device's table evicts as many rows as were too many one pass earlier",
+        replace(_case(), variant="lru", steps=8, storage="device"),
+        Injection(injections.evicts_by_the_pass_before),
+    ),
+    Fault(
         "low-precision-rows-not-rounded",
         "rows in low precision stay float32 in the buffers",
         replace(_case(), variant="precision-tiers"),

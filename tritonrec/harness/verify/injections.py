@@ -405,6 +405,19 @@ def evicts_rows_in_a_buffer(program: Program) -> None:
     table.lookup = forgetful  # type: ignore[method-assign]
 
 
+def evicts_by_the_pass_before(program: Program) -> None:
+    table = program.tables.groups[0].table
+    number = table._number
+    last: dict[str, list[int]] = {}
+
+    def stale(policy, step, all_reduce):
+        now = number(policy, step, all_reduce)
+        before, last[policy.column] = last.get(policy.column, now), now
+        return before
+
+    table._number = stale  # type: ignore[method-assign]
+
+
 def gradients_leave_at_first_use(program: Program) -> None:
     def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
         tables = []
