@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -74,6 +76,29 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
     return (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
 
 
+def calls_of(call: Callable[[], Any]) -> int:
+    """Calls of Python and C functions by this thread."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def switches_of(call: Callable[[], Any]) -> int:
+    """How often threads of this process went to sleep."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+
 def measure(batch_size: int, steps: int) -> dict[str, Any]:
     """Medians, ratios and the waterfall."""
     torch.set_num_threads(1)
@@ -103,6 +128,13 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
             some = batches[first : first + RUN]
             found = timed(lambda some=some, v=variant: list(trainers[v].run(iter(some))))
             runs[variant].append((found[0] / RUN, found[1] / RUN))
+    last = [loader.batch(len(batches) + step) for step in range(RUN)]
+    counts = {
+        f"calls of a step, N = {each[1]}": calls_of(lambda each=each: trainers[each].step(last[0]))
+        for each in (ONE, EIGHT)
+    }
+    sleeps = switches_of(lambda: list(trainers[PIPED].run(iter(last))))
+    counts["sleeps of threads in a nestpipe step"] = sleeps // RUN
     for each in trainers.values():
         each.close()
     results: dict[str, Any] = {"batch_size": batch_size, "ms": {}, "ratios": {}}
@@ -117,6 +149,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
         both = list(zip(*pairs, strict=True))
         wall, cpu = (round(median(a[clock] / b[clock] for a, b in both), 3) for clock in (0, 1))
         results["ratios"][name] = {"wall": wall, "cpu": cpu}
+    results["counts"] = counts
     results["waterfall_ms"] = {f"N = {each[1]}": recorders[each].medians_ms(steps) for each in (ONE, EIGHT)}
     return results
 
@@ -133,6 +166,8 @@ def main() -> None:
     for kind in ("ms", "ratios"):
         for name, found in results[kind].items():
             print(f"{name:40s} wall {found['wall']:8.3f}  cpu {found['cpu']:8.3f}")
+    for name, count in results["counts"].items():
+        print(f"{name:40s} {count:8d}")
     one, eight = results["waterfall_ms"].values()
     for name in one:
         print(f"{name:20s} N = 1 {one[name]:7.2f}  N = {MANY} {eight[name]:7.2f} ms")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
@@ -50,6 +51,25 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
     run(schedule, micro_batches, batches, action, delay=lambda task: random.random() * 0.002)
     expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
+
+
+def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
+    """It sleeps for work, for what a task waits for, and once more where a batch comes meanwhile."""
+    slept = Counter()
+    wait = threading.Condition.wait
+
+    def counted(self, timeout=None):
+        slept[threading.current_thread().name] += 1
+        return wait(self, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    batches, micro_batches = 3, 8
+    run(NESTPIPE, micro_batches, batches, lambda task: time.sleep(0.0003))
+    tasks = Counter(NESTPIPE[task.stage].lane for task in NESTPIPE.tasks(0, micro_batches))
+    for lane, count in tasks.items():
+        assert 0 < slept[f"lane {lane}"] <= 2 * batches * count + batches + 1, lane
+    for lane in ("prefetch", "h2d", "routing", "retrieval", "copy", "write_back"):
+        assert slept[f"lane {lane}"] <= 3 * batches + 1  # however many micro-batches end meanwhile
 
 
 def test_communication_of_the_next_micro_batch_runs_beside_computation():

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,6 +121,7 @@ class Op:
             raise ValueError(f"expected 'name(arguments) -> results', got {schema!r}")
         self.name, arguments, results = found.groups()
         self._options = options
+        self._modules: dict[str, ModuleType] = {}  # those that are imported to their end
         self._reference, package = reference, reference.__module__.rpartition(".")[0]
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
         parameters = [_Parameter(text) for text in re.split(r",\s*(?![^\[]*\])", arguments)]
@@ -211,8 +214,10 @@ class Op:
         if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
             given = [arguments[at] for at, _ in self._written]
             torch.autograd.graph.increment_version([one for one in given if one is not None])
-        with annotation(self.name):
-            return self._run(arguments, impl)
+        if _annotated:
+            with annotation(self.name):
+                return self._run(arguments, impl)
+        return self._run(arguments, impl)
 
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
@@ -235,8 +240,11 @@ class Op:
             return self._reference
         # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
         # whether it interprets. `import_module` waits where another lane is importing it.
-        module, function = self._places[chosen]
-        return getattr(import_module(module), function)
+        name, function = self._places[chosen]
+        module = self._modules.get(name)
+        if module is None or sys.modules.get(name) is not module:  # or it was imported anew meanwhile
+            module = self._modules[name] = import_module(name)
+        return getattr(module, function)
 
     def _refuse(self, arguments: tuple[Any, ...]) -> bool:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""

@@ -86,7 +86,7 @@ def _backward(
 
 
 def _in_trainer() -> bool:
-    return current() is not None and not is_compiling() and torch.is_grad_enabled()
+    return not is_compiling() and current() is not None and torch.is_grad_enabled()
 
 
 def split(rows: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:

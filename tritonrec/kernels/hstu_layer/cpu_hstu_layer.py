@@ -107,7 +107,7 @@ class Bound:
 
     def __init__(self, shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, seed: int):
         self._shape, self._place = shape, place  # the addresses of whose tensors are taken
-        self._tokens, self._samples = len(x), place.seq_offsets.shape[0] - 1
+        self._tokens, self._samples = x.shape[0], place.seq_offsets.shape[0] - 1
         self._widths = shape.kept_widths
         self._starts, self._size = _layout(self._tokens, self._widths)
         pos, ts = parameters[8:]
@@ -251,20 +251,29 @@ def bind(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, se
     """
     if not _fits(shape, place, x, parameters):
         return None
-    check_offsets("seq_offsets", place.seq_offsets, len(x))
+    check_offsets("seq_offsets", place.seq_offsets, x.shape[0])
     check_lengths(place.seq_offsets, shape.max_seq_len)
-    counts = place.num_targets
-    if counts is not None:
-        offsets = place.seq_offsets
-        remembered(counts, "targets", lambda: check_counts("num_targets", counts, offsets.diff()))
+    if place.num_targets is not None:
+        _check_targets(place.num_targets, place.seq_offsets)
     return Bound(shape, place, x, parameters, seed)
+
+
+def _check_targets(counts: torch.Tensor, offsets: torch.Tensor) -> None:
+    def check() -> None:
+        check_counts("num_targets", counts, offsets.diff())
+
+    if offsets.is_inference():
+        check()
+    else:  # `check_offsets` has them remembered, so that no other tensor gets their id meanwhile
+        remembered(counts, ("targets", id(offsets), offsets._version), check)
 
 
 def _fits(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters) -> bool:
     dim, values, columns = shape.dim, shape.values, shape.columns
-    if min(dim, shape.heads, shape.qk_dim, shape.v_dim, shape.max_seq_len, len(x)) < 1:
+    most, tokens, samples = shape.max_seq_len, x.shape[0], place.seq_offsets.numel() - 1
+    if min(dim, shape.heads, shape.qk_dim, shape.v_dim, most, tokens) < 1:
         return False
-    if x.shape != (len(x), dim) or x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg():
+    if x.shape != (tokens, dim) or x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg():
         return False
     *given, pos, ts = parameters
     shapes = (dim,), (dim,), (columns, dim), (columns,), (values,), (values,), (dim, values), (dim,)
@@ -276,10 +285,9 @@ def _fits(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters) -
             continue
         if parameter.dtype != torch.float32 or not parameter.is_contiguous() or not parameter.is_cpu:
             return False
-    most, tokens, samples = shape.max_seq_len, len(x), place.seq_offsets.numel() - 1
     if pos is not None and pos.shape not in ((most,), (2 * most - 1,)):
         return False
-    if ts is not None and (ts.dim() != 1 or len(ts) == 0 or place.timestamps is None):
+    if ts is not None and (ts.dim() != 1 or ts.numel() == 0 or place.timestamps is None):
         return False
     of_tokens = place.sample_ids, place.positions, place.timestamps, place.query_timestamps
     for tensor, count in (
