@@ -52,6 +52,8 @@ JOB = Job(
 STAGES = {stage.lane: stage.name for stage in reversed(base_schedule("nestpipe").stages)}
 """The first stage of every lane."""
 RAISED = "the disk of this rank is gone"
+SHOWN = 150
+"""Characters of a message in the table."""
 IN_A_STAGE = ("killed", "stopped", "slow", "raises")
 
 
@@ -279,7 +281,8 @@ def table(outcomes: list[dict[str, Any]]) -> str:
         if told:
             sound = sum(not each["problems"] for each in mine)
             seconds = sorted(each["seconds"] for each in told)
-            message = told[len(told) // 2]["message"].splitlines()[0]
+            message = told[len(told) // 2]["message"].splitlines()[0].rpartition("RankDiedError: ")[2]
+            message = message if len(message) <= SHOWN else f"{message[:SHOWN]} ..."
             times = f"{statistics.median(seconds):.1f}, {seconds[-1]:.1f}"
             lines.append(f"| {fault} | {len(mine)}, {sound} | {times} | `{message}` |")
     return "\n".join(lines)

@@ -36,9 +36,10 @@ def fuzzer():
         {},
         {"mode": "nestpipe", "replicas": 2, "skip_fetch": True, "storage": "cached", "delay_seed": 3},
         {"consistency": "window", "mode": "dbp", "depth": 3, "optimizer": "adam"},
+        {"streamed": True, "dynamic": True, "world_size": 1, "users": 30, "admission": 2},
         {"restart": 3, "evict": "lru:2:1", "tiers": "2:2", "model": "grm", "accumulate": 2},
     ],
-    ids=["fwp", "nestpipe", "window", "restart"],
+    ids=["fwp", "nestpipe", "window", "stream", "restart"],
 )
 def test_a_configuration_is_equal_to_its_reference(fuzzer, changes):
     assert fuzzer.evidence(replace(SMALL, **changes)) == ""

@@ -80,19 +80,26 @@ def _reference_states(reference: Reference, steps: int) -> State:
     shared: dict[str, Any] = dict(reference.window)
     config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **shared)
     states: dict[str, torch.Tensor] = {}
+    read: list[Batch] = []  # a stream gives each batch once
+
+    def batches() -> Iterator[Batch]:
+        for step in range(steps):
+            read.append(loader.global_batch(step))
+            yield read[-1]
+
     with Trainer(
         model, tables, optimizer, Communicators.local(), "reference", config,
         **job.recipe(model, optimizer), **vars(job.target),
     ) as trainer:  # fmt: skip
-        for result in trainer.run(loader.global_batch(step) for step in range(steps)):
+        for result in trainer.run(batches()):
             state = {
                 **loss_state(result.sample_ids, result.losses), **dense_state(trainer.dense),
                 **table_state(tables),
             }  # fmt: skip
             if job.policy != TablePolicy():
                 update = result.step - result.step % reference.accumulate
-                batches = [loader.global_batch(step) for step in range(update, result.step + 1)]
-                state.update(used_state(tables, [batch.lookups() for batch in batches]))
+                used = read[update : result.step + 1]
+                state.update(used_state(tables, [batch.lookups() for batch in used]))
             states.update({f"{result.step}/{name}": tensor for name, tensor in state.items()})
     return states
 
@@ -152,13 +159,14 @@ def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
     with prepared(communicators, job, in_turn) as (trainer, loader):
         program = trainer.program
         accumulate = program.config.accumulate
+        whole = case.job(job).loader(communicators.rank, communicators.world_size)  # a stream is read once
         for result in trainer.run(loader.batch(step) for step in range(case.steps)):
             state = {**loss_state(result.sample_ids, result.losses), **dense_state(program.dense),
                      **table_state(program.tables)}  # fmt: skip
             states.append(state)
             if case.job(job).policy != TablePolicy():
                 used = used[-(result.step % accumulate) :] if result.step % accumulate else []
-                used.append(loader.global_batch(result.step).lookups())
+                used.append(whole.global_batch(result.step).lookups())
                 state.update(used_state(program.tables, used))
     return states
 
