@@ -257,7 +257,9 @@ def stored_low(
     """(K,) bool, which rows of `values` (K, row_width) to store in 16 bits; a handle of -1 is none."""
     if low_precision is None:
         return torch.zeros_like(handles, dtype=torch.bool)
-    return chunked_rows.fits(values, dim) & low_precision & (handles >= 0)
+    present = handles >= 0
+    written = torch.where(present.unsqueeze(1), values, 0.0)  # the rows of a handle of -1 may be undefined
+    return chunked_rows.fits(written, dim) & low_precision & present
 
 
 def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
