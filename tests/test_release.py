@@ -31,8 +31,9 @@ def jobs(path):
 def test_a_workflow_calls_what_exists(path):
     makefile = (ROOT / "Makefile").read_text()
     for job in jobs(path).values():
-        assert job["timeout-minutes"] <= 60
-        for line in "\n".join(step.get("run", "") for step in job["steps"]).splitlines():
+        assert job["timeout-minutes"] <= (360 if path.stem == "nightly" else 60)
+        commands = "\n".join(step.get("run", "") for step in job["steps"])
+        for line in re.sub(r"\$\{\{ github\.run_(number|id) \}\}", "1", commands).splitlines():
             for target in re.findall(r"\bmake ([\w./-]+)", line) if "gh release" not in line else []:
                 assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
             for file in re.findall(r"\bci/[\w./]+", line):

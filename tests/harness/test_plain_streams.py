@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
     yield
     streams._grouped.cache_clear()
-    streams.windows.cache_clear()
+    streams._windows.cache_clear()
 
 
 @pytest.fixture

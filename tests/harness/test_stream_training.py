@@ -14,8 +14,8 @@ from tritonrec.checkpoint.lock import WriterLock
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.sources import load_interactions
 from tritonrec.distributed import Communicators
+from tritonrec.harness import streams
 from tritonrec.harness.job import Job
-from tritonrec.harness.streams import sequences
 from tritonrec.harness.train.config import read_config
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -60,13 +60,13 @@ def test_a_run_on_other_shards_is_not_gone_on_with(job, tmp_path):
     away = os.path.join(folder, "_away.parquet")
     shard = os.path.join(folder, "part-00002.parquet")
     os.rename(shard, away)
-    sequences.cache_clear()
+    streams._sequences.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"the position is one of a stream with data [0-9a-f]+, and"):
             train(Communicators.local(), replace(run, steps=4, resume=True), quiet=True)
     finally:
         os.rename(away, shard)
-        sequences.cache_clear()
+        streams._sequences.cache_clear()
 
 
 def test_a_stream_refuses_what_it_cannot_do(job):

@@ -157,7 +157,8 @@ def hstu_layer(
 
 def _bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:
     """In a trainer on the CPU the whole layer in one call, where it takes these arguments."""
-    if accumulator is None or call.channels > 1 or not {"norm"}.issuperset(call.recompute):
+    others = call.channels > 1 or call.norm_product or not {"norm"}.issuperset(call.recompute)
+    if accumulator is None or others:
         return None
     if implementation("auto", x) != "cpu":
         return None
