@@ -29,6 +29,7 @@ from tritonrec.harness.cli import COMMANDS, load
 from tritonrec.harness.cli.train import RUN
 from tritonrec.harness.train.config import read_config
 from tritonrec.harness.train.run import StoppingRule
+from tritonrec.harness.verify.corpus import bug
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem if path.parent.name == "docs" else path.name: path
@@ -143,10 +144,12 @@ def run(page: str, capture=lambda: "") -> dict[str, object]:
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """An empty folder for what a page writes; torchrun's variables and the process groups are as before."""
+    """An empty folder for what a page writes; torchrun's variables, process groups and bugs are as before."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bug, "CORPUS", [*bug.CORPUS])
+    monkeypatch.setattr(bug, "SOURCES", {**bug.SOURCES})
     state = torch.random.get_rng_state()
     yield tmp_path
     torch.random.set_rng_state(state)
