@@ -58,6 +58,7 @@ def kill_the_server(_):
     time.sleep(60)
 
 
+@pytest.mark.slow  # test_launcher_ends.py kills what the server's ranks belong to, in every run
 def test_a_server_that_was_killed_ends_its_ranks_and_another_takes_its_place():
     with RankPool((1,)) as pool:
         (server,) = pool.run(parent_process, 1)
@@ -79,6 +80,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # functions of modules run in every test of a pool
 def test_functions_of_a_script_run_and_nothing_is_printed_beside(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

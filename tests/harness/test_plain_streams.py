@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import invoke
+from speeds import slow_except
 
 from tritonrec.data import NextItemLoader, load
 from tritonrec.data.criteo import CATEGORIES, COUNTS
@@ -66,7 +67,7 @@ def impressions(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["events", "clicks", "impressions"])
+@pytest.mark.parametrize("kind", slow_except(["events"], ["events", "clicks", "impressions"]))
 def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind, request, pool, tmp_path):
     job = request.getfixturevalue(kind)
     reference = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=8), quiet=True)

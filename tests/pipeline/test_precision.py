@@ -200,7 +200,7 @@ SHARED = {
 @pytest.mark.parametrize(
     ("world_size", "replicas", "options"),
     slow_except(
-        [(2, 1, "fp16"), (2, 1, "first use")],
+        [(2, 1, "fp16")],
         [(*each, options) for each, options in product([(1, 1), (2, 1), (2, 2), (4, 2)], SHARED)],
     ),
 )
