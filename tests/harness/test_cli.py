@@ -56,7 +56,7 @@ def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
 
     def run(self, case, fault=None):
         self.record([case])
-        report = run_case.run_case(Communicators.local(), self.job, case, self._references.name)
+        report = run_case.run_case(Communicators.local(), self.job, case, self._references.path)
         return CaseResult(case, report.first_difference is None, report.first_difference)
 
     monkeypatch.setattr(Verifier, "run", run)

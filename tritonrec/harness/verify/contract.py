@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
@@ -17,10 +16,11 @@ from ...pipeline import ScheduleError, check, schedule_of
 from ..devices import rank_pool
 from ..job import Job
 from ..progress import CommandProgress
-from .cases import Case, Reference
+from .cases import Case
 from .faults import Fault
+from .references import References
 from .report import CaseResult, FaultResult, Report, print_report
-from .run_case import RankReport, Stretch, record_reference, run_case
+from .run_case import RankReport, Stretch, run_case
 from .state import earliest
 from .thread_ranks import ThreadPool
 
@@ -39,20 +39,11 @@ class Verifier:
 
     def __init__(self, job: Job, pool: RankPool | ThreadPool):
         self.job, self._pool = job, pool
-        self._references = ScratchFolder()
-        self._recorded: dict[Reference, int] = {}
+        self._references = References()
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
-        needed: dict[Reference, int] = {}
-        for case in cases:
-            if case.consistency == "batch":
-                which = case.reference(self.job)
-                needed[which] = max(case.steps, needed.get(which, 0))
-        for reference, steps in needed.items():
-            if self._recorded.get(reference, 0) < steps:
-                record_reference(reference, steps, self._references.name)
-                self._recorded[reference] = steps
+        self._references.record(self.job, cases)
 
     def run(self, case: Case, fault: str | None = None) -> CaseResult:
         """Run one case on all its ranks."""
@@ -66,6 +57,9 @@ class Verifier:
         first = earliest([report.first_difference for report in reports])
         counts = sum((Counter(report.counts) for report in reports), Counter())
         idle = [name for name in case.shows if not counts[name]]
+        error = f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None
+        if first is not None and fault is None and case.consistency == "batch":
+            error = self._references.doubt(case.reference(self.job)) or error
         return CaseResult(
             case,
             first is None and not idle,
@@ -74,11 +68,11 @@ class Verifier:
             sum(report.bytes_compared for report in reports),
             max(report.seconds for report in reports),
             dict(counts),
-            f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None,
+            error,
         )
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
-        args = (self.job, case, self._references.name, fault)
+        args = (self.job, case, self._references.path, fault)
         if case.exports:
             with ScratchFolder() as folder:
                 stretch = Stretch(0, case.steps, export=folder)
@@ -90,7 +84,7 @@ class Verifier:
             stretch = Stretch(0, half, save=saved)
             before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
             rest = Stretch(half, case.steps, load=saved)
-            args = (self.job, case.resumed(), self._references.name, fault)
+            args = (self.job, case.resumed(), self._references.path, fault)
             return before + self._pool.run(run_case, case.restart, *args, rest)
 
     def shrink(self, failed: CaseResult) -> CaseResult:
@@ -143,9 +137,7 @@ class Verifier:
 
     def forget(self) -> None:
         """Delete the references that were recorded so far."""
-        for reference in self._recorded:
-            Path(self._references.name, reference.file_name).unlink(missing_ok=True)
-        self._recorded.clear()
+        self._references.forget()
 
     def close(self) -> None:
         """Drop the references."""

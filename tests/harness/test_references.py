@@ -1,0 +1,73 @@
+"""A run that differs from its reference: is it the run, or the reference?"""
+
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tritonrec.harness.verify import run_case
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.contract import Verifier
+from tritonrec.harness.verify.faults import FAULTS
+from tritonrec.harness.verify.references import References, first_difference
+from tritonrec.harness.verify.thread_ranks import ThreadPool
+
+CASE = Case("dbp", "batch", 1, 2, False, "sgd", 2)
+
+
+@pytest.fixture
+def verifier(job):
+    with Verifier(job, ThreadPool()) as verifier:
+        yield verifier
+
+
+def test_a_reference_that_differs_from_itself_is_named_and_kept(verifier, job):
+    verifier.record([CASE])
+    file = Path(verifier._references.path, CASE.reference(job).file_name)
+    states = load_file(file)
+    good = {name: values.clone() for name, values in states.items()}
+    states["1/loss/values"][3] += 1e-4
+    save_file(states, file)
+    for _ in range(2):  # the second time from memory
+        result = verifier.run(CASE)
+        assert not result.identical and result.first_difference is not None
+        assert "the reference differs from itself: 1/loss/values" in result.error
+    folder = Path(result.error.rsplit(" ", 1)[1])
+    try:
+        for name, expected in (("first", states), ("second", good)):
+            kept = load_file(folder / f"{name}.safetensors")
+            assert kept.keys() == expected.keys()
+            assert all(torch.equal(kept[each], expected[each]) for each in kept)
+    finally:
+        rmtree(folder)
+
+
+def test_a_run_that_differs_from_a_sound_reference_is_to_blame(verifier, monkeypatch):
+    lost = next(fault for fault in FAULTS if fault.name == "lost-micro-batch-gradient")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_case, "Injection", lambda: lost.injection)
+        result = verifier.run(CASE)
+    assert not result.identical and result.first_difference is not None and result.error is None
+    assert verifier.run(CASE).identical
+
+
+def test_an_injected_fault_records_nothing_again(verifier, monkeypatch):
+    monkeypatch.setattr(References, "doubt", lambda *_: pytest.fail("recorded again"))
+    lost = next(fault for fault in FAULTS if fault.name == "lost-micro-batch-gradient")
+    assert not verifier.run(replace(CASE, micro_batches=4), lost.name).identical
+
+
+def test_the_first_difference_goes_by_step_and_sees_shapes_and_missing_tensors():
+    one = {f"{step}/{name}": torch.arange(3.0) + step for step in (2, 10) for name in ("a", "b")}
+    assert first_difference(one, dict(one)) is None
+    other = {**one, "10/a": one["10/a"] + 1, "2/b": torch.tensor([2.0, 3.0, -0.0])}
+    assert first_difference(one, other) == "2/b"
+    assert first_difference(one, {**one, "10/a": one["10/a"][:2]}) == "10/a"
+    assert first_difference(one, {name: one[name] for name in one if name != "2/a"}) == "2/a"
+    zeros = {"0/a": torch.zeros(1)}
+    assert first_difference(zeros, {"0/a": -torch.zeros(1)}) == "0/a"
+    nan = torch.full((1,), torch.nan)
+    assert first_difference({"0/a": nan}, {"0/a": nan.clone()}) is None
