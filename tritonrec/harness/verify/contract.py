@@ -57,9 +57,9 @@ class Verifier:
         first = earliest([report.first_difference for report in reports])
         counts = sum((Counter(report.counts) for report in reports), Counter())
         idle = [name for name in case.shows if not counts[name]]
-        error = f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None
+        wrong = f"the case proves nothing of {case.variant}: {', '.join(idle)} is zero" if idle else None
         if first is not None and fault is None and case.consistency == "batch":
-            error = self._references.doubt(case.reference(self.job)) or error
+            wrong = self._references.doubt(case.reference(self.job)) or wrong
         return CaseResult(
             case,
             first is None and not idle,
@@ -68,7 +68,7 @@ class Verifier:
             sum(report.bytes_compared for report in reports),
             max(report.seconds for report in reports),
             dict(counts),
-            error,
+            wrong,
         )
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
