@@ -13,6 +13,9 @@ from .window import host_words
 
 WORDS = 8
 """Of the settings: bound, capacity, transport, two of the host, and the name of the window."""
+_unawaited: dict[int, tuple[list[tuple[int, Any]], list[torch.Tensor]]] = {}
+"""Messages that nobody has waited for, and their tensors, by the id of the list. Once such a message is
+forgotten and its answer comes, gloo's thread polls for ever: it has no place to read it into."""
 
 
 class Meeting:
@@ -46,12 +49,14 @@ class Meeting:
             self._works.append((peer, group.recv([self._settings[peer]], peer, tags.settings)))
         for peer in others(rank, world_size):
             self._works.append((peer, group.send([self._settings[rank]], peer, tags.settings)))
+        _unawaited[id(self._works)] = self._works, self._settings
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until the settings of all ranks are here."""
         while self._works:
             await_work(*self._works[0], 0, deadline)
             self._works.pop(0)
+        _unawaited.pop(id(self._works), None)
 
     def choose(self, deadline: Deadline) -> Transport:
         """The transport of all ranks.

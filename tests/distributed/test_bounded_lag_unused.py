@@ -1,0 +1,64 @@
+"""An exchange that is made and never used leaves no thread of gloo behind that polls for ever."""
+
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from thread_ranks import ThreadRanks
+
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+
+WORLD = 3
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc has the time of each thread, on Linux")
+
+
+def ticks_of_gloo():
+    """Clock ticks of processor time that each thread of gloo has taken."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        if "gloo" in name:
+            found[task.name] = sum(map(int, rest.split()[11:13]))
+    return found
+
+
+def is_polling():
+    """Whether gloo's threads take more than a tenth of half a second together."""
+    before = ticks_of_gloo()
+    time.sleep(0.5)
+    taken = sum(count - before.get(task, 0) for task, count in ticks_of_gloo().items())
+    return taken > 0.05 * os.sysconf("SC_CLK_TCK")
+
+
+def used(group):
+    exchange = BoundedLagAllToAll(group, 1, 64, transport="messages")
+    exchange.start(torch.ones(WORLD), [1] * WORLD)
+    exchange.drain()
+
+
+def unused(group):
+    BoundedLagAllToAll(group, 1, 64, transport="messages")
+
+
+def refused(group):
+    with pytest.raises(ValueError, match="does not fit the capacity"):
+        BoundedLagAllToAll(group, 1, 64).start(torch.ones(17 * WORLD), [17] * WORLD)
+
+
+@ON_LINUX
+@pytest.mark.parametrize("last", [unused, refused])
+def test_an_exchange_that_is_forgotten_leaves_no_thread_that_polls(last):
+    ranks = ThreadRanks(WORLD)
+    for _ in range(3):
+        ranks.run(used)
+    ranks.run(last)
+    gc.collect()
+    assert ticks_of_gloo(), "no thread of gloo was found"
+    assert not is_polling()
