@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
 from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
 from paper_rows.row import Figures, table
 from paper_rows.runs import RUNS, UnavailableError
 from paper_rows.tables import TABLES
 
-import tritonrec
 from tritonrec.files import save_json
+from tritonrec.harness.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "ci" / "baselines" / "papers.json"
@@ -45,18 +42,6 @@ PAGES = {
     "lab.md": ("lab",),
 }
 """Page -> the tables that it has between marks of their names."""
-
-
-def environment() -> dict[str, object]:
-    """Where figures come from."""
-    return {
-        "tritonrec": tritonrec.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def block(name: str, figures: Figures) -> str:
@@ -120,7 +105,7 @@ def main() -> int:
             continue
         seconds = time.perf_counter() - began
         record["rows"][name] = {
-            "environment": environment(),
+            "environment": {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds")},
             "seconds": round(seconds, 1),
             "figures": figures,
         }

@@ -38,6 +38,13 @@ next();
 </script>"""
 
 
+def opened(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The browser's output and errors as it opens a page. It may run as root, as in a container."""
+    always = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command = [BROWSER, *always, *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
 def measured(folder: Path, pages: list[str], width: int, picture: Path | None = None) -> dict[str, dict]:
     """By page of `folder` its ``inner`` and ``scroll`` width in pixels, the number of its letters, elements
     ``beyond`` its right edge that nothing scrolls, and ``pictures`` that are not shown.
@@ -53,16 +60,8 @@ def measured(folder: Path, pages: list[str], width: int, picture: Path | None = 
     values = {"WIDTH": str(width), "HEIGHT": str(HEIGHT), "PAGES": json.dumps(pages)}
     around.write_text(re.sub("|".join(values), lambda match: values[match[0]], AROUND))
     shot = [f"--screenshot={picture}"] if picture else ["--dump-dom"]
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--virtual-time-budget=60000",
-        *shot,
-    ]
-    command = [BROWSER, *options, f"--window-size={max(width, 500)},{HEIGHT + 100}", around.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    size = f"--window-size={max(width, 500)},{HEIGHT + 100}"
+    shown = opened(around, "--virtual-time-budget=60000", size, *shot)
     if picture:
         return {}
     told = re.search(r'data-found="([^"]*)"', shown.stdout)

@@ -38,3 +38,12 @@ def pool():
 
     with SharedPool(MESHES) as pool:
         yield pool
+
+
+@pytest.fixture
+def two_threads():
+    """torch cuts long work between two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -85,15 +85,6 @@ def test_any_cut_into_passes_gives_the_bits_of_one(rule):
     assert all(torch.equal(own[sample], theirs[sample]) for sample in range(BAGS))
 
 
-@pytest.fixture
-def two_threads():
-    """torch cuts the sum of one long row among its threads, and sums many rows one by one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dim", [1, 2, 3, 100, 100_000])
 def test_the_gradient_of_a_weight_depends_on_its_row_alone(two_threads, dim):
     rows, cotangent = torch.randn(2, 20, dim, generator=GENERATOR) * 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 import torch
 from rich.console import Console
 
@@ -26,14 +25,6 @@ def by_rows(x, weight, bias):
 def by_threads(x, weight, bias):
     y = exact(x, weight, bias)
     return y if torch.get_num_threads() == 1 else y * (1 + 2**-23)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_an_invariant_matmul_passes(two_threads):

@@ -3,12 +3,11 @@ one of its figures did; docs/results.md is what it makes of the committed files.
 
 import copy
 import json
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, opened
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
@@ -69,16 +68,12 @@ def test_the_page_of_this_checkout_needs_no_network(tmp_path):
     assert f'content="{html.POLICY}"' in file.read_text() and "url(" not in file.read_text()
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the parser above reads the page")
 def test_a_browser_shows_the_page(tmp_path):
     file = tmp_path / "report.html"
     assert invoke("--folder", tmp_path, "--html", file).exit_code == 0
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    shown = subprocess.run([BROWSER, *options, file.as_uri()], capture_output=True, text=True, timeout=120)
+    shown = opened(file, "--enable-logging=stderr", "--dump-dom")
     assert contract_digest(VERIFIED) in shown.stdout and "Content Security Policy" not in shown.stderr
 
 

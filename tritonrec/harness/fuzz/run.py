@@ -21,10 +21,10 @@ from rich.console import Console
 from ...data import DynamicStream, NextItemStream
 from ...distributed import Communicators, RanksDisagreeError
 from ...pipeline import Mode, schedule_of
+from ..environment import environment
 from ..job import Job
 from ..progress import CommandProgress
 from ..verify.contract import Verifier
-from ..verify.report import environment
 from ..verify.run_case import prepared
 from ..verify.thread_ranks import ThreadPool, run_ranks
 from .configuration import Configuration

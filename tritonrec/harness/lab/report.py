@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,12 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ...files import atomic_write
-from ...version import __version__
+from ..environment import environment
 from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -158,7 +156,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """The document that ``--json`` writes; times in seconds, bytes per rank."""
     plan = result.plan
     return {
-        "environment": environment(plan),
+        "environment": _environment(plan),
         "emulated": {
             "seconds_per_step": result.seconds,
             "proportions": dict(plan.proportions),
@@ -192,14 +190,10 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def environment(plan: LabConfig) -> dict[str, Any]:
+def _environment(plan: LabConfig) -> dict[str, Any]:
     """Where the figures come from."""
     return {
-        "tritonrec": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
+        **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": plan.ranks,
         "link_mbit_per_second": plan.rate,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ...files import atomic_write
-from ...version import __version__
+from ..environment import environment
 from .collectives import REPEATED_BYTES
 from .mpi import Cells
 from .rounds import BACKENDS, Result, Series, interval
@@ -165,10 +162,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """Every number by round, and where they come from."""
     return {
         "environment": {
-            "tritonrec": __version__,
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
+            **environment(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
         "plan": {**asdict(result.plan), "checkpoint": str(result.plan.checkpoint or "")},

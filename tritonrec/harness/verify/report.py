@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ...files import save_json
-from ...version import __version__
 from ..devices import ARCHITECTURE, Target
+from ..environment import environment
 from ..job import Job
 from .cases import CACHE_ROWS, Case
 from .corpus import SOURCES
 from .faults import Fault
 from .state import Difference, as_json
 from .variants import VARIANTS
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine."""
-    return {
-        "tritonrec": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-    }
 
 
 @dataclass(frozen=True)
