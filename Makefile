@@ -24,6 +24,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # Processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin. Many
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Three processes of tests and some hundred of their children import the library: compiled once, then read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: verify smoke test test-all emulate lint bench compile-matrix report results papers docs first-contact \
 	clean
