@@ -51,8 +51,8 @@ ROWS = [
     Row(
         "Data I/O from partitioned columnar shards (section 3, Fig. 5)",
         "works",
-        "Parquet shards of sequences are streamed by next-item models. GRM's impressions are read as a whole "
-        "by each rank",
+        "Parquet shards are streamed, each rank its part: sequences of next-item models, windows of GRM, "
+        "clicks",
         link="data.md",
     ),
     Row(

@@ -36,8 +36,8 @@ def sequences_in(folder):
     return dict(zip(found["user"], lists, strict=True))
 
 
-def sequences_of_log(path):
-    found = load(f"parquet:{path}").sequences
+def sequences_of_log(path, log=None):
+    found = (log or load(f"parquet:{path}")).sequences
     events = list(zip(found.items.tolist(), found.timestamps.tolist(), strict=True))
     bounds = zip(found.offsets[:-1], found.offsets[1:], strict=True)
     lists = [events[first:last] for first, last in bounds]

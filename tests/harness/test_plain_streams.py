@@ -1,5 +1,6 @@
-"""Promise: `tritonrec train` streams a plain log in Parquet, in the same bits at any number of ranks."""
+"""Promise: `tritonrec train` streams a log in Parquet or text, in the same bits at any number of ranks."""
 
+import gzip
 import itertools
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ def cache(tmp_path, monkeypatch):
     yield
     streams._grouped.cache_clear()
     streams._windows.cache_clear()
+    streams._clicks.cache_clear()
 
 
 @pytest.fixture
@@ -67,7 +69,60 @@ def impressions(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_except(["events"], ["events", "clicks", "impressions"]))
+def as_text(table, path, names, delimiter, header=True):
+    """The columns of a table as compressed text."""
+    lines = [delimiter.join(names)] if header else []
+    for row in zip(*(table[name].to_pylist() for name in names), strict=True):
+        lines.append(delimiter.join("" if value is None else str(value) for value in row))
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+
+
+@pytest.fixture
+def csv_events(events, tmp_path):
+    """The job on the same log as compressed CSV."""
+    table = pq.read_table(tmp_path / "log")
+    as_text(table, tmp_path / "log.csv.gz", ("user", "item", "timestamp"), ",")
+    return replace(events, data=f"csv:{tmp_path}/log.csv.gz")
+
+
+@pytest.fixture
+def csv_impressions(impressions, tmp_path):
+    """The job on the same ratings as compressed CSV."""
+    table = pq.read_table(tmp_path / "ratings")
+    as_text(table, tmp_path / "ratings.csv.gz", ("user", "item", "timestamp", "rating"), "\t")
+    return replace(impressions, data=f"csv:{tmp_path}/ratings.csv.gz")
+
+
+@pytest.fixture
+def kuairand(impressions, tmp_path):
+    """A job of GRM on the same events in KuaiRand's columns, clicks for ratings from 4 on."""
+    table = pq.read_table(tmp_path / "ratings")
+    (tmp_path / "kuairand").mkdir()
+    names = {"user_id": "user", "video_id": "item", "time_ms": "timestamp"}
+    columns = {name: table[of] for name, of in names.items()}
+    liked = np.asarray(table["rating"]) >= 4
+    columns |= {"is_click": pa.array(liked.astype(int)), "long_view": pa.array((~liked).astype(int))}
+    path = tmp_path / "kuairand" / "log_standard_a.csv.gz"
+    as_text(pa.table(columns), path, tuple(columns), ",")
+    return replace(impressions, data=f"kuairand:{tmp_path}/kuairand")
+
+
+@pytest.fixture
+def tsv_clicks(clicks, tmp_path):
+    """The job on the same clicks as compressed text, whose counts are whole numbers."""
+    table = pq.read_table(tmp_path / "clicks" / "day.parquet")
+    whole = {name: np.asarray(table[name]).round().astype(int) for name in COUNTS}
+    words = {name: [f"{number:08x}" for number in table[name].to_pylist()] for name in CATEGORIES}
+    columns = {"label": table["label"]} | {name: pa.array(each) for name, each in (whole | words).items()}
+    as_text(pa.table(columns), tmp_path / "day.gz", tuple(columns), "\t", header=False)
+    return replace(clicks, data=f"criteo-tsv:{tmp_path}/day.gz")
+
+
+TEXT = {"csv_events": "events", "csv_impressions": "impressions"}
+KINDS = ["events", "clicks", "impressions", *TEXT, "kuairand", "tsv_clicks"]
+
+
+@pytest.mark.parametrize("kind", slow_except(["events", "tsv_clicks"], KINDS))
 def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind, request, pool, tmp_path):
     job = request.getfixturevalue(kind)
     reference = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=8), quiet=True)
@@ -77,7 +132,35 @@ def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind
     assert ended["digest"] == reference["digest"] and ended["metrics"] == reference["metrics"]
 
 
-@pytest.mark.parametrize("kind", ["events", "clicks", "impressions"])
+def content(batch):
+    lookups = batch.lookups()
+    columns = (batch.sample_ids, batch.timestamps, batch.labels, *(each.ids for each in lookups.values()))
+    return [*lookups, *(column.tolist() for column in columns)]
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_text_and_parquet_of_one_log_are_one_stream(kind, request):
+    text, parquet = request.getfixturevalue(kind), request.getfixturevalue(TEXT[kind])
+    ours, theirs = text.loader(), parquet.loader()
+    assert ours.num_samples == theirs.num_samples > 0
+    for step in range(ours.steps_per_epoch + 1):
+        assert content(ours.batch(step)) == content(theirs.batch(step))
+
+
+@pytest.mark.parametrize("kind", ["csv_events", "csv_impressions", "kuairand", "tsv_clicks"])
+def test_text_is_written_as_shards_once(kind, request, tmp_path, capfd):
+    job = request.getfixturevalue(kind)
+    first = job.loader()
+    said = capfd.readouterr().err
+    assert said.count(": later runs stream from there") == 1 and job.data in said
+    for cached in (streams._grouped, streams._windows, streams._clicks):
+        cached.cache_clear()
+    again = job.loader()
+    assert capfd.readouterr().err == "" and again.rows.files == first.rows.files
+    assert not isinstance(replace(job, stream=False).loader(), type(first))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_has_its_own_samples(kind, request):
     job = request.getfixturevalue(kind)
     ranks = [job.loader(rank, 3).batch(0).sample_ids.tolist() for rank in range(3)]

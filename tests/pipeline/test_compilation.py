@@ -1,5 +1,6 @@
 """Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -77,6 +78,42 @@ def test_other_bits_are_refused_and_named(mode):
     assert same(before, list(made[0].parameters()))
 
 
+class Late(Plain):
+    """Its loss is tripled once `late` is set: torch compiles again."""
+
+    late = False
+
+    def forward(self, batch, rows, seed):
+        losses = super().forward(batch, rows, seed)
+        return losses * 3 if self.late else losses
+
+
+@pytest.mark.parametrize("mode", slow_except(["sequential"], ["reference", "sequential", "nestpipe"]))
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_later_compilation_is_compared_before_the_update(mode, wrong):
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return shifted(graph, inputs) if model.late and wrong else graph
+
+    torch._dynamo.reset()
+    model, *rest = parts(Late)
+    model.compile(backend=backend)
+    (first,) = batches(1)
+    with trainer((model, *rest), mode, "batch", micro_batches=1) as training:
+        training.step(first)
+        training.step(replace(first, step=1))
+        graphs, before = len(made), [each.clone() for each in model.parameters()]
+        model.late = True
+        if not wrong:
+            training.step(replace(first, step=2))
+        else:
+            with pytest.raises((ValueError, StageFailedError), match=r"has other bits under torch\.compile"):
+                training.step(replace(first, step=2))
+    assert len(made) > graphs and same(before, list(model.parameters())) == wrong
+
+
 def test_two_sizes_of_each_kind_and_one_are_compared():
     sizes = [(7, 40), (7, 40), (7, 41), (9, 40), (1, 3), (2, 1), (1, 1), (8, 30)]
     watch = Compilation(Ranker(), 36)
@@ -117,6 +154,16 @@ def test_a_thread_that_compiles_nothing_computes_while_another_compiles(monkeypa
         assert ops.unique(torch.tensor([3, 3, 1]))[0].tolist() == [3, 1]
         with computes_eagerly(False):
             assert is_compiling()
+
+
+def test_batches_are_read_while_the_model_is_compiled(monkeypatch):
+    def read():
+        for step in batches(2):
+            monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+            yield step
+
+    with trainer(parts(Plain), "nestpipe", "batch", micro_batches=1) as training:
+        assert len(list(training.run(read()))) == 2
 
 
 class Deep(Ranker):

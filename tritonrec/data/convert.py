@@ -8,7 +8,7 @@ which `tritonrec.data.NextItemStream` streams. OUT appears when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -148,8 +148,9 @@ def convert(
 def _write_sequences(
     source: str, out: Path, rows_per_file: int, rows_per_group: int, report: Callable[[int], None]
 ) -> int:
-    """Write a row for each user; returns the number of interactions. A log in Parquet is read in parts."""
+    """Write a row for each user; returns the number of interactions. A log in files is read in parts."""
     from tritonrec.data.convert_sequences import buckets_of, write_sequences
+    from tritonrec.data.log_parts import TEXT_LOGS, log_in_parts
 
     counted: list[int] = []
 
@@ -158,12 +159,14 @@ def _write_sequences(
         report(rows)
 
     kind, _, path = source.partition(":")
-    is_parquet = kind == "parquet" and bool(path)
-    log = parquet.parts(path) if is_parquet else [load_interactions(source)]
+    parts: Iterable[Interactions]
+    if path and kind in ("parquet", *TEXT_LOGS):
+        log = log_in_parts(path if kind == "parquet" else source)
+        parts, buckets = log.parts(), buckets_of(log.rows())
+    else:
+        parts, buckets = [load_interactions(source)], 1
     with new_folder(out) as scratch:
-        write_sequences(
-            log, scratch, rows_per_file, rows_per_group, count, buckets_of(path) if is_parquet else 1
-        )
+        write_sequences(parts, scratch, rows_per_file, rows_per_group, count, buckets)
     return sum(counted)
 
 

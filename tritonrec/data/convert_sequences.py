@@ -17,7 +17,6 @@ import torch
 
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.parquet import concat, parts, table_of
-from tritonrec.data.parquet_rows import ParquetRows
 from tritonrec.data.sequences import CATALOGUE_FILE
 from tritonrec.files import ScratchFolder
 from tritonrec.kernels.launch import random_indices
@@ -70,9 +69,9 @@ def write_sequences(
     pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE)
 
 
-def buckets_of(path: str) -> int:
-    """Buckets for a log in Parquet, by its rows; the errors of `ParquetRows`."""
-    return min(-(-ParquetRows(path, ()).num_rows // BUCKET_ROWS), MOST_BUCKETS)
+def buckets_of(rows: int) -> int:
+    """Buckets for a log of so many rows."""
+    return min(-(-rows // BUCKET_ROWS), MOST_BUCKETS)
 
 
 def joined(log: Iterable[Interactions]) -> Iterator[Interactions]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 import pyarrow.dataset as ds
 
+from tritonrec.data import text_files
 from tritonrec.data.ctr import ClickLog, num_training_rows
 
 COUNTS = tuple(f"I{number}" for number in range(1, 14))
@@ -42,27 +43,43 @@ for _digits, _first in ((b"0123456789", 0), (b"abcdef", 10), (b"ABCDEF", 10)):
 
 
 def read_tsv(path: Path | str) -> ClickLog:
-    """Read a file in Criteo's text format, compressed (.gz, .bz2) or not.
+    """Read text in Criteo's format: a file, or a folder or glob of them; the errors of `tsv_parts`."""
+    return _log(_text_parts(path), path)
 
-    Raises FileNotFoundError for a missing file, and ValueError naming file, line and column of a bad field.
+
+def tsv_parts(path: Path | str) -> Iterator[pa.Table]:
+    """Rows of text in Criteo's format, as `read_parquet` takes them, in parts and in the order of lines.
+
+    Files may be compressed (.gz, .bz2, .zst, .lz4), and at a URL. Raises FileNotFoundError for a path that
+    does not exist, and ValueError naming file, line and column of a bad field.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    try:
-        table = _text(path)
-    except pa.ArrowInvalid:
+    for part, table in _text_parts(path):
+        columns = {name: table.column(name).combine_chunks() for name in COLUMNS}
+        made: dict[str, Any] = {"label": _label(part, columns["label"])}
+        for name in COUNTS:
+            _count(part, name, columns[name])
+            made[name] = pc.cast(columns[name], pa.int64())
+        made |= {name: _category(part, name, columns[name]) for name in CATEGORIES}
+        yield pa.table(made)
+
+
+def _text_parts(path: Path | str) -> Iterator[tuple[_Part, pa.Table]]:
+    filesystem, files = text_files.text_files(str(path))
+    for file in files:
+        first = 1
         try:
-            table = _text(path, use_threads=False)  # its error names the line
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{path}: not Criteo's text format, 40 fields between tabs: {error}") from error
-    return _log([(_Part(path, "line", 1), table)], path)
+            with filesystem.open_input_stream(file, compression="detect") as stream:
+                for batch in _text(stream):
+                    yield _Part(Path(file), "line", first), pa.Table.from_batches([batch])
+                    first += len(batch)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{file}: not Criteo's text format, 40 fields between tabs: {error}") from error
 
 
-def _text(path: Path, use_threads: bool = True) -> pa.Table:
-    return pcsv.read_csv(
-        path,
-        pcsv.ReadOptions(column_names=list(COLUMNS), use_threads=use_threads),
+def _text(stream: pa.NativeFile) -> pcsv.CSVStreamingReader:
+    return pcsv.open_csv(
+        stream,
+        pcsv.ReadOptions(column_names=list(COLUMNS), use_threads=False, block_size=text_files.BLOCK_BYTES),
         pcsv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
         pcsv.ConvertOptions(
             column_types=dict.fromkeys(COLUMNS, pa.string()), strings_can_be_null=True, null_values=[""]
@@ -112,7 +129,7 @@ class _Part:
         )
 
 
-def _log(parts: Iterator[tuple[_Part, pa.Table]] | list[tuple[_Part, pa.Table]], path: Path) -> ClickLog:
+def _log(parts: Iterator[tuple[_Part, pa.Table]], path: Path | str) -> ClickLog:
     labels: list[np.ndarray] = []
     dense: list[np.ndarray] = []
     categories: list[np.ndarray] = []

@@ -19,12 +19,19 @@ from __future__ import annotations
 import csv
 import math
 import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.text_files import opened
+
+PART_ROWS = 1 << 15
 
 _NAMES = {
     "user": ("user", "userid", "uid", "customer"),
@@ -37,24 +44,84 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def read(path: Path | str) -> Interactions:
-    """Read a log; the format is described in the module's docstring.
+    """Read a log, local or at a URL, compressed (.gz, .bz2, .zst, .lz4) or not; its format is drawn above.
 
     Raises FileNotFoundError for a missing file, and ValueError naming file, line and column of a bad field.
     """
-    path = Path(path)
+    (rows,) = _chunks(path, sys.maxsize)
+    log = _log(rows, _Numbering.of([rows]))
+    if log.fraction is None:
+        return log
+    order = np.lexsort((log.fraction, log.timestamp))
+    rating = None if log.rating is None else log.rating[order]
+    return Interactions(log.user[order], log.item[order], log.timestamp[order], rating)
+
+
+def parts(path: Path | str) -> Iterator[Interactions]:
+    """The log in parts, in the order of its lines; raises the errors of `read`.
+
+    The file is read twice: whether ids are words is known at its end. In memory are a part, and the distinct
+    words where there are any. Rows of one timestamp whose decimals differ have them as ``fraction``.
+    """
+    numbering = _Numbering.of(_chunks(path, PART_ROWS))
+    for rows in _chunks(path, PART_ROWS):
+        yield _log(rows, numbering)
+
+
+@dataclass
+class _Rows:
+    """Fields of some lines; `ratings` is empty for a log without them."""
+
+    users: list[str] = field(default_factory=list)
+    items: list[str] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)
+    ratings: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Numbering:
+    """Numbers of the words of each column, None for plain numbers, and whether timestamps have decimals."""
+
+    users: dict[str, int] | None
+    items: dict[str, int] | None
+    fractions: bool
+
+    @classmethod
+    def of(cls, chunks: Iterable[_Rows]) -> _Numbering:
+        """Of a whole log, without numbers yet."""
+        users = items = True
+        fractions = False
+        for rows in chunks:
+            users = users and _are_integers(rows.users)
+            items = items and _are_integers(rows.items)
+            fractions = fractions or any(rows.fractions)
+        return cls(None if users else {}, None if items else {}, fractions)
+
+
+def _log(rows: _Rows, numbering: _Numbering) -> Interactions:
+    return Interactions(
+        _identifiers(rows.users, numbering.users),
+        _identifiers(rows.items, numbering.items),
+        np.array(rows.times, dtype=np.int64),
+        np.array(rows.ratings, dtype=np.float64) if rows.ratings else None,
+        fraction=np.array(rows.fractions) if numbering.fractions else None,
+    )
+
+
+def _chunks(path: Path | str, most: int) -> Iterator[_Rows]:
+    """The rows of a file, `most` at a time; at least one."""
     columns: dict[str, int] = {}
-    users: list[str] = []
-    items: list[str] = []
-    times: list[int] = []
-    fractions: list[float] = []
-    ratings: list[float] = []
-    line = 1
+    chunk, line, width, found = _Rows(), 1, 0, False
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            delimiter = _delimiter(path, next((text for text in file if text.strip()), ""))
-            file.seek(0)
-            rows = csv.reader(file, delimiter=delimiter, strict=True)
-            width = 0
+        with opened(path) as file:
+            blank, first = [], ""
+            for first in file:
+                if first.strip():
+                    break
+                blank.append(first)
+            delimiter = _delimiter(path, first if first.strip() else "")
+            rows = csv.reader(chain(blank, [first], file), delimiter=delimiter, strict=True)
             for fields in rows:
                 line = rows.line_num
                 if not any(field.strip() for field in fields):
@@ -66,35 +133,31 @@ def read(path: Path | str) -> Interactions:
                         continue
                 if len(fields) != width:
                     _fail(path, line, f"{len(fields)} columns, but the first line has {width}")
-                users.append(_identifier(path, line, "user", fields[columns["user"]]))
-                items.append(_identifier(path, line, "item", fields[columns["item"]]))
+                chunk.users.append(_identifier(path, line, "user", fields[columns["user"]]))
+                chunk.items.append(_identifier(path, line, "item", fields[columns["item"]]))
                 time, fraction = _timestamp(path, line, fields[columns["timestamp"]])
-                times.append(time)
-                fractions.append(fraction)
+                chunk.times.append(time)
+                chunk.fractions.append(fraction)
                 if "rating" in columns:
-                    ratings.append(_rating(path, line, fields[columns["rating"]]))
+                    chunk.ratings.append(_rating(path, line, fields[columns["rating"]]))
+                if len(chunk.users) == most:
+                    yield chunk
+                    chunk, found = _Rows(), True
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
     except csv.Error as error:
         raise ValueError(f"{path}, after line {line}: {error}") from error
-    if not users:
+    if chunk.users:
+        yield chunk
+    elif not found:
         raise ValueError(f"{path}: holds no interactions")
 
-    timestamp = np.array(times, dtype=np.int64)
-    rows_in_time = np.lexsort((np.array(fractions), timestamp)) if any(fractions) else slice(None)
-    return Interactions(
-        _identifiers(users)[rows_in_time],
-        _identifiers(items)[rows_in_time],
-        timestamp[rows_in_time],
-        np.array(ratings, dtype=np.float64)[rows_in_time] if "rating" in columns else None,
-    )
 
-
-def _fail(path: Path, line: int, message: str) -> NoReturn:
+def _fail(path: Path | str, line: int, message: str) -> NoReturn:
     raise ValueError(f"{path}, line {line}: {message}")
 
 
-def _delimiter(path: Path, first_line: str) -> str:
+def _delimiter(path: Path | str, first_line: str) -> str:
     if not first_line:
         raise ValueError(f"{path}: the file is empty")
     best = max(",\t;", key=first_line.count)
@@ -103,7 +166,7 @@ def _delimiter(path: Path, first_line: str) -> str:
     return best
 
 
-def _columns(path: Path, line: int, fields: list[str]) -> tuple[dict[str, int], bool]:
+def _columns(path: Path | str, line: int, fields: list[str]) -> tuple[dict[str, int], bool]:
     """Position of each column, and whether the first row is a header."""
     if any(_is_number(field) for field in fields):
         if len(fields) not in (3, 4):
@@ -115,12 +178,12 @@ def _columns(path: Path, line: int, fields: list[str]) -> tuple[dict[str, int], 
             )
         return {name: at for at, name in enumerate(list(_NAMES)[: len(fields)])}, False
     columns: dict[str, int] = {}
-    for at, field in enumerate(fields):
-        plain = field.strip().lower().partition(":")[0].replace("_", "").replace(" ", "")
+    for at, heading in enumerate(fields):
+        plain = heading.strip().lower().partition(":")[0].replace("_", "").replace(" ", "")
         for name, known in _NAMES.items():
             if plain in known:
                 if name in columns:
-                    _fail(path, line, f"two columns for {name}: {fields[columns[name]]!r} and {field!r}")
+                    _fail(path, line, f"two columns for {name}: {fields[columns[name]]!r} and {heading!r}")
                 columns[name] = at
     missing = [name for name in ("user", "item", "timestamp") if name not in columns]
     if missing:
@@ -140,23 +203,27 @@ def _is_number(field: str) -> bool:
     return True
 
 
-def _identifier(path: Path, line: int, column: str, field: str) -> str:
+def _identifier(path: Path | str, line: int, column: str, field: str) -> str:
     field = field.strip()
     if not field:
         _fail(path, line, f"column {column}: the id is empty")
     return field
 
 
-def _identifiers(values: list[str]) -> np.ndarray:
-    """(N,) int64: the numbers themselves, or the number of each string in the order of first occurrence."""
+def _are_integers(values: list[str]) -> bool:
+    """Whether all are plain int64 numbers."""
     # Python reads "007", "+7" and "1_0" as numbers, but they are other ids than 7 and 10.
-    if all(_INTEGER.fullmatch(value) and int(value) in _INT64 for value in values):
+    return all(_INTEGER.fullmatch(value) and int(value) in _INT64 for value in values)
+
+
+def _identifiers(values: list[str], numbers: dict[str, int] | None) -> np.ndarray:
+    """(N,) int64: the numbers themselves, or the number of each string in the order of first occurrence."""
+    if numbers is None:
         return np.array([int(value) for value in values], dtype=np.int64)
-    numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
-def _timestamp(path: Path, line: int, field: str) -> tuple[int, float]:
+def _timestamp(path: Path | str, line: int, field: str) -> tuple[int, float]:
     """A timestamp rounded down to an integer, and the fraction that was cut off."""
     field = field.strip()
     if _INTEGER.fullmatch(field):
@@ -172,7 +239,7 @@ def _timestamp(path: Path, line: int, field: str) -> tuple[int, float]:
     return whole, fraction
 
 
-def _rating(path: Path, line: int, field: str) -> float:
+def _rating(path: Path | str, line: int, field: str) -> float:
     try:
         value = float(field)
     except ValueError:

@@ -189,7 +189,7 @@ def clicks_from_ratings(log: Interactions) -> ClickLog:
     """
     if log.rating is None:
         raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
-    in_time = np.argsort(log.timestamp, kind="stable")
+    in_time = log.in_time()
     user, item, rating = log.user[in_time], log.item[in_time], log.rating[in_time]
     earlier = [_earlier(ids) for ids in (item, user)]
     columns = {"item": item, "user": user}

@@ -1,9 +1,10 @@
-"""A log of events in Parquet as users' sequences or windows, written once into a folder of the cache.
+"""A log as the shards that are streamed, written once into a folder of the cache.
 
 A user's events stand anywhere in a log, and a sample needs all of them. So the first run deals the rows to
 buckets by user and writes sequences (`convert_sequences`) or windows of impressions (`convert_windows`), in
-the memory of one bucket; later runs stream what is there. The folder's name comes from path, size and time of
-change of each file, so a log that has changed is grouped anew. Folders stay until somebody removes them.
+the memory of one bucket; clicks as text become Parquet row by row (`convert_clicks`). Later runs stream from
+there. The folder's name comes from path, size and time of change of each file, so a log that has changed is
+written anew. Folders stay until somebody removes them.
 """
 
 from __future__ import annotations
@@ -12,39 +13,49 @@ import fcntl
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tritonrec.data.log_parts import log_in_parts
 from tritonrec.data.movielens import cache_directory
+from tritonrec.data.text_files import text_files
 from tritonrec.files import check_writable
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
 
 FILE_USERS, GROUP_USERS = 1 << 17, 1 << 9
 """Users of a file, and of a row group, which is what a reader of a stream reads."""
+FILE_CLICKS, GROUP_CLICKS = 1 << 20, 1 << 13
+"""The same of clicks."""
 
 
-def sequences_of(path: str, report: Callable[[int], None] = lambda rows: None) -> Path:
-    """The folder with the sequences of the log at `path`, for `NextItemStream`; written where it is missing.
+def sequences_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
+    """The folder with the sequences of a log, for `NextItemStream`; written where it is missing.
 
     Of several processes that want it one writes, and the others wait.
 
     Args:
-        path: as `ParquetRows` takes it. report: called with numbers of interactions that were read.
+        source: of `log_in_parts`. report: called with numbers of interactions that were read.
 
-    Raises the errors of `tritonrec.data.parquet.parts`, and OSError naming the folder where the cache
-    (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
+    Raises the errors of `log_in_parts` and of reading the log, ValueError where it changes meanwhile, and
+    OSError naming the folder where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be
+    written to.
     """
 
     def write(scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of, write_sequences
-        from tritonrec.data.parquet import parts
 
-        write_sequences(parts(path), scratch, FILE_USERS, GROUP_USERS, report, buckets_of(path))
+        buckets = buckets_of(log.rows())
+        write_sequences(log.parts(), scratch, FILE_USERS, GROUP_USERS, report, buckets)
 
-    return _made("sequences", _name(path, FILE_USERS, GROUP_USERS), write)
+    log = log_in_parts(source)
+    return _made("sequences", source, log.filesystem, log.files, write, FILE_USERS, GROUP_USERS)
 
 
 def windows_of(
-    path: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
+    source: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
 ) -> Path:
-    """The folder with the windows of the log at `path`, for `ImpressionStream`, as `sequences_of`.
+    """The folder with the windows of a log, for `ImpressionStream`, as `sequences_of`.
 
     Args:
         max_history, max_exposed: as `ImpressionLoader`, whose errors are raised.
@@ -53,18 +64,41 @@ def windows_of(
     def write(scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of
         from tritonrec.data.convert_windows import write_windows
-        from tritonrec.data.parquet import features_beside, parts
 
-        sizes = (max_history, max_exposed, GROUP_USERS)
-        write_windows(parts(path), scratch, *sizes, report, buckets_of(path), *features_beside(path))
+        buckets = buckets_of(log.rows())
+        write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features())
 
-    return _made("windows", _name(path, max_history, max_exposed, GROUP_USERS), write)
+    log, sizes = log_in_parts(source), (max_history, max_exposed, GROUP_USERS)
+    return _made("windows", source, log.filesystem, log.files, write, *sizes)
 
 
-def _made(kind: str, name: str, write: Callable[[Path], None]) -> Path:
-    """The folder `name` of the cache, made by `write` where it is missing."""
+def clicks_of(path: str, report: Callable[[int], None] = lambda rows: None) -> Path:
+    """The folder with clicks in Criteo's text format as Parquet, for `ClickStream`, as `sequences_of`.
+
+    Args:
+        path: as `tritonrec.data.criteo.tsv_parts`, whose errors are raised.
+    """
+
+    def write(scratch: Path) -> None:
+        from tritonrec.data.convert_clicks import write_clicks
+
+        write_clicks(path, scratch, FILE_CLICKS, GROUP_CLICKS, report)
+
+    return _made("clicks", path, *text_files(path), write, FILE_CLICKS, GROUP_CLICKS)
+
+
+def _made(
+    kind: str,
+    source: str,
+    filesystem: pafs.FileSystem,
+    files: list[str],
+    write: Callable[[Path], None],
+    *settings: int,
+) -> Path:
+    """The folder of the cache for these files and settings, made by `write` where it is missing."""
     from tritonrec.data.convert import new_folder
 
+    name = _name(filesystem, files, settings)
     folder = cache_directory() / kind / name
     if folder.is_dir():
         return folder
@@ -75,19 +109,17 @@ def _made(kind: str, name: str, write: Callable[[Path], None]) -> Path:
         if not folder.is_dir():
             with new_folder(folder) as scratch:
                 write(scratch)
+                if _name(filesystem, files, settings) != name:
+                    raise ValueError(
+                        f"{source} has changed while it was read: begin again when it is complete"
+                    )
     return folder
 
 
-def _name(path: str, *settings: int) -> str:
+def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[int, ...]) -> str:
     """Of the folder: the same for the same files and settings."""
-    from tritonrec.data.parquet import ITEMS_FILE, USERS_FILE
-    from tritonrec.data.parquet_rows import filesystem_of, shards
-
-    filesystem, place = filesystem_of(path)
-    root, files = shards(filesystem, place, path)
-    beside = [f"{root.rstrip('/')}/{name}" for name in (USERS_FILE, ITEMS_FILE)]
     digest = sha256(f"{settings} {filesystem.type_name}".encode())
-    for about in filesystem.get_file_info([*files, *beside]):
+    for about in filesystem.get_file_info(files):
         where = Path(about.path).resolve() if filesystem.type_name == "local" else about.path
         digest.update(f"\n{where} {about.size} {about.mtime_ns}".encode())
     return digest.hexdigest()[:16]

@@ -44,6 +44,7 @@ class Interactions:
 
     `rating`, where there is one, is (N,) float64, and `feedback` tells for any number of tasks (``is_click``,
     ``long_view``) whether the user did it, as 0 or 1; next-item training takes every row whatever they say.
+    `fraction` orders rows of one timestamp: what was cut off the timestamps, in [0, 1).
     Raises ValueError when a column has another shape or dtype, or feedback another value.
     """
 
@@ -54,6 +55,7 @@ class Interactions:
     feedback: dict[str, np.ndarray] = field(default_factory=dict)  # task -> (N,) int64
     user_features: UserFeatures | None = None
     genres: ItemGenres | None = None
+    fraction: np.ndarray | None = None  # (N,) float64
 
     def __post_init__(self) -> None:
         columns: list[tuple[str, type, np.ndarray]] = [
@@ -64,6 +66,8 @@ class Interactions:
         columns += [(f"feedback {name!r}", np.int64, column) for name, column in self.feedback.items()]
         if self.rating is not None:
             columns.append(("rating", np.float64, self.rating))
+        if self.fraction is not None:
+            columns.append(("fraction", np.float64, self.fraction))
         for name, dtype, column in columns:
             if column.dtype != dtype or column.shape != (len(self.user),):
                 raise ValueError(
@@ -78,10 +82,15 @@ class Interactions:
     def __len__(self) -> int:
         return len(self.user)
 
+    def in_time(self, *within: np.ndarray) -> np.ndarray:
+        """(N,) int64: the rows in the order of time, or within groups of equal `within` (N,); stable."""
+        fractions = () if self.fraction is None else (self.fraction,)
+        return np.lexsort((*fractions, self.timestamp, *within))
+
     @cached_property
     def sequences(self) -> Sequences:
-        """Per-user sequences, ordered by (timestamp, row of the log)."""
-        order = np.lexsort((self.timestamp, self.user))  # stable: rows of one timestamp keep their order
+        """Per-user sequences, ordered by (timestamp, fraction, row of the log)."""
+        order = self.in_time(self.user)
         user_ids, starts = np.unique(self.user[order], return_index=True)
         offsets = np.append(starts, len(order)).astype(np.int64)
         return Sequences(user_ids, offsets, self.item[order], self.timestamp[order], order)

@@ -12,14 +12,18 @@ and ``video_features_basic_*.csv`` the tags of videos as genres; both may be mis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
 
+from tritonrec.data import text_files
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.parquet import concat
 
 CONTEXT = (
     "user_active_degree",
@@ -29,66 +33,113 @@ CONTEXT = (
     "register_days_range",
 )
 
-_INTEGERS = ("user_id", "video_id", "time_ms", "is_click", "long_view", "is_like")
-
 
 def read(path: Path | str) -> Interactions:
     """Read a log file, or ``log_standard_*.csv`` of a folder (or of its ``data``) in the order of names.
 
-    Logs of random exposure (``log_random_*.csv``) are read by their own path only. Raises FileNotFoundError
-    where there is no log, and ValueError naming file and column of a bad value.
+    Logs of random exposure (``log_random_*.csv``) are read by their own path only. Files may be compressed
+    (``.csv.gz``). Raises FileNotFoundError where there is no log, and ValueError naming file and column of a
+    bad value.
     """
-    path = Path(path)
-    logs = [path]
-    if path.is_dir():
-        folder = path / "data" if (path / "data").is_dir() else path
-        logs = sorted(folder.glob("log_standard_*.csv"))
-        if not logs:
-            raise FileNotFoundError(f"{folder}: holds no log_standard_*.csv")
-    elif not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
-    tables = [_table(log, _INTEGERS, ()) for log in logs]
-    second = "long_view" if all("long_view" in table for table in tables) else "is_like"
-    for log, table in zip(logs, tables, strict=True):
-        for name in ("user_id", "video_id", "time_ms", "is_click", second):
-            if name not in table:
+    users, genres = features_beside(path)
+    return replace(concat(list(parts(path))), user_features=users, genres=genres)
+
+
+def files(path: Path | str) -> list[Path]:
+    """The logs at a path, as `read` takes them, without its features; raises FileNotFoundError."""
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        return [path]
+    folder = path / "data" if (path / "data").is_dir() else path
+    if found := _named(folder, "log_standard_*.csv"):
+        return found
+    raise FileNotFoundError(f"{folder}: holds no log_standard_*.csv")
+
+
+def features_files(path: Path | str) -> list[Path]:
+    """The first file of users, and the first of videos, beside the logs of a folder, where there are any."""
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        return []
+    folder = files(path)[0].parent
+    kinds = ("user_features_*.csv", "video_features_basic_*.csv")
+    return [found[0] for kind in kinds if (found := _named(folder, kind))]
+
+
+def features_beside(path: Path | str) -> tuple[UserFeatures | None, ItemGenres | None]:
+    """Features of users and tags of videos; None for those that are not there."""
+    beside = {file.name[:4]: file for file in features_files(path)}
+    users, videos = beside.get("user"), beside.get("vide")
+    return _users(users) if users else None, _tags(videos) if videos else None
+
+
+def parts(path: Path | str) -> Iterator[Interactions]:
+    """The logs in parts, in the order of names and lines, without features; raises the errors of `read`."""
+    logs = files(path)
+    headers = [_columns(log) for log in logs]
+    second = "long_view" if all("long_view" in names for names in headers) else "is_like"
+    needed = ("user_id", "video_id", "time_ms", "is_click", second)
+    for log, names in zip(logs, headers, strict=True):
+        for name in needed:
+            if name not in names:
                 raise ValueError(f"{log}: no column {name!r}")
-        for name in ("is_click", second):
-            wrong = (table[name] != 0) & (table[name] != 1)
-            if wrong.any():
-                row = int(wrong.nonzero()[0][0])
-                raise ValueError(
-                    f"{log}: column {name!r} must be 0 or 1, got {table[name][row]} in row {row}"
-                )
-    joined = {
-        name: np.concatenate([table[name] for table in tables])
-        for name in ("user_id", "video_id", "time_ms", "is_click", second)
-    }
-    if len(joined["user_id"]) == 0:
+    rows = 0
+    for log in logs:
+        first = 0
+        for table in _tables(log, needed, ()):
+            tasks = {name: table[name] for name in ("is_click", second)}
+            for name, column in tasks.items():
+                if (wrong := (column != 0) & (column != 1)).any():
+                    row = int(wrong.nonzero()[0][0])
+                    raise ValueError(
+                        f"{log}: column {name!r} must be 0 or 1, got {column[row]} in row {first + row}"
+                    )
+            yield Interactions(table["user_id"], table["video_id"], table["time_ms"], feedback=tasks)
+            first += len(table["user_id"])
+        rows += first
+    if not rows:
         raise ValueError(f"{path}: holds no interactions")
-    users = sorted(logs[0].parent.glob("user_features_*.csv")) if path.is_dir() else []
-    videos = sorted(logs[0].parent.glob("video_features_basic_*.csv")) if path.is_dir() else []
-    return Interactions(
-        joined["user_id"],
-        joined["video_id"],
-        joined["time_ms"],
-        feedback={name: joined[name] for name in ("is_click", second)},
-        user_features=_users(users[0]) if users else None,
-        genres=_tags(videos[0]) if videos else None,
-    )
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """The files of a pattern, also where they are compressed, in the order of their names."""
+    return sorted(file for end in ("", *text_files.PACKED) for file in folder.glob(pattern + end))
+
+
+def _tables(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> Iterator[dict[str, np.ndarray]]:
+    """The given columns that the file has, as int64 and as strings, some rows at a time."""
+    types = {name: pa.int64() for name in integers} | {name: pa.string() for name in words}
+    options = pc.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False)
+    options.include_columns = [name for name in types if name in _columns(path)]
+    try:
+        with pc.open_csv(path, _options(), convert_options=options) as reader:
+            for batch in reader:
+                yield {
+                    name: batch.column(name).to_numpy(zero_copy_only=False)
+                    for name in options.include_columns
+                }
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _options() -> pc.ReadOptions:
+    return pc.ReadOptions(use_threads=False, block_size=text_files.BLOCK_BYTES)
+
+
+def _columns(path: Path) -> list[str]:
+    try:
+        with pc.open_csv(path, _options()) as reader:
+            return reader.schema.names
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _table(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """The given columns that the file has, as int64 and as strings."""
-    types = {name: pa.int64() for name in integers} | {name: pa.string() for name in words}
-    options = pc.ConvertOptions(column_types=types, null_values=[], strings_can_be_null=False)
-    try:
-        header = pc.open_csv(path, convert_options=options).schema.names
-        options.include_columns = [name for name in types if name in header]
-        table = pc.read_csv(path, convert_options=options)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: {error}") from error
-    return {name: table.column(name).to_numpy() for name in table.column_names}
+    """As `_tables`, all rows."""
+    tables = list(_tables(path, integers, words))
+    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
 def _users(path: Path) -> UserFeatures:

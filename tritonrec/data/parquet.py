@@ -30,6 +30,7 @@ from tritonrec.data.sequences import holds_sequences
 USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
 
 _IDS = ("user", "item", "timestamp")
+FRACTION = "timestamp_fraction"
 
 
 def read(path: Path | str) -> Interactions:
@@ -82,16 +83,19 @@ def concat(parts: Sequence[Interactions]) -> Interactions:
 
 
 def _interactions(columns: dict[str, np.ndarray]) -> Interactions:
-    feedback = {name: column for name, column in columns.items() if name not in (*_IDS, "rating")}
+    feedback = {name: column for name, column in columns.items() if name not in (*_IDS, "rating", FRACTION)}
     return Interactions(
-        columns["user"], columns["item"], columns["timestamp"], columns.get("rating"), feedback
-    )
+        columns["user"], columns["item"], columns["timestamp"], columns.get("rating"), feedback,
+        fraction=columns.get(FRACTION),
+    )  # fmt: skip
 
 
 def _columns_of(log: Interactions) -> dict[str, np.ndarray]:
     columns = {"user": log.user, "item": log.item, "timestamp": log.timestamp}
     if log.rating is not None:
         columns["rating"] = log.rating
+    if log.fraction is not None:
+        columns[FRACTION] = log.fraction
     taken = set(columns) & set(log.feedback)
     if taken:
         raise ValueError(f"feedback cannot be called {min(taken)!r}: the name is taken")
@@ -155,6 +159,8 @@ def _columns(file: str, schema: pa.Schema, first: str, expected: list[str]) -> l
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
             raise ValueError(f"{file}: column 'rating' must hold numbers, got {kind}")
         names.append("rating")
+    if FRACTION in types and pa.types.is_floating(types[FRACTION]):
+        names.append(FRACTION)
     names += [name for name, kind in types.items() if pa.types.is_boolean(kind)]
     expected = expected or names
     if sorted(names) != sorted(expected):
@@ -166,13 +172,13 @@ def _columns(file: str, schema: pa.Schema, first: str, expected: list[str]) -> l
 
 
 def _values(path: str, name: str, column: pa.ChunkedArray) -> np.ndarray:
-    """float64 for a rating, else int64."""
+    """float64 for a rating and a fraction, else int64."""
     if column.null_count:
         raise ValueError(f"{path}: column {name!r} has {column.null_count} nulls")
     try:
-        values = column.cast(pa.float64() if name == "rating" else pa.int64()).to_numpy()
+        values = column.cast(pa.float64() if name in ("rating", FRACTION) else pa.int64()).to_numpy()
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: column {name!r} does not fit: {error}") from error
-    if name == "rating" and not np.isfinite(values).all():
-        raise ValueError(f"{path}: column 'rating' has a value that is not finite")
+    if name in ("rating", FRACTION) and not np.isfinite(values).all():
+        raise ValueError(f"{path}: column {name!r} has a value that is not finite")
     return values

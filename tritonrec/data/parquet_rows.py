@@ -326,8 +326,10 @@ def _below(folder: str, file: str) -> str:
     return file.strip("/").removeprefix(folder.strip("/")).strip("/")
 
 
-def shards(filesystem: pafs.FileSystem, place: str, path: str) -> tuple[str, list[str]]:
-    """The folder of a dataset, and its files, sorted; errors name `path`."""
+def shards(
+    filesystem: pafs.FileSystem, place: str, path: str, kind: str = "Parquet file"
+) -> tuple[str, list[str]]:
+    """The folder of a dataset, and its files, sorted; errors name `path`, and the `kind` of files."""
     base, wild = _without_wildcards(place)
     try:
         about = filesystem.get_file_info(base or "/")
@@ -346,5 +348,5 @@ def shards(filesystem: pafs.FileSystem, place: str, path: str) -> tuple[str, lis
         if not wild or (len(wild) == len(below) and all(map(fnmatchcase, below, wild))):
             files.append(info.path)
     if not files:
-        raise ValueError(f"{path}: the dataset holds no Parquet file")
+        raise ValueError(f"{path}: the dataset holds no {kind}")
     return base, sorted(files)

@@ -33,7 +33,7 @@ def load(spec: str) -> Interactions | ClickLog:
     if source == "zipf":
         return zipf.generate(zipf.ZipfOptions.parse(detail))
     if source == "csv" and detail:
-        return csv_log.read(Path(detail).expanduser())
+        return csv_log.read(detail)
     if source == "parquet" and detail:
         from tritonrec.data import parquet  # pyarrow takes half a second to import
 
@@ -41,7 +41,7 @@ def load(spec: str) -> Interactions | ClickLog:
     if source == "kuairand" and detail:
         from tritonrec.data import kuairand
 
-        return kuairand.read(Path(detail).expanduser())
+        return kuairand.read(detail)
     if source in ("criteo", "avazu"):
         from tritonrec.data import synthetic_clicks
 
@@ -49,8 +49,9 @@ def load(spec: str) -> Interactions | ClickLog:
     if source in ("criteo-tsv", "criteo-parquet") and detail:
         from tritonrec.data import criteo
 
-        read = criteo.read_tsv if source == "criteo-tsv" else criteo.read_parquet
-        return read(Path(detail).expanduser())
+        if source == "criteo-tsv":
+            return criteo.read_tsv(detail)
+        return criteo.read_parquet(Path(detail).expanduser())
     if source == "ali-ccp" and detail:
         from tritonrec.data import ali_ccp
 

@@ -78,7 +78,7 @@ class Job:
         merge: keep tables of one dimension in one.
         policy: eviction, admission and precision tiers, of every table.
         balance: deal the samples of a batch to ranks by their cost.
-        stream: a log of events in Parquet is grouped by user once, and streamed; else it is read whole.
+        stream: a log in files is written once as shards, which are streamed; else it is read whole.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
         slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
@@ -121,7 +121,7 @@ class Job:
     merge: bool = setting(True, "Keep tables of one dimension in one.")
     policy: TablePolicy = field(default_factory=TablePolicy)
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
-    stream: bool = setting(True, "Stream a log in Parquet by users, and do not read it whole.")
+    stream: bool = setting(True, "Stream a log in files, and do not read it whole.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
     slipstream: SlipstreamConfig | None = None
     wrapping: Wrapping = ""

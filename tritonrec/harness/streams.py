@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from ..data import load_clicks, load_interactions
+from ..data.log_parts import TEXT_LOGS
 from ..data.sequences import COLUMNS, holds_sequences
 from ..files import ScratchFolder
 from .progress import CommandProgress
@@ -41,18 +42,17 @@ def _sequences(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
 
 
 def grouped(spec: str) -> ParquetRows | None:
-    """The rows of a dataset of sequences, or those of a log of events in Parquet; None for any other data.
+    """The rows of a dataset of sequences, or those of a log of events in files; None for any other data.
 
     A log is grouped by user when it is first read (`tritonrec.data.grouped`), which standard error tells.
     """
     if (rows := sequences(spec)) is not None:
         return rows
-    path = _parquet(spec)
-    return None if path is None else _grouped(path)
+    return _grouped(spec) if _source(spec) else None
 
 
 def windows(spec: str, max_history: int, max_exposed: int) -> Path | None:
-    """The folder with the windows of a log of events in Parquet; None for any other data."""
+    """The folder with the windows of a log of events in files; None for any other data."""
     return _windows(spec, max_history, max_exposed)[0]
 
 
@@ -64,38 +64,38 @@ def _windows(spec: str, max_history: int, max_exposed: int) -> tuple[Path | None
     if spec.startswith(SHARDS):
         folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed)
         return Path(folder.name), folder
-    if (path := _parquet(spec)) is None or sequences(spec) is not None:
+    if (source := _source(spec)) is None or sequences(spec) is not None:
         return None, None
-    return _told(path, lambda report: windows_of(path, max_history, max_exposed, report)), None
+    return _told(spec, lambda report: windows_of(source, max_history, max_exposed, report)), None
 
 
 @lru_cache(maxsize=4)
-def _grouped(path: str) -> ParquetRows:
+def _grouped(spec: str) -> ParquetRows:
     from ..data.grouped import sequences_of
     from ..data.parquet_rows import ParquetRows
 
-    return ParquetRows(_told(path, lambda report: sequences_of(path, report)), COLUMNS)
+    source = _source(spec)
+    assert source
+    return ParquetRows(_told(spec, lambda report: sequences_of(source, report)), COLUMNS)
 
 
-def _told(path: str, make: Callable[[Callable[[int], None]], Path]) -> Path:
+def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = "grouped by user") -> Path:
     """The folder that `make` writes or finds; standard error tells how far it is, and where the folder is."""
-    from ..data.parquet_rows import ParquetRows
-
     console = Console(stderr=True)
     with ExitStack() as stack:
         progress, task = None, None
 
-        def report(done: int) -> None:
+        def report(rows: int) -> None:
             nonlocal progress, task
             if progress is None or task is None:
                 progress = stack.enter_context(CommandProgress(console))
-                task = progress.add_task("grouping the log by user", total=ParquetRows(path, ()).num_rows)
-            progress.advance(task, done)
+                task = progress.add_task("reading the log once", total=_rows(spec))
+            progress.advance(task, rows)
 
         folder = make(report)
     if progress is not None:
         console.print(
-            f"parquet:{path} is grouped by user in {folder}: later runs stream from there",
+            f"{spec} is {done} in {folder}: later runs stream from there",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     return folder
@@ -116,6 +116,12 @@ def _clicks(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
         folder = _click_shards(spec.removeprefix(SHARDS))
         return ParquetRows(folder.name, CRITEO), folder
     kind, _, path = spec.partition(":")
+    if kind == "criteo-tsv" and path:
+        from ..data.grouped import clicks_of
+
+        return ParquetRows(
+            _told(spec, lambda report: clicks_of(path, report), "written as Parquet"), CRITEO
+        ), None
     return ParquetRows(path, CRITEO) if kind == "criteo-parquet" and path else None, None
 
 
@@ -123,6 +129,20 @@ def _parquet(spec: str) -> str | None:
     """The path of ``parquet:PATH``."""
     kind, _, path = spec.partition(":")
     return path if kind == "parquet" and path else None
+
+
+def _source(spec: str) -> str | None:
+    """The log of events that `spec` names, for `tritonrec.data.grouped`; None for other data."""
+    kind, _, path = spec.partition(":")
+    return _parquet(spec) or (spec if kind in TEXT_LOGS and path else None)
+
+
+def _rows(spec: str) -> int | None:
+    """Of a log in Parquet; None for text, whose rows nobody has counted."""
+    from ..data.parquet_rows import ParquetRows
+
+    path = _parquet(spec)
+    return ParquetRows(path, ()).num_rows if path else None
 
 
 def _shards(spec: str) -> ScratchFolder:

@@ -1,9 +1,10 @@
-"""`torch.compile` of the dense model: its bits are compared with the model's own before it trains."""
+"""`torch.compile` of the dense model: its bits are compared with its own before an update has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Lock
 
 import torch
 
@@ -35,9 +36,10 @@ class Compilation:
     ) -> Iterator[None]:
         """Around the model's call for a micro-batch.
 
-        The first call for each of the first `SIZES` numbers of samples and of tokens, and for 1, is compared
-        in all bits of losses and gradients with a call that is not compiled (``torch.compiler.set_stance``).
-        Steps in which it is count as those that compile kernels.
+        A call in which torch has compiled anything, the first one or a later one whose guards failed, is
+        compared afterwards in all bits of losses and gradients with a call that is not compiled
+        (``torch.compiler.set_stance``); so is the first call for each of the first `SIZES` numbers of samples
+        and of tokens, and for 1. Steps with a comparison count as those that compile kernels.
 
         Raises ValueError naming what differs, RuntimeError where torch cannot compile.
         """
@@ -45,11 +47,12 @@ class Compilation:
             yield
             return
         try:
-            if batch.num_samples and self._is_new(batch):
+            before = _COMPILATIONS.count()
+            yield
+            if batch.num_samples and (self._is_new(batch) | (_COMPILATIONS.count() != before)):
                 note_compilation()
                 if self._bits is not None:
                     self._compare(batch, rows, seed, settings)
-            yield
         except Exception as error:
             if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
                 raise
@@ -103,6 +106,29 @@ class Compilation:
         found: dict[str, torch.Tensor | None] = {"the loss": losses}
         found |= {f"the gradient of the rows of feature {name}": each.grad for name, each in leaves.items()}
         return found | {f"the gradient of parameter {name}": each for name, each in sums.items()}
+
+
+class _Compilations:
+    """Counts the compilations of this process, by any thread."""
+
+    def __init__(self) -> None:
+        self._count, self._lock = 0, Lock()
+
+    def count(self) -> int:
+        """Grows where one begins or ends; each call finds out whether torch has forgotten whom to tell."""
+        from torch._dynamo.callback import callback_handler
+
+        with self._lock:
+            for callbacks in (callback_handler.start_callbacks, callback_handler.end_callbacks):
+                if self._add not in callbacks:  # torch.compiler.reset clears them
+                    callbacks.append(self._add)
+        return self._count
+
+    def _add(self, _about: object) -> None:
+        self._count += 1
+
+
+_COMPILATIONS = _Compilations()
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ from .. import ops
 from ..data import Batch
 from ..data.slices import Slices, collected
 from ..distributed.watch import Watch
-from ..kernels.dispatch import default_impl
+from ..kernels.dispatch import computes_eagerly, default_impl
 from ..trace import SupportsRecording
 from .executor import Call, Executor
 from .flight import Flight
@@ -56,7 +56,8 @@ class BatchReader:
 
             def work() -> list[Batch]:
                 self._flight.reader = threading.get_ident()
-                with settings.applied(), ops.use_impl(impl):
+                # Another lane may compile the model meanwhile, and a loader something of its own.
+                with settings.applied(), computes_eagerly(), ops.use_impl(impl), computes_eagerly(False):
                     return self._batches(iterator)
 
             self._call = self._executor.call(LANE, lambda: context.run(work))

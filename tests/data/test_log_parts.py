@@ -1,0 +1,191 @@
+"""Promise: a log of text, read in parts, is the log read whole, and is written once as shards that say so."""
+
+import gzip
+import os
+
+import fsspec
+import numpy as np
+import pytest
+from test_criteo import fields
+from test_criteo import write as write_criteo
+from test_csv_log import BAD, GOOD
+from test_grouped import sequences_in, sequences_of_log
+from test_kuairand import folder  # noqa: F401 - a fixture
+
+from tritonrec.data import csv_log, kuairand, load
+from tritonrec.data.convert_windows import write_windows
+from tritonrec.data.criteo import columns_of, read_tsv
+from tritonrec.data.grouped import clicks_of, sequences_of, windows_of
+from tritonrec.data.log_parts import log_in_parts
+from tritonrec.data.parquet import concat
+from tritonrec.data.parquet_rows import ParquetRows
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(csv_log, "PART_ROWS", 2)
+    monkeypatch.setattr("tritonrec.data.text_files.BLOCK_BYTES", 600)
+    return tmp_path / "cache"
+
+
+DECIMALS = "user,item,time,rating\n1,10,5.75,1\n2,11,5.25,2\n1,12,-0.5,3\n1,13,5,4\n2,14,5.25,5\n1,15,5.5,1\n"
+WORDS = "user,item,time\n7,x,1\n8,y,2\n7,y,3\n7,x,4\nann,z,5\n07,x,6\n"
+
+
+def same_sequences(parts, whole):
+    for name in ("user_ids", "offsets", "items", "timestamps"):
+        np.testing.assert_array_equal(getattr(parts.sequences, name), getattr(whole.sequences, name))
+
+
+@pytest.mark.parametrize("text", [*(text for text, _columns in GOOD.values()), DECIMALS, WORDS])
+def test_the_parts_of_a_csv_file_are_the_whole(tmp_path, text):
+    (tmp_path / "log.csv").write_text(text)
+    parts = list(csv_log.parts(tmp_path / "log.csv"))
+    assert all(len(part) <= 2 for part in parts)
+    same_sequences(concat(parts), csv_log.read(tmp_path / "log.csv"))
+
+
+def test_decimals_order_a_users_events_also_where_buckets_divide_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonrec.data.convert_sequences.BUCKET_ROWS", 1)
+    (tmp_path / "log.csv").write_text(DECIMALS)
+    found = sequences_in(sequences_of(f"csv:{tmp_path}/log.csv"))
+    assert found == {1: [(12, -1), (13, 5), (15, 5), (10, 5)], 2: [(11, 5), (14, 5)]}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path, cache, case):
+    content, message = BAD[case]
+    (tmp_path / "log.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        sequences_of(f"csv:{tmp_path}/log.csv")
+    assert [path.suffix for path in (cache / "sequences").iterdir()] == [".lock"]
+
+
+def test_compressed_files_and_urls_are_read_as_plain_ones(tmp_path):
+    plain = tmp_path / "log.csv"
+    plain.write_text(WORDS)
+    (tmp_path / "log.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    with fsspec.open("memory://logs/log.csv.gz", "wb") as file:
+        file.write(gzip.compress(plain.read_bytes()))
+    for path in (f"{plain}.gz", "memory://logs/log.csv.gz"):
+        same_sequences(csv_log.read(path), csv_log.read(plain))
+        same_sequences(concat(list(csv_log.parts(path))), csv_log.read(plain))
+        assert sequences_in(sequences_of(f"csv:{path}")) == sequences_in(sequences_of(f"csv:{plain}"))
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    whole = gzip.compress("".join(f"{row},{row * row},3\n" for row in range(9000)).encode())
+    (tmp_path / "cut.csv.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "plain.csv.gz").write_text("1,2,3\n")
+    clicks = write_criteo(tmp_path / "day", fields()).read_bytes()
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(clicks)[:900])
+    for name in ("cut.csv.gz", "plain.csv.gz"):
+        for use in (csv_log.read, lambda path: list(csv_log.parts(path))):
+            with pytest.raises(ValueError, match=name):
+                use(f"{tmp_path}/{name}")
+    for use in (read_tsv, clicks_of):
+        with pytest.raises(ValueError, match=r"cut\.gz"):
+            use(f"{tmp_path}/cut.gz")
+    with pytest.raises(ValueError, match="is a folder: name one file"):
+        csv_log.read(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\.csv"):
+        sequences_of(f"csv:{tmp_path}/none.csv")
+
+
+def test_the_windows_of_a_csv_file_are_those_of_the_log_in_memory(tmp_path):
+    (tmp_path / "log.csv").write_text(DECIMALS)
+    (tmp_path / "whole").mkdir()
+    write_windows([load(f"csv:{tmp_path}/log.csv")], tmp_path / "whole", 3, 1, 512)
+    made = windows_of(f"csv:{tmp_path}/log.csv", 3, 1)
+    for name in ("part-00000.parquet", "_held_out.parquet", "_windows.json"):
+        assert (made / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kuairand_in_parts_is_the_whole_with_its_features(folder, tmp_path, packed):  # noqa: F811
+    log = load(f"kuairand:{folder}")
+    if packed:
+        for path in (folder / "data").iterdir():
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    source = log_in_parts(f"kuairand:{folder}")
+    parts = list(source.parts())
+    assert len(parts) > 1 and len(source.files) == 4 and source.rows() >= 1
+    whole = concat(parts)
+    same_sequences(whole, log)
+    for name, column in log.feedback.items():
+        np.testing.assert_array_equal(whole.feedback[name], column)
+    assert sequences_in(sequences_of(f"kuairand:{folder}")) == sequences_of_log(tmp_path, log)
+    (tmp_path / "whole").mkdir()
+    write_windows([log], tmp_path / "whole", 3, 1, 512, users=log.user_features, genres=log.genres)
+    made = windows_of(f"kuairand:{folder}", 3, 1)
+    for name in ("part-00000.parquet", "_held_out.parquet", "_items.parquet"):
+        assert (made / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_bad_task_is_named_by_its_row_in_the_file(tmp_path):
+    lines = [f"{row},{row},{row},1,0" for row in range(200)]
+    lines[150] = "150,150,150,3,0"
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(["user_id,video_id,time_ms,is_click,is_like", *lines]) + "\n")
+    with pytest.raises(ValueError, match=r"log\.csv: column 'is_click' must be 0 or 1, got 3 in row 150"):
+        list(kuairand.parts(path))
+
+
+def test_a_header_alone_is_no_log(tmp_path):
+    (tmp_path / "log.csv").write_text("user_id,video_id,time_ms,is_click,is_like\n")
+    with pytest.raises(ValueError, match=r"log\.csv"):
+        list(kuairand.parts(tmp_path / "log.csv"))
+
+
+def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
+    lines = fields(rows=50)
+    (tmp_path / "days").mkdir()
+    for day in range(2):
+        text = write_criteo(tmp_path / "day", lines[day * 20 : 20 + day * 30]).read_bytes()
+        (tmp_path / "days" / f"day_{day}.gz").write_bytes(gzip.compress(text))
+    log = read_tsv(tmp_path / "days")
+    assert len(log) == 50
+    rows = ParquetRows(clicks_of(str(tmp_path / "days")))
+    (table,) = [table for _numbers, table in rows.batches(64)]
+    assert rows.group_rows.tolist() == [50]
+    labels, dense, categories = columns_of("here", np.arange(50), table)
+    np.testing.assert_array_equal(labels, log.labels)
+    np.testing.assert_array_equal(dense, log.dense)
+    np.testing.assert_array_equal(categories, log.categories)
+
+
+def test_clicks_are_divided_into_files_and_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonrec.data.grouped.FILE_CLICKS", 8)
+    monkeypatch.setattr("tritonrec.data.grouped.GROUP_CLICKS", 2)
+    rows = ParquetRows(clicks_of(str(write_criteo(tmp_path / "day", fields()))))
+    assert rows.num_rows == 30 and rows.group_rows.tolist() == [2] * 15
+    assert rows.group_file.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+
+
+def test_a_bad_click_is_named_by_its_line(tmp_path, cache):
+    lines = fields()
+    lines[22][20] = "xyz"
+    with pytest.raises(ValueError, match=r"day, line 23: column C7 has 'xyz'"):
+        clicks_of(str(write_criteo(tmp_path / "day", lines)))
+    with pytest.raises(ValueError, match=r"empty: .*Empty CSV file"):
+        clicks_of(str(write_criteo(tmp_path / "empty", [])))
+    assert {path.suffix for path in (cache / "clicks").iterdir()} == {".lock"}
+
+
+def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path, cache):
+    path = tmp_path / "log.csv"
+    path.write_text(WORDS)
+
+    def append(rows):
+        with path.open("a") as file:
+            file.write("9,x,9\n")
+
+    with pytest.raises(ValueError, match="has changed while it was read"):
+        sequences_of(f"csv:{path}", append)
+    assert [each.suffix for each in (cache / "sequences").iterdir()] == [".lock"]
+    first = sequences_of(f"csv:{path}")
+    assert sequences_of(f"csv:{path}", append) == first
+    os.utime(path, ns=(0, 0))
+    assert sequences_of(f"csv:{path}") != first

@@ -1,0 +1,93 @@
+"""Promise: a log of text is written as shards in less memory than it has itself."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pc
+import pytest
+
+from tritonrec.data.criteo import CATEGORIES, COUNTS
+
+pytestmark = [
+    pytest.mark.slow,  # test_log_parts.py has logs in several parts and buckets
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux"),
+]
+
+ROWS, SHARE = {"csv": 2_400_000, "criteo-tsv": 250_000}, 3
+
+PROGRAM = """
+import gc, resource, sys, torch
+from tritonrec.data import convert_sequences, csv_log, grouped, load, text_files
+from tritonrec.data.grouped import clicks_of, sequences_of
+kind, log, warm, allowed, how = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
+torch.set_num_threads(1)
+convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS, csv_log.PART_ROWS = 150_000, 50_000, 4096
+text_files.BLOCK_BYTES, grouped.GROUP_CLICKS = 1 << 16, 1 << 11
+make = {"csv": lambda path: sequences_of(f"csv:{path}"), "criteo-tsv": clicks_of}[kind]
+if how == "whole":
+    make = lambda path: load(f"{kind}:{path}")
+make(warm)
+gc.collect()
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+here = int(status["VmData"].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (here + allowed, here + allowed))
+make(log)
+print("done")
+"""
+
+
+def table(kind, rows, random):
+    if kind == "csv":
+        columns = {
+            "user": random.integers(0, rows // 40, rows),
+            "item": random.integers(0, 5000, rows),
+            "timestamp": random.integers(0, 2**40, rows),
+            "rating": random.integers(1, 6, rows),
+        }
+        return pa.table(columns), 8 * 4 * rows
+    names = {"label": random.integers(0, 2, rows)} | {name: random.integers(0, 99, rows) for name in COUNTS}
+    words = np.char.mod("%08x", random.integers(0, 2**32, 997))
+    names |= {name: words[random.integers(0, 997, rows)] for name in CATEGORIES}
+    return pa.table(names), (8 + 4 * len(COUNTS) + 8 * len(CATEGORIES)) * rows
+
+
+@pytest.fixture(scope="module", params=list(ROWS))
+def logs(request, tmp_path_factory):
+    """The kind, a file, its bytes as a log in memory, and a small file."""
+    random = np.random.default_rng(0)
+
+    def written(rows):
+        path = tmp_path_factory.mktemp("log") / "log.gz"
+        made, size = table(request.param, rows, random)
+        delimiter = "," if request.param == "csv" else "\t"
+        options = pc.WriteOptions(include_header=False, delimiter=delimiter, quoting_style="none")
+        with pa.CompressedOutputStream(path, "gzip") as out:
+            pc.write_csv(made, out, options)
+        return path, size
+
+    log, size = written(ROWS[request.param])
+    return request.param, log, size, written(ROWS[request.param] // 15)[0]
+
+
+@pytest.mark.parametrize("how", ["parts", "whole"])
+def test_a_log_of_three_times_the_memory(logs, how, tmp_path):
+    kind, log, size, small = logs
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind, str(log), str(small), str(size // SHARE), how],
+        env={
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+            "MALLOC_ARENA_MAX": "1",
+            "PYTHONPATH": ":".join(sys.path),
+            "TRITONREC_CACHE": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    if how == "whole":
+        assert done.returncode and ("malloc" in done.stderr or "MemoryError" in done.stderr), done.stderr
+    else:
+        assert done.stdout == "done\n", done.stderr
+        assert list(tmp_path.glob("*/*/part-*.parquet"))

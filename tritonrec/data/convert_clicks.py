@@ -1,0 +1,59 @@
+"""Clicks in Criteo's text format as Parquet, in memory for a part of them only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tritonrec.data.convert_sequences import PAGE_BYTES
+from tritonrec.data.criteo import tsv_parts
+
+PAGES = {"data_page_size": PAGE_BYTES, "dictionary_pagesize_limit": 1 << 14}
+"""The default limit of a dictionary takes 2 MiB a column while it is written."""
+
+
+def write_clicks(
+    path: str,
+    out: Path,
+    rows_per_file: int,
+    rows_per_group: int,
+    report: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Write the rows of text at `path` into the empty folder `out`, as `ClickStream` takes them.
+
+    Args:
+        rows_per_file, rows_per_group: of all files but the last one, and of all row groups but a file's last.
+        report: called with numbers of rows that are written.
+
+    Raises the errors of `tsv_parts`, and ValueError for text without rows.
+    """
+    files = rows = 0
+    with ExitStack() as stack:
+        for group in _groups(tsv_parts(path), rows_per_group):
+            if rows % rows_per_file == 0:
+                stack.close()
+                file = out / f"part-{files:05}.parquet"
+                writer = stack.enter_context(pq.ParquetWriter(file, group.schema, **PAGES))
+                files += 1
+            writer.write_table(group)
+            rows += len(group)
+            report(len(group))
+    if not rows:
+        raise ValueError(f"{path}: holds no impressions")
+
+
+def _groups(parts: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """The same rows, `rows` at a time, so that a file's blocks do not show."""
+    waiting: list[pa.Table] = []
+    for part in parts:
+        waiting.append(part)
+        while sum(map(len, waiting)) >= rows:
+            joined = pa.concat_tables(waiting)
+            yield joined.slice(0, rows)
+            waiting = [joined.slice(rows)]
+    if sum(map(len, waiting)):
+        yield pa.concat_tables(waiting)
