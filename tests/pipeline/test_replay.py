@@ -23,7 +23,7 @@ from tritonrec.pipeline.stage import Read, Update
 BIT = 1 << 12
 MODES = ("sequential", "dbp", "fwp", "nestpipe")
 EVERY = list(product((1, 2, 3), MODES, ("batch", "window")))
-FEW = [(1, "nestpipe", "window"), (2, "nestpipe", "batch"), (3, "sequential", "window")]
+FEW = [(1, "nestpipe", "window"), (2, "nestpipe", "batch")]
 
 
 def trained(
@@ -68,9 +68,8 @@ def test_no_bit_of_training_changes(world_size, mode, consistency):
     assert sum(replay.counts["replayed_micro_batches"] for _, replay, _ in checked) > 3
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_share_is_that_of_the_work(share, world_size):
+@pytest.mark.parametrize(("world_size", "share"), slow_except([(2, 0.3)], product((1, 2), (0.01, 0.3, 1.0))))
+def test_every_share_is_that_of_the_work(world_size, share):
     runs = trained(world_size, share=share, steps=4, micro_batches=2)
     due = 4 * 2 * world_size * share
     assert abs(sum(replay.counts["replayed_micro_batches"] for _, replay, _ in runs) - due) < 1
@@ -90,7 +89,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["clipped", "policies"], OPTIONS))
+@pytest.mark.parametrize("name", slow_except(["policies"], OPTIONS))
 def test_nothing_is_found_where_nothing_flips(name):
     plain, checked = (trained(2, share=share, **OPTIONS[name]) for share in (0, 1.0))
     assert all(parts.same(a[0], b[0]) for a, b in zip(plain, checked, strict=True))
@@ -189,7 +188,7 @@ FLIPS = {"gradient": gradient_of, "loss": loss_of, "update": update_of}
 STATES = {"parameter": parameter_of, "optimizer state": optimizer_state_of}
 
 
-THREE = [("gradient", 1), ("update", 2), ("parameter", 0)]
+THREE = [("gradient", 1), ("update", 2)]
 
 
 @pytest.mark.smoke
@@ -200,7 +199,7 @@ def test_of_three_ranks_the_one_at_fault_is_named(what, rank):
     assert f"rank {rank} has other bits of" in str(error)
 
 
-@pytest.mark.parametrize("what", slow_except(["gradient", "parameter"], FLIPS | STATES))
+@pytest.mark.parametrize("what", slow_except(["parameter"], FLIPS | STATES))
 def test_of_two_ranks_one_is_named_beside_the_other(what):
     error = found(2, (FLIPS | STATES)[what](1), share=1.0)
     assert sorted(error.ranks) == [0, 1] and "one of them is wrong" in str(error)
@@ -212,11 +211,10 @@ def test_a_single_rank_computes_twice(what):
     assert error.ranks == (0,) and "twice from the same input" in str(error)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("world_size", "rank"), slow_except([(2, 1)], [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+)
 def test_it_is_found_within_the_stated_number_of_updates(world_size, rank):
-    if rank >= world_size:
-        return
     share, since = 0.11, 3
     error = found(world_size, gradient_of(rank, since), share=share, steps=40)
     step = int(re.search(r"step (\d+)", str(error))[1])
@@ -239,7 +237,7 @@ def row_at_rest(rank, at):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("reader", ["step", "save", "export"])
+@pytest.mark.parametrize("reader", slow_except(["step"], ["step", "save", "export"]))
 def test_a_row_at_rest_is_checked_as_it_is_read(reader, tmp_path):
     made = [parts.parts() for _ in range(2)]
 
@@ -281,7 +279,9 @@ def test_rows_that_are_loaded_erased_or_changed_between_runs_are_no_fault():
         table.export()
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.uint8])  # rows, and gradients behind their widths
+@pytest.mark.parametrize(
+    "kind", slow_except([torch.uint8], [torch.float32, torch.uint8])
+)  # rows, and gradients behind their widths
 def test_a_message_that_changes_on_its_way_is_named_by_both_ends(kind):
     def plant(program):
         communication = program.communicators.communication
@@ -303,7 +303,7 @@ def test_a_message_that_changes_on_its_way_is_named_by_both_ends(kind):
 
 
 @given(st.floats(1e-4, 1), st.integers(1, 5), st.integers(1, 6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_plan_takes_every_rank_and_place_in_turn(share, world_size, micro_batches):
     plan = Plan(share, world_size, micro_batches)
     updates = plan.period * micro_batches if plan.period < 300 else 2 * plan.most_updates
@@ -336,7 +336,7 @@ def test_a_message_is_its_tensors():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_flipped_bit_of_a_message_gets_in(data):
     message = pack(TENSORS, torch.device("cpu"))
     message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ..kernels.checksums import checksum
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
+
+class SupportsExchange(Protocol):
+    """A group of ranks, as `Communicator` is."""
+
+    name: str
+    rank: int
+    world_size: int
+
+    @property
+    def peers(self) -> Sequence[int]: ...
+
+    def exchange(self, values: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor: ...
 
 
 class CorruptionError(RuntimeError):
@@ -44,7 +55,7 @@ class Ledger:
 
     def note(
         self,
-        over: Communicator,
+        over: SupportsExchange,
         sent: torch.Tensor,
         send: list[int],
         received: torch.Tensor,
@@ -60,7 +71,7 @@ class Ledger:
         if len(self._sent) == self.every:
             self._compare(over)
 
-    def _compare(self, over: Communicator) -> None:
+    def _compare(self, over: SupportsExchange) -> None:
         sent, received = torch.stack(self._sent, 1), torch.stack(self._received, 1)
         self._sent, self._received = [], []
         one = [1] * over.world_size
