@@ -4,12 +4,15 @@ from .agreement import RanksDisagreeError, check_ranks_agree
 from .communicator import TIMEOUT, Communicator
 from .groups import Communicators
 from .launch import RankPool, from_environment
+from .ledger import CorruptionError, Ledger
 from .watch import RankDiedError, Watch
 
 __all__ = [
     "TIMEOUT",
     "Communicator",
     "Communicators",
+    "CorruptionError",
+    "Ledger",
     "RankDiedError",
     "RankPool",
     "RanksDisagreeError",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops import FRACTION_BITS, ExactSumError
+from .ledger import Ledger
 from .watch import Watch
 
 TIMEOUT = timedelta(seconds=60)
@@ -32,6 +33,9 @@ class Communicator:
         name: of the group, unique, and the same on all its ranks. watch: names a rank that is missing.
         peers: the group's ranks by their numbers in `watch`.
         monitored: before each collective wait up to `SAVE_TIMEOUT` for ranks that are busy but report.
+
+    Attributes:
+        ledger: of the messages of its all-to-alls, on all ranks alike; None: they are not looked at.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Communicator:
     ):
         self.group, self.name, self.peers, self.monitored = group, name, tuple(peers), monitored
         self.watch = watch
+        self.ledger: Ledger | None = None
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
@@ -70,7 +75,18 @@ class Communicator:
 
         Returns:
             (sum(receive), ...) rows grouped by source rank.
+
+        Raises `CorruptionError` where the `ledger` finds a message that changed on its way.
         """
+        received = self.exchange(values, send, receive, out)
+        if self.ledger is not None and self.world_size > 1:
+            self.ledger.note(self, values, send, received, receive)
+        return received
+
+    def exchange(
+        self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`all_to_all` without the ledger."""
         if self.group is None:
             return values.clone() if out is None else out.copy_(values)
         received = values.new_empty((sum(receive), *values.shape[1:])) if out is None else out

@@ -97,6 +97,17 @@ class EmbeddingTable(Protocol):
         """(K,) bool, which rows of `handles` (K,) are stored in 16 bits; False where a handle is -1."""
         ...
 
+    def keep_checksums(self) -> None:
+        """Keep a checksum of every row from now on, 8 bytes each; no other call may run meanwhile."""
+        ...
+
+    def changed(self, handles: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        """(K,) bool, which rows `values` (K, row_width) of `handles` (K,) are other ones than were written.
+
+        False where a handle is -1; None without checksums.
+        """
+        ...
+
     @property
     def moved(self) -> tuple[int, int]:
         """Rows moved so far to float32, and to 16 bits."""

@@ -11,6 +11,7 @@ from .cached_storage import CachedStorage
 from .device_index import DeviceIndex
 from .key_index import KeyIndex
 from .policy import Placement
+from .row_checksums import RowChecksums
 from .row_storage import RowStorage, TieredStorage
 from .turn import Turn
 
@@ -32,6 +33,7 @@ class StoredTable:
         self._index, self._storage, self._initial_rows = index, storage, initial_rows
         self.device, self.padded = storage.device, isinstance(index, DeviceIndex)
         self._lock = Turn(self.device)  # for the index
+        self._checksums: RowChecksums | None = None
         # calls that do not need the index
         self.gather, self.update = storage.gather, storage.update
         self.in_low_precision, self.prefetch = storage.in_low_precision, storage.prefetch
@@ -67,7 +69,7 @@ class StoredTable:
                     erased = self._index.erase(keys[inserted])
                     self._index.release(erased)
                     raise
-                self._storage.update(new, self._initial_rows(new_keys))
+                self.update(new, self._initial_rows(new_keys))
         return handles, inserted
 
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,6 +101,25 @@ class StoredTable:
             self._index.grow(rows)
             self._storage.grow(self._index.end + rows)
 
+    def keep_checksums(self) -> None:
+        """See `EmbeddingTable.keep_checksums`."""
+        if self._checksums is None:
+            self._checksums = RowChecksums(self.device)
+            _keys, handles = self.items()
+            self._checksums.write(handles, self.gather(handles), self.end)
+            self.update = self._update_with_checksums
+
+    def changed(self, handles: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        """See `EmbeddingTable.changed`."""
+        return None if self._checksums is None else self._checksums.changed(handles, values)
+
+    def _update_with_checksums(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        assert self._checksums is not None
+        self._storage.update(handles, values, low_precision)
+        self._checksums.write(handles, values, self.end)
+
     @property
     def moved(self) -> tuple[int, int]:
         """See `EmbeddingTable.moved`."""
@@ -113,6 +134,8 @@ class StoredTable:
         """See `EmbeddingTable.memory`: key_structure, metadata, fp32_values, fp16_values, saved_by_fp16."""
         stored = self._storage.memory()
         stored["metadata"] += self._index.free_nbytes
+        if self._checksums is not None:
+            stored["metadata"] += self._checksums.nbytes
         return {"key_structure": self._index.nbytes, **stored}
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..distributed import CorruptionError
+from ..kernels.deferred import NONE, first_bad
+from ..kernels.dispatch import on_host
+from ..kernels.padding import report
 from .candidates import Candidates
 from .device_numbers import Arriving
 from .evictor import Evictor
@@ -85,6 +89,7 @@ class DynamicTable:
             torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
         )
         self.in_flight = InFlight(str(self.layout))
+        self._rank = 0  # for errors
         self._step: int | None = None  # of the last lookup, where policies go by steps
         self._foreseen: tuple[int, int, dict[RowPolicy, Arriving]] = -1, -1, {}  # flight, step, numbers
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
@@ -209,6 +214,38 @@ class DynamicTable:
         with self._updating:
             self._update(handles, values)
 
+    def keep_checksums(self, rank: int) -> None:
+        """Keep a checksum of every row from now on, 8 bytes each, which `validate_rows` compares.
+
+        `export`, `state` and `take_changes` then raise `CorruptionError` for a row that has changed.
+
+        Args:
+            rank: this one, for errors.
+        """
+        self.in_flight.check("keep_checksums")
+        with self._updating:
+            self._rank = rank
+            self._rows.keep_checksums()
+
+    def validate_rows(self, handles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise `CorruptionError` naming a row of `values` (K, row_width) that is not as it was written.
+
+        Rows of -1 are left out. An error on a device is put off where errors are (`kernels.deferred`).
+        """
+        changed = self._rows.changed(handles, values)
+        if changed is None or not len(changed):
+            return
+
+        def error(code: int) -> CorruptionError:
+            return CorruptionError(
+                f"the row of {self.layout.describe(keys[code - 1])} on rank {self._rank} has other bits than "
+                "when it was written: check the memory there, and go on from the last checkpoint",
+                (self._rank,),
+            )
+
+        places = torch.where(changed, torch.arange(len(changed), device=changed.device), NONE)
+        report(first_bad(places) if on_host(places) else places, None, error, error)
+
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
         """Erase the rows of `keys` (K,) int64, distinct; (K,) bool, whether the key had a row.
 
@@ -229,7 +266,9 @@ class DynamicTable:
         self.in_flight.check("export")
         with self._updating:
             keys, handles = self._items()
-            return keys.cpu(), self._rows.gather(handles).cpu()
+            rows = self._rows.gather(handles)
+            self.validate_rows(handles, keys, rows)
+            return keys.cpu(), rows.cpu()
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
@@ -355,7 +394,9 @@ class DynamicTable:
         """Columns of `state` for `keys` (n,) and their handles (n,); needs `_updating`."""
         with self._lock:
             columns = self._metadata.read(handles)
-        return {"keys": keys, **columns, "rows": self._rows.gather(handles)}
+        rows = self._rows.gather(handles)
+        self.validate_rows(handles, keys, rows)
+        return {"keys": keys, **columns, "rows": rows}
 
     # The next four need `_lock`.
 

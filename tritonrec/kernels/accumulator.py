@@ -124,6 +124,19 @@ class GradientAccumulator(Accumulator):
             each.zero_()
         return taken
 
+    def so_far(self) -> torch.Tensor:
+        """(S,) a copy of the sums of all parameters that require a gradient, laid out as `take_flat`.
+
+        Float32 sums are those of a scaled loss.
+        """
+        if self.fraction_bits is not None:
+            return self._flat.clone()
+        parts = [
+            torch.zeros_like(each, dtype=torch.float32) if each.grad is None else each.grad
+            for each in self._trained.values()
+        ]
+        return torch.cat([part.detach().reshape(-1) for part in parts]) if parts else self._flat[:0].float()
+
     def views(self, flat: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """By name the parts of `flat` (S,), which is laid out as `take_flat`, in the parameters' shapes.
 

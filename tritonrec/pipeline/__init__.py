@@ -11,6 +11,7 @@ from .position import SupportsState
 from .precision import LossScaling, Precision, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
+from .replay import Replay
 from .saver import TrainingSaver, restore
 from .schedule import (
     DBP,
@@ -53,6 +54,7 @@ __all__ = [
     "Precision",
     "Program",
     "ReferenceTrainer",
+    "Replay",
     "Schedule",
     "ScheduleError",
     "Stage",

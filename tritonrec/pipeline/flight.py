@@ -127,6 +127,28 @@ class Flight:
         self.check_modes()
         return losses
 
+    @contextmanager
+    def beside(self, random: torch.Tensor) -> Iterator[GradientAccumulator]:
+        """Inside, a call of `train_micro_batch` leaves no trace: its gradients go to the accumulator yielded,
+        and the model's buffers and torch's random numbers on the host are put back.
+
+        No micro-batch of the step may be under way, and no parameter may be sharded.
+
+        Args:
+            random: of ``torch.get_rng_state()``, where the call starts from.
+        """
+        own, buffers = self.accumulator, [each.clone() for each in self.model.buffers()]
+        self.accumulator = GradientAccumulator(self.model, self._bits)
+        try:
+            with self.accumulator.empty_gradients(), torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(random.cpu().clone())  # a view of a message ends the process
+                yield self.accumulator
+        finally:
+            self.accumulator = own
+            with torch.no_grad():
+                for each, before in zip(self.model.buffers(), buffers, strict=True):
+                    each.copy_(before)
+
     @property
     def replicated(self) -> list[str] | None:
         """Names of the parameters that are not sharded; None: none is."""

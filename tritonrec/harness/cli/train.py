@@ -90,6 +90,8 @@ def train(
         raise typer.BadParameter(f"options of {SLIPSTREAM.partition(',')[0]} go with --slipstream")
     if run.early_stopping and not run.evaluate_every:
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
+    if run.replay and slipstream:
+        raise typer.BadParameter("--replay does not go with --slipstream")
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
     if world_size % replicas and "WORLD_SIZE" not in os.environ:

@@ -15,7 +15,7 @@ from ...callbacks import EarlyStopping, unknown_metric
 from ...data import DynamicStream, Stream
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
-from ...pipeline import Trainer
+from ...pipeline import Replay, Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
@@ -65,6 +65,9 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
+        if run.replay:
+            replay = stack.enter_context(Replay(run.replay))
+            replay.attach(trainer)
         saver, position = None, loader if isinstance(loader, (Stream, DynamicStream)) else None
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
             saver = stack.enter_context(

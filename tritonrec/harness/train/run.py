@@ -8,7 +8,7 @@ from typing import Any
 
 from ...callbacks import Direction, EarlyStopping
 from ...embedding import OptimizerName
-from ...pipeline import Mode, WindowConfig
+from ...pipeline import Mode, Replay, WindowConfig
 from ...settings import MOST, setting
 from ..job import Job
 
@@ -37,6 +37,7 @@ class Run:
         resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
         early_stopping: end where the evaluations between no longer improve.
         trace: write a Perfetto trace of all ranks to this file.
+        replay: share of the work that other ranks compute again, to find bits that flip (`Replay`); 0: none.
         log_dir: log to ``metrics.csv`` in this folder, and for TensorBoard where it is installed.
         json_lines: log an object per step to this file; ``-`` is standard output.
         log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
@@ -58,9 +59,16 @@ class Run:
         "less is better.",
     )
     trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
+    replay: float = setting(
+        0.0, "Share of the work that other ranks compute again, to find flipped bits.", 0, 1
+    )
     log_dir: Path | None = setting(None, "Log every step to metrics.csv here, and for TensorBoard.")
     json_lines: Path | None = setting(None, "Log an object per step to this file; -: standard output.")
     log_every: int = setting(0, "Steps between printed lines; 0: a bar, or a line now and then.", 0, MOST)
+
+    def __post_init__(self) -> None:
+        if self.replay:
+            Replay(self.replay)
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -127,6 +127,11 @@ class Case:
         return self._variant.exports
 
     @property
+    def replay(self) -> float:
+        """The share of its work that is computed again."""
+        return self._variant.replay
+
+    @property
     def own_loop(self) -> bool:
         """Whether it trains by `OwnLoop`; its mode is "sequential" then, and N counts backward passes."""
         return self._variant.own_loop

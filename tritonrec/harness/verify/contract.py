@@ -133,7 +133,8 @@ class Verifier:
         elif result.error:
             by.append("error")
             evidence.append(result.error.splitlines()[0])
-        return FaultResult(fault, bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
+        named = fault.says in (result.error or "")
+        return FaultResult(fault, named and bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
 
     def forget(self) -> None:
         """Delete the references that were recorded so far."""

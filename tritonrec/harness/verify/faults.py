@@ -17,12 +17,17 @@ from .variants import OWN_LOOP, RESTART, STREAM
 
 @dataclass(frozen=True)
 class Fault:
-    """An injected fault and the case in which it must show."""
+    """An injected fault and the case in which it must show.
+
+    Args:
+        says: part of the error that must name it; empty where the bits tell.
+    """
 
     name: str
     description: str
     case: Case
     injection: Injection
+    says: str = ""
 
 
 def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
@@ -345,6 +350,27 @@ FAULTS = [
         "in a loop of one's own the rows forget the gradients of earlier backward passes of the step",
         replace(_case(mode="sequential"), variant=OWN_LOOP),
         Injection(loop=injections.gradients_of_the_last_pass),
+    ),
+    Fault(
+        "bit-of-a-row-at-rest",
+        "a bit of one of rank 1's rows flips in its table",
+        replace(_case(), variant="replay", steps=8),
+        Injection(injections.bit_of_a_row_at_rest),
+        says="on rank 1 has other bits than when it was written",
+    ),
+    Fault(
+        "bit-of-a-message",
+        "a bit of the rows that rank 0 sends to rank 1 flips on the way",
+        replace(_case(), variant="replay", steps=12),
+        Injection(injections.bit_of_a_message),
+        says="a message from rank 0 has other bits at rank 1",
+    ),
+    Fault(
+        "bit-of-a-gradient",
+        "rank 1 computes a bit of its gradients wrongly",
+        replace(_case(world_size=3), variant="replay", steps=8),
+        Injection(injections.bit_of_a_gradient),
+        says="rank 1 has other bits of the gradient of",
     ),
     Fault(
         "lost-gradient-at-window-consistency",

@@ -23,7 +23,7 @@ from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, Stre
 from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
-from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
+from ...pipeline import Replay, Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
 from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
 from ...slipstream import RemainingLoader, Slipstream
@@ -182,7 +182,8 @@ def _compared(
 ) -> RankReport:
     injected = injection_of(fault) if fault else Injection()
     steps = range(stretch.first, stretch.last)
-    with prepared(communicators, job, case, injected=injected) as (trainer, loader):
+    with ExitStack() as stack:
+        trainer, loader = stack.enter_context(prepared(communicators, job, case, injected=injected))
         program = trainer.program
         tables = program.tables
         stream = loader if isinstance(loader, (Stream, DynamicStream)) else None
@@ -190,6 +191,10 @@ def _compared(
             trainer.load(stretch.load, loader=stream)
         comparison = Comparison(tables, communicators.shard, communicators.shards)
 
+        replay = None
+        if case.replay:
+            replay = stack.enter_context(Replay(case.replay))
+            replay.attach(trainer)
         watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
         batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
         stretches: Iterable[Iterable[Batch]] = [batches]
@@ -217,6 +222,8 @@ def _compared(
         counts.update(vars(group.table.counters))
     if watch is not None:
         counts.update(watch.counts)
+    if replay is not None:
+        counts.update(replay.counts)
     if isinstance(stream, DynamicStream):
         stream = stream.stream
     if stream is not None:

@@ -7,7 +7,7 @@ are those of `Communicator`: all of them are made of `all_to_all` and `all_reduc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -32,14 +32,14 @@ class _Table:
 class ThreadCommunicator(Communicator):
     """The collectives of one group on one rank."""
 
-    def __init__(self, table: _Table, rank: int, name: str):
-        super().__init__(None, name)
+    def __init__(self, table: _Table, rank: int, name: str, peers: Sequence[int]):
+        super().__init__(None, name, peers=peers)
         self._table, self.rank, self.world_size = table, rank, len(table.slots)
 
-    def all_to_all(
+    def exchange(
         self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `Communicator.all_to_all`."""
+        """As `Communicator.exchange`."""
         received = self._swap(
             values.split(send), lambda slots: torch.cat([parts[self.rank] for parts in slots])
         )
@@ -90,7 +90,7 @@ def run_ranks(
             for place, number in enumerate(ranks):
                 alone = len(ranks) == 1
                 groups[number][name] = (
-                    Communicator() if alone else ThreadCommunicator(tables[-1], place, name)
+                    Communicator() if alone else ThreadCommunicator(tables[-1], place, name, ranks)
                 )
     errors: list[BaseException] = []
 

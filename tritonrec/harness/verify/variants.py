@@ -42,6 +42,7 @@ class Variant:
         modes: those that can do it.
         exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
             and scores compared.
+        replay: the share of the work that other ranks compute again.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
     """
 
@@ -54,6 +55,7 @@ class Variant:
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
     exports: bool = False
+    replay: float = 0.0
     kind: type[Job] = Job
     own_loop: bool = False
 
@@ -318,6 +320,12 @@ VARIANTS: dict[str, Variant] = {
         "DLRM on clicks in Criteo's format streamed from Parquet shards",
         {"model": "dlrm", "batch_size": 12, "data": f"shards:{CRITEO}"},
         shows=("shard_bytes",),
+    ),
+    "replay": Variant(
+        "a quarter of the work computed again by other ranks, rows and messages with checksums",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        shows=("replayed_micro_batches", "replayed_rows", "rows_checked"),
+        replay=0.25,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

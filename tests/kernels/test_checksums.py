@@ -1,0 +1,62 @@
+"""Promise: a checksum changes with any single bit, and is the same on every device."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tritonrec.kernels.checksums import CHUNK, _weights, checksum, row_checksums
+
+pytestmark = pytest.mark.smoke
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def some_bytes(count, offset=0):
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count + offset,), generator=generator, dtype=torch.uint8)[offset:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9000), st.integers(0, 3), st.integers(0, 7), st.randoms())
+def test_any_flipped_bit_changes_it(count, offset, bit, random):
+    values = some_bytes(count, offset)
+    before = checksum(values)
+    assert torch.equal(checksum(values.clone()), before), "it goes by memory"
+    values[random.randrange(count)] ^= 1 << bit
+    assert checksum(values) != before
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 4 * CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 1, 8 * CHUNK, 40_001])
+def test_it_is_the_sum_of_its_definition(count):
+    """As it is computed on a device: of rows of `CHUNK` words."""
+    values, chunks = some_bytes(count, 1), count // (4 * CHUNK) + 1
+    filled = torch.cat([values, values.new_zeros(4 * CHUNK * chunks - count)])
+    words = filled.view(torch.int32).view(chunks, CHUNK).long()
+    rows = (words * _weights(CHUNK, values.device)).sum(1)
+    assert int(checksum(values)) == int((rows * _weights(chunks, values.device)).sum()) + count
+
+
+def test_the_number_of_bytes_counts():
+    zeros = torch.zeros(8, dtype=torch.uint8)
+    assert len({int(checksum(zeros[:size])) for size in range(9)}) == 9
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_dtype_shape_and_stride(dtype):
+    values = (torch.arange(35, dtype=torch.int64) % 3).view(5, 7).to(dtype)
+    assert torch.equal(checksum(values.t()), checksum(values.t().contiguous()))
+    assert checksum(values.t()) != checksum(values)
+    assert checksum(values[0, 0]) != checksum(values[0, :0])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (4, 1), (33, 17)])
+def test_rows_have_the_sums_of_their_words(shape):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    expected = (values.view(torch.int32).long() * _weights(shape[1], values.device)).sum(1)
+    assert torch.equal(row_checksums(values), expected)
+    assert torch.equal(row_checksums(values.t().contiguous().t()), expected)
+
+
+def test_rows_tell_minus_zero_and_nan_apart():
+    values = torch.tensor([[0.0], [-0.0], [float("nan")], [-float("nan")]], dtype=torch.float32)
+    assert len(row_checksums(values).unique()) == 4

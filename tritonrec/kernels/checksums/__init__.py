@@ -1,0 +1,63 @@
+"""Checksums of bits, by row and of whole tensors: any single flipped bit changes them.
+
+    checksum of a row = sum over its 32-bit words i of  word[i] * weight(i)   mod 2**64
+
+Words are signed. Weights are odd numbers below 2**31 that differ by place, so a flipped bit k changes the sum
+by 2**k times an odd number, which is not 0; other changes go unseen by chance. Sums of integers do not depend
+on their order: devices and threads agree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+CHUNK = 1024
+"""Words of a tensor that `checksum` adds up as one row."""
+
+
+def row_checksums(values: torch.Tensor) -> torch.Tensor:
+    """(K,) int64 of the rows of `values` (K, n), of any dtype of four bytes."""
+    words = values.detach().contiguous().view(torch.int32)
+    weights = _weights(words.shape[1], words.device)
+    if not words.is_cpu:
+        return (words.to(torch.int64) * weights).sum(1)
+    from .numba_checksums import add_words
+
+    sums = torch.empty(len(words), dtype=torch.int64)
+    add_words(words.numpy(), weights.numpy(), sums.numpy())
+    return sums
+
+
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """() int64 of the bytes of `values`, of any shape and dtype, and of their number.
+
+    Rows of `CHUNK` words, the last one filled up with zeros, whose checksums are added up like words.
+    """
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    chunks = len(flat) // (4 * CHUNK) + 1
+    of_words, of_chunks = _weights(CHUNK, flat.device), _weights(chunks, flat.device)
+    if not flat.is_cpu:
+        filled = torch.cat([flat, flat.new_zeros(chunks * 4 * CHUNK - len(flat))])
+        return (row_checksums(filled.view(torch.int32).view(chunks, CHUNK)) * of_chunks).sum() + len(flat)
+    from .numba_checksums import add_chunks
+
+    content = flat.numpy()
+    if content.ctypes.data % 4:
+        content = content.copy()
+    words, rest = content[: len(content) // 4 * 4].view("<i4"), content[len(content) // 4 * 4 :]
+    total = add_chunks(words, rest, of_words.numpy(), of_chunks.numpy())
+    return torch.tensor(total, dtype=torch.int64)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """(count,) int32, odd and positive, the first of a longer list."""
+    return _all_weights(1 << max(count - 1, CHUNK - 1).bit_length(), device)[:count]
+
+
+@lru_cache(maxsize=64)
+def _all_weights(count: int, device: torch.device) -> torch.Tensor:
+    """Bits of multiples of the golden ratio, as Fibonacci hashing takes them."""
+    multiples = (torch.arange(1, count + 1, dtype=torch.int64) * 0x9E3779B1) & 0x7FFFFFFF
+    return (multiples | 1).to(torch.int32).to(device)
