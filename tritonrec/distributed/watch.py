@@ -116,6 +116,7 @@ class Watch:
         self._last: object = ""
         self._calls: dict[str, int] = {}
         self._task, self._failure, self._peer_failed = 0, "", False
+        self._lost = ""  # a failed collective has named these ranks
         self._number = 0
         self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
         self._closed = threading.Event()
@@ -142,7 +143,7 @@ class Watch:
     def begin_task(self) -> None:
         """Begin the next task, without the failure of the last one."""
         self._task, self._failure, self._peer_failed = self._task + 1, "", False
-        self._last = ""
+        self._last = self._lost = ""
 
     def fail(self, error: BaseException) -> None:
         """Report at once that this rank has failed."""
@@ -164,7 +165,8 @@ class Watch:
         """Wait until all `peers` are at this collective, as long as they report, up to `timeout`.
 
         For work that may exceed the watch's own timeout, such as writes to a disk. Raises `RankDiedError`
-        naming a rank that has failed, or whose reports stopped for the watch's timeout.
+        naming a rank that has failed, or whose reports stopped for the watch's timeout; or those that
+        another collective has named meanwhile.
         """
         if self.store is None:
             return
@@ -176,6 +178,8 @@ class Watch:
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
         while missing := [peer for peer in missing if not self.store.check([f"{key} {peer}"])]:
             now = time.monotonic()
+            if self._lost:
+                raise RankDiedError(self._lost)
             if now - last_read > self.interval:
                 last_read = now
                 reports = self._read(missing)
@@ -233,7 +237,8 @@ class Watch:
                 f"{self._place(group, number)} failed after {waited:.1f} s, and every rank still reports: "
                 f"check the network between them: {error}"
             )
-        return RankDiedError(self._describe_missing(silent or behind, silent, after, waited, group, number))
+        self._lost = self._describe_missing(silent or behind, silent, after, waited, group, number)
+        return RankDiedError(self._lost)
 
     def _describe_missing(
         self,
