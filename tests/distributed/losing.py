@@ -108,6 +108,7 @@ def _train(
                 copies.keep(trainer)
             if due[1] and saver:
                 saver.save(stop)
+                saver.wait()
         return state_digest(communicators, tables, trainer.dense.tensors())
 
 

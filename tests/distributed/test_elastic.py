@@ -46,7 +46,7 @@ def check(case: Case, calls: list[tuple[int, int]], victims: tuple[int, ...] = (
         assert found.digest == want.digest
 
 
-SECOND = Case(4, {1: "compute 3", 2: "restore"}, copy_every=2)
+SECOND = Case(4, {1: "compute 3", 3: "restore"}, copy_every=2)
 """The second rank dies while it sends its rows to those that go on from its memory."""
 
 
@@ -75,8 +75,8 @@ def _words(victims: dict[int, str]) -> list[tuple[str, str]]:
             (Case(3, {2: "raises retrieve 5"}, copy_every=2), [(3, 0), (2, 4)]),
             (Case(3, {1: "compute 5"}, copy_every=2, mode="sequential"), [(3, 0), (2, 4)]),
             (Case(4, {1: "gradient_exchange 5"}, copy_every=2, replicas=2), [(4, 0), (3, 4)]),
-            (Case(4, {0: "compute 5", 3: "compute 5"}, copy_every=2), [(4, 0), (2, 4)]),
-            (SECOND, [(4, 0), (3, 2), (2, 2)]),
+            (Case(4, {0: "compute 5", 2: "compute 5"}, copy_every=2), [(4, 0), (2, 4)]),
+            (SECOND, [(4, 0), (2, 2)]),
         ],
     ),
     ids=case_name,
@@ -95,7 +95,7 @@ def test_the_others_go_on_from_a_peers_copy(case, calls):
         (Case(3, {1: "sparse_update 3"}, save_every=4), [(3, 0), (2, 0)]),
         (Case(3, {1: "save 4"}, save_every=2), [(3, 0), (2, 2)]),
         (Case(3, {0: "save 4"}, save_every=2), [(3, 0), (2, 2)]),
-        (Case(3, {2: "exchange 5"}, save_every=2, copy_every=5), [(3, 0), (2, 4)]),
+        (Case(3, {2: "exchange 5"}, save_every=2, copy_every=3), [(3, 0), (2, 4)]),
     ],
     ids=case_name,
 )

@@ -134,7 +134,8 @@ class _Ranks:
     @contextmanager
     def groups(self) -> Iterator[Communicators]:
         """Groups of the ranks that are left; the first ones are those of torchrun's variables."""
-        world, rank = len(self.members), self.members.index(self.own)
+        members = self.members
+        world, rank = len(members), members.index(self.own)
         watch: Watch | None = None
         try:
             if world == 1:
@@ -147,7 +148,7 @@ class _Ranks:
                         "gloo", store=store, rank=rank, world_size=world, timeout=self.timeout
                     )
                 reports = dist.PrefixStore(f"reports {self.generation}", self._connect_to_first())
-                watch = Watch(reports, rank, world, self.timeout)
+                watch = Watch(reports, rank, world, self.timeout, lambda rank: members[rank].is_gone())
                 replicas = max(each for each in range(1, self.replicas + 1) if world % each == 0)
                 communicators = Communicators.over(range(world), self.timeout, replicas, "gloo", watch)
                 assert communicators is not None
@@ -252,6 +253,11 @@ class _Ranks:
                 self.store.set(f"left {each.number}", "")
             elif each != self.own:
                 self.store.set(f"decision for {each.number}", json.dumps(decision))
+        reading = [each for each in self.members if each.number in joined and each != self.own]
+        while reading:  # this process may end now
+            time.sleep(POLL)
+            unread = [each for each in reading if self.store.check([f"decision for {each.number}"])]
+            reading = [each for each in unread if not each.is_gone()]
         return decision
 
 
