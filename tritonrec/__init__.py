@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
     from .callbacks import EarlyStopping, Throughput
     from .data import KeyedJaggedTensor
-    from .distributed import Communicators, from_environment
+    from .distributed import Communicators, from_environment, run_elastic
     from .embedding import (
         EmbeddingBagCollection,
         EmbeddingBagConfig,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from .harness.verify import verify
     from .loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-    from .pipeline import Trainer, WindowConfig
+    from .pipeline import PeerCopies, Trainer, WindowConfig
     from .trace import Recorder
 
 PACKAGE_OF = {
@@ -50,6 +50,7 @@ PACKAGE_OF = {
     "HashTableCollection": "embedding",
     "JSONLinesLogger": "loggers",
     "KeyedJaggedTensor": "data",
+    "PeerCopies": "pipeline",
     "PoolingType": "embedding",
     "Recorder": "trace",
     "RowOptimizer": "embedding",
@@ -59,6 +60,7 @@ PACKAGE_OF = {
     "Trainer": "pipeline",
     "WindowConfig": "pipeline",
     "from_environment": "distributed",
+    "run_elastic": "distributed",
     "verify": "harness.verify",
 }
 """By name the package that has it."""
@@ -79,6 +81,7 @@ __all__ = [
     "HashTableCollection",
     "JSONLinesLogger",
     "KeyedJaggedTensor",
+    "PeerCopies",
     "PoolingType",
     "Recorder",
     "RowOptimizer",
@@ -93,6 +96,7 @@ __all__ = [
     "from_environment",
     "nn",
     "ops",
+    "run_elastic",
     "verify",
 ]
 

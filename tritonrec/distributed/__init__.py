@@ -2,6 +2,7 @@
 
 from .agreement import RanksDisagreeError, check_ranks_agree
 from .communicator import TIMEOUT, Communicator
+from .elastic import run_elastic
 from .groups import Communicators
 from .launch import RankPool, from_environment
 from .ledger import CorruptionError, Ledger
@@ -19,4 +20,5 @@ __all__ = [
     "Watch",
     "check_ranks_agree",
     "from_environment",
+    "run_elastic",
 ]

@@ -51,14 +51,7 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
     if world_size == 1:
         yield Communicators.local()
         return
-    try:
-        dist.init_process_group("gloo", timeout=timeout)
-    except dist.DistError as error:
-        rank, seconds = os.environ.get("RANK", "?"), timeout.total_seconds()
-        raise RankDiedError(
-            f"rank {rank}: not all of the {world_size} ranks joined within {seconds:g} s; look for a rank "
-            f"that has printed nothing: {error}"
-        ) from error
+    join_environment(timeout)
     try:
         communicators = Communicators.over(range(world_size), timeout, replicas, backend)
         assert communicators is not None
@@ -71,6 +64,21 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
             communicators.watch.close()
     finally:
         dist.destroy_process_group()
+
+
+def join_environment(timeout: timedelta) -> None:
+    """Create the default process group of torchrun's variables.
+
+    Raises `RankDiedError` where not all ranks join within the timeout.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except dist.DistError as error:
+        rank, world_size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        raise RankDiedError(
+            f"rank {rank}: not all of the {world_size} ranks joined within {timeout.total_seconds():g} s; "
+            f"look for a rank that has printed nothing: {error}"
+        ) from error
 
 
 class RankPool:

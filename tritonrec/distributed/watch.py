@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,9 +106,18 @@ class Watch:
     Args:
         store: for the reports, over a connection of its own; None: no reports, and no rank can be named.
         rank, world_size: among all ranks that use the store. timeout: of their collectives.
+        is_gone: whether a rank's process has ended, for a sure and quick answer.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        is_gone: Callable[[int], bool] = lambda rank: False,
+    ):
+        self._is_gone = is_gone
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout = timeout.total_seconds()
         self.interval = min(REPORT_INTERVAL, self.timeout / 8)
@@ -116,6 +125,7 @@ class Watch:
         self._last: object = ""
         self._calls: dict[str, int] = {}
         self._task, self._failure, self._peer_failed = 0, "", False
+        self._lost = ""  # a failed collective has named these ranks
         self._number = 0
         self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
         self._closed = threading.Event()
@@ -142,7 +152,7 @@ class Watch:
     def begin_task(self) -> None:
         """Begin the next task, without the failure of the last one."""
         self._task, self._failure, self._peer_failed = self._task + 1, "", False
-        self._last = ""
+        self._last = self._lost = ""
 
     def fail(self, error: BaseException) -> None:
         """Report at once that this rank has failed."""
@@ -164,24 +174,38 @@ class Watch:
         """Wait until all `peers` are at this collective, as long as they report, up to `timeout`.
 
         For work that may exceed the watch's own timeout, such as writes to a disk. Raises `RankDiedError`
-        naming a rank that has failed, or whose reports stopped for the watch's timeout.
+        naming a rank that has failed, has ended, or whose reports stopped for the watch's timeout; or those
+        that another collective has named meanwhile.
         """
         if self.store is None:
             return
-        number = self.begin_call(f"{group}, meeting")
+        number, began = self.begin_call(f"{group}, meeting"), time.monotonic()
+        try:
+            self._meet(self.store, group, number, peers, timeout)
+        except dist.DistError as error:  # the store has ended, with the rank that served it
+            raise self.explain(group, number, peers, time.monotonic() - began, error) from error
+
+    def _meet(
+        self, store: dist.Store, group: str, number: int, peers: Sequence[int], timeout: timedelta
+    ) -> None:
         key = f"{group} {number}"
-        self.store.set(f"{key} {self.rank}", "here")
+        store.set(f"{key} {self.rank}", "here")
         missing = [peer for peer in peers if peer != self.rank]
         began = last_read = time.monotonic()
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
-        while missing := [peer for peer in missing if not self.store.check([f"{key} {peer}"])]:
+        while missing := [peer for peer in missing if not store.check([f"{key} {peer}"])]:
             now = time.monotonic()
+            if self._lost:
+                raise RankDiedError(self._lost)
             if now - last_read > self.interval:
                 last_read = now
                 reports = self._read(missing)
                 failed = self._failed(reports)
                 if failed:
                     raise RankDiedError(failed)
+                if gone := [peer for peer in missing if self._is_gone(peer)]:
+                    waited = now - began
+                    raise RankDiedError(self._describe_missing(gone, gone, reports, waited, group, number))
                 for peer, report in reports.items():
                     if seen.get(peer, (0, 0.0))[0] != report.number:
                         seen[peer] = report.number, now
@@ -193,15 +217,15 @@ class Watch:
                     )
             time.sleep(0.005)
         if number > 1:  # all ranks have left the barrier before
-            self.store.delete_key(f"{group} {number - 1} {self.rank}")
+            store.delete_key(f"{group} {number - 1} {self.rank}")
 
     def explain(
         self, group: str, number: int, peers: Sequence[int], waited: float, error: Exception
     ) -> RankDiedError:
         """The error for collective `number` of a group, which failed after `waited` seconds.
 
-        It names the ranks that stalled or are behind, with their stages. It takes two and a half report
-        intervals, to distinguish ranks that stalled from ranks that wait as well.
+        It names the ranks that ended, stalled or are behind, with their stages. It takes two and a half
+        report intervals where none is known to have ended, to tell ranks that stalled from ranks that wait.
         """
         if self.store is None or self._failure:
             return RankDiedError(f"{self._place(group, number)}: {error}")
@@ -210,6 +234,10 @@ class Watch:
         failed = self._failed(before)
         if failed:
             return RankDiedError(failed)
+        if gone := [rank for rank in others if self._is_gone(rank)]:
+            reports = before or self._last_of_rank_0
+            self._lost = self._describe_missing(gone, gone, reports, waited, group, number)
+            return RankDiedError(self._lost)
         time.sleep(2.5 * self.interval)
         after = self._read(others)
         failed = self._failed(after)
@@ -233,7 +261,8 @@ class Watch:
                 f"{self._place(group, number)} failed after {waited:.1f} s, and every rank still reports: "
                 f"check the network between them: {error}"
             )
-        return RankDiedError(self._describe_missing(silent or behind, silent, after, waited, group, number))
+        self._lost = self._describe_missing(silent or behind, silent, after, waited, group, number)
+        return RankDiedError(self._lost)
 
     def _describe_missing(
         self,

@@ -6,6 +6,7 @@ from .evaluation import next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
+from .peer_copies import PeerCopies
 from .places import WindowPlaces
 from .position import SupportsState
 from .precision import LossScaling, Precision, autocast
@@ -51,6 +52,7 @@ __all__ = [
     "LossScaling",
     "Mode",
     "Model",
+    "PeerCopies",
     "Precision",
     "Program",
     "ReferenceTrainer",

@@ -221,6 +221,11 @@ class Trainer:
         return BatchReader(self._executor, self.config.accumulate, self.recorder, self._flight, watch)
 
     @property
+    def communicators(self) -> Communicators:
+        """This rank's groups."""
+        return self._communicators
+
+    @property
     def program(self) -> Program:
         """This rank's stages; mode ``"reference"`` has none."""
         if self._program is None:
