@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
-from paper_rows.row import Figures, table
+from paper_rows.row import Figures, markdown, table
 from paper_rows.runs import RUNS, UnavailableError
 from paper_rows.tables import TABLES
 
@@ -47,20 +47,20 @@ PAGES = {
 def block(name: str, figures: Figures) -> str:
     """A text's table, a run's, or the table of the runs."""
     if name in TEXTS:
-        return "\n".join(table(TEXTS[name], figures))
+        return table(TEXTS[name], figures)
     if name in TABLES:
         return TABLES[name](figures[name]["figures"])
-    runs = ["| run | seconds | date | command |", "| --- | --: | --- | --- |"]
+    lines = []
     for name, run in RUNS.items():
         if name in figures:
-            shown = (
-                f"`{run.command.replace('OUT', 'FILE')}`"
-                if run.command
-                else f"`python ci/papers.py --only {name}`"
+            own, alone = (
+                figures[name],
+                run.command.replace("OUT", "FILE") or f"python ci/papers.py --only {name}",
             )
-            own = figures[name]
-            runs.append(f"| `{name}` | {own['seconds']:.0f} | {own['environment']['date'][:10]} | {shown} |")
-    return "\n".join(runs)
+            lines.append(
+                (f"`{name}`", f"{own['seconds']:.0f}", own["environment"]["date"][:10], f"`{alone}`")
+            )
+    return markdown(("run", "seconds", "date", "command"), "lrll", lines)
 
 
 def page(name: str, text: str, figures: Figures) -> str:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from .row import Row
+from .row import Row, only
+
+
+def _setting(figures: Any, size: str, ranks: int, setting: str) -> Any:
+    return only(figures["rows"], size=size, ranks=ranks, setting=setting)
 
 
 def _grm(figures: Any, size: str, ranks: int, *settings: str) -> str:
-    rows = {row["setting"]: row for row in figures["rows"] if (row["size"], row["ranks"]) == (size, ranks)}
     return ", ".join(
-        f"{setting.removeprefix('+ ')} {1 / rows[setting]['cpu_per_1000_tokens_ratio']:.2f}x"
+        f"{setting.removeprefix('+ ')} "
+        f"{1 / _setting(figures, size, ranks, setting)['cpu_per_1000_tokens_ratio']:.2f}x"
         for setting in settings
     )
 
 
 def _counts(figures: Any, ranks: int, key: str) -> str:
-    rows = {row["setting"]: row for row in figures["rows"] if (row["size"], row["ranks"]) == ("small", ranks)}
     names = {
         "+ merging": "none", "+ dedup before the exchange": "exchange",
         "+ dedup before the lookup": "lookup", "+ both": "both",
     }  # fmt: skip
-    return ", ".join(f"{short} {rows[setting][key]:,.0f}" for setting, short in names.items())
+    return ", ".join(
+        f"{short} {_setting(figures, 'small', ranks, setting)[key]:,.0f}" for setting, short in names.items()
+    )
 
 
 def _spread(figures: Any, ranks: int) -> str:
-    rows = {row["dealt"]: row for row in figures["rows"] if row["ranks"] == ranks}
-    before, after = rows["round robin"], rows["Algorithm 1"]
-    return f"max - min of {before['spread']:,.0f} tokens becomes {after['spread']:,.0f} ({ranks} ranks)"
+    before, after = (
+        only(figures["rows"], ranks=ranks, dealt=dealt)["spread"] for dealt in ("round robin", "Algorithm 1")
+    )
+    return f"max - min of {before:,.0f} tokens becomes {after:,.0f} ({ranks} ranks)"
 
 
 ADDED = ("+ merging", "+ both", "+ balancing")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .row import Row, cell
+from .row import Row, only, simulated
 
 
 def _lab(figures: Any, mode: str) -> Any:
-    return next(row for row in figures["rows"] if row["mode"] == mode)
+    return only(figures["rows"], mode=mode)
 
 
 def _speedups(figures: Any) -> str:
@@ -24,10 +24,6 @@ def _payload(figures: Any, count: int) -> str:
     )
 
 
-def _exposed(figures: Any, *keys: str) -> str:
-    return " / ".join(cell(figures, key) for key in keys)
-
-
 def _apart(figures: Any, model: str, metric: str) -> str:
     shown = []
     for row in figures["summary"]:
@@ -40,6 +36,9 @@ def _apart(figures: Any, model: str, metric: str) -> str:
             shown.append(f"{row['method']} {apart:+.1f}e-3 (deviation {spread:.1f}e-3)")
     return ", ".join(shown)
 
+
+SYSTEMS = ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
+STEPS = "{:,.2f} / {:,.2f} / {:,.2f} / {:,.2f} ms"
 
 ROWS = [
     Row(
@@ -112,18 +111,13 @@ ROWS = [
         "differs",
         "Simulated; the share of lookup at 128 workers is 9 % off",
         "lookup 24.4 and 49.6 %, communication 9.2 and 20.5 %",
-        lambda f: (
-            "lookup "
-            + _exposed(
-                f, "Fig. 2, TorchRec, lookup share %, 128 npu", "Fig. 2, TorchRec, lookup share %, 1536 npu"
-            )
-            + " %, communication "
-            + _exposed(
-                f,
-                "Fig. 2, TorchRec, communication share %, 128 npu",
-                "Fig. 2, TorchRec, communication share %, 1536 npu",
-            )
-            + " %"
+        simulated(
+            "lookup {:.1f} / {:.1f} %, communication {:.1f} / {:.1f} %",
+            *(
+                f"Fig. 2, TorchRec, {part} share %, {workers} npu"
+                for part in ("lookup", "communication")
+                for workers in (128, 1536)
+            ),
         ),
         "simulate",
         "simulator.md",
@@ -133,13 +127,7 @@ ROWS = [
         "works",
         "Simulated; TorchRec's row is fitted. The predictions are closed forms of the fitted costs",
         "5,793.83 / 4,914.01 / 2,919.76 / 1,895.98 ms",
-        lambda f: (
-            " / ".join(
-                cell(f, f"Table II, {row}, step ms, 1536 npu", "{:,.2f}")
-                for row in ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
-            )
-            + " ms"
-        ),
+        simulated(STEPS, *(f"Table II, {system}, step ms, 1536 npu" for system in SYSTEMS)),
         "simulate",
         "simulator.md#closed-forms",
     ),
@@ -148,11 +136,10 @@ ROWS = [
         "differs",
         "Mean costs hide all of the lookup; the payload of clustered micro-batches is 14 % too large",
         "30.19 and 154.23 ms",
-        lambda f: (
-            cell(f, "Table II, NestPipe, lookup ms, 1536 npu", "{:.2f}")
-            + " and "
-            + cell(f, "Table II, NestPipe, exposed ms, 1536 npu", "{:.2f}")
-            + " ms"
+        simulated(
+            "{:.2f} and {:.2f} ms",
+            "Table II, NestPipe, lookup ms, 1536 npu",
+            "Table II, NestPipe, exposed ms, 1536 npu",
         ),
         "simulate",
         "simulator.md#accuracy",
@@ -162,13 +149,7 @@ ROWS = [
         "works",
         "Simulated; TorchRec's row is fitted",
         "4,207.94 / 4,052.98 / 3,384.05 / 3,090.45 ms",
-        lambda f: (
-            " / ".join(
-                cell(f, f"Table II, {row}, step ms, 128 gpu", "{:,.2f}")
-                for row in ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
-            )
-            + " ms"
-        ),
+        simulated(STEPS, *(f"Table II, {system}, step ms, 128 gpu" for system in SYSTEMS)),
         "simulate",
         "simulator.md",
     ),
@@ -204,9 +185,9 @@ ROWS = [
         "works",
         "Simulated",
         "0.37, 0.72, 1.43, 2.80, 4.14",
-        lambda f: ", ".join(
-            cell(f, f"Table III, NestPipe, QPS 1e5, {workers} npu", "{:.2f}")
-            for workers in (128, 256, 512, 1024, 1536)
+        simulated(
+            "{:.2f}, {:.2f}, {:.2f}, {:.2f}, {:.2f}",
+            *(f"Table III, NestPipe, QPS 1e5, {workers} npu" for workers in (128, 256, 512, 1024, 1536)),
         ),
         "simulate",
         "simulator.md",
@@ -216,12 +197,9 @@ ROWS = [
         "works",
         "Simulated",
         "44.34, 49.32, 67.62, 94.07 %",
-        lambda f: (
-            ", ".join(
-                cell(f, f"Table III, {row}, scaling %, 1536 npu", "{:.2f}")
-                for row in ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
-            )
-            + " %"
+        simulated(
+            "{:.2f}, {:.2f}, {:.2f}, {:.2f} %",
+            *(f"Table III, {system}, scaling %, 1536 npu" for system in SYSTEMS),
         ),
         "simulate",
         "simulator.md",
@@ -231,12 +209,12 @@ ROWS = [
         "differs",
         "Simulated; a quarter of the workers costs the model 0.41 of the communication, the paper 0.36",
         "452.34 ms, 55.64 ms, 4.32",
-        lambda f: (
-            cell(f, "Table IV, NestPipe+2D-SP, communication ms, 1536 npu", "{:.2f}")
-            + " ms, "
-            + cell(f, "Table IV, NestPipe+2D-SP, exposed ms, 1536 npu", "{:.2f}")
-            + " ms, "
-            + cell(f, "Table IV, NestPipe+2D-SP, QPS 1e5, 1536 npu", "{:.2f}")
+        simulated(
+            "{:.2f} ms, {:.2f} ms, {:.2f}",
+            *(
+                f"Table IV, NestPipe+2D-SP, {part}, 1536 npu"
+                for part in ("communication ms", "exposed ms", "QPS 1e5")
+            ),
         ),
         "simulate",
         "simulator.md",
@@ -262,11 +240,10 @@ ROWS = [
         "works",
         "Simulated",
         "29.6 and 34.8 %",
-        lambda f: (
-            _exposed(
-                f, "Fig. 8, TorchRec, utilization %, 1536 npu", "Fig. 8, 2D-SP, utilization %, 1536 npu"
-            ).replace(" / ", " and ")
-            + " %"
+        simulated(
+            "{:.1f} and {:.1f} %",
+            "Fig. 8, TorchRec, utilization %, 1536 npu",
+            "Fig. 8, 2D-SP, utilization %, 1536 npu",
         ),
         "simulate",
         "simulator.md",
@@ -277,11 +254,10 @@ ROWS = [
         "Not predicted: communication is shorter than the computation beside it, also at the paper's own "
         "1,331 ms",
         "25.2 % exposed of 1,331.33 ms",
-        lambda f: (
-            cell(f, "Fig. 9, micro-batch 16, plain, exposed %, 512 npu")
-            + " % of "
-            + cell(f, "Fig. 9, micro-batch 16, plain, communication ms, 512 npu", "{:.2f}")
-            + " ms"
+        simulated(
+            "{:.1f} % of {:.2f} ms",
+            "Fig. 9, micro-batch 16, plain, exposed %, 512 npu",
+            "Fig. 9, micro-batch 16, plain, communication ms, 512 npu",
         ),
         "simulate",
         "simulator.md#accuracy",
@@ -291,7 +267,7 @@ ROWS = [
         "works",
         "Simulated; computation grows by dim²",
         "12.9 % exposed",
-        lambda f: cell(f, "Fig. 10, dimension 1024, exposed %, 1536 npu") + " % exposed",
+        simulated("{:.1f} % exposed", "Fig. 10, dimension 1024, exposed %, 1536 npu"),
         "simulate",
         "simulator.md#fitted-constants",
     ),
@@ -300,16 +276,12 @@ ROWS = [
         "differs",
         "Simulated; communication is 14 % too long, and at two layers little hides it",
         "compute 892.78 and 3,393.12 ms, exposed 27.9 % and 146.23 ms",
-        lambda f: (
-            "compute "
-            + cell(f, "Fig. 10, 2 layers, compute ms, 1536 npu", "{:,.2f}")
-            + " and "
-            + cell(f, "Fig. 10, 8 layers, compute ms, 1536 npu", "{:,.2f}")
-            + " ms, exposed "
-            + cell(f, "Fig. 10, 2 layers, exposed %, 1536 npu")
-            + " % and "
-            + cell(f, "Fig. 10, 8 layers, exposed ms, 1536 npu", "{:.2f}")
-            + " ms"
+        simulated(
+            "compute {:,.2f} and {:,.2f} ms, exposed {:.1f} % and {:.2f} ms",
+            "Fig. 10, 2 layers, compute ms, 1536 npu",
+            "Fig. 10, 8 layers, compute ms, 1536 npu",
+            "Fig. 10, 2 layers, exposed %, 1536 npu",
+            "Fig. 10, 8 layers, exposed ms, 1536 npu",
         ),
         "simulate",
         "simulator.md#accuracy",
@@ -319,14 +291,11 @@ ROWS = [
         "differs",
         "Simulated; the paper's communication hardly grows with the tokens, the model's keys by 1.79",
         "compute 850.08 and 3,399.96 ms, exposed 165.12 ms at 2,048",
-        lambda f: (
-            "compute "
-            + cell(f, "Fig. 10, 512 tokens, compute ms, 1536 npu", "{:,.2f}")
-            + " and "
-            + cell(f, "Fig. 10, 2048 tokens, compute ms, 1536 npu", "{:,.2f}")
-            + " ms, exposed "
-            + cell(f, "Fig. 10, 2048 tokens, exposed ms, 1536 npu", "{:.2f}")
-            + " ms"
+        simulated(
+            "compute {:,.2f} and {:,.2f} ms, exposed {:.2f} ms",
+            "Fig. 10, 512 tokens, compute ms, 1536 npu",
+            "Fig. 10, 2048 tokens, compute ms, 1536 npu",
+            "Fig. 10, 2048 tokens, exposed ms, 1536 npu",
         ),
         "simulate",
         "simulator.md#accuracy",

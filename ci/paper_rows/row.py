@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,13 +49,24 @@ def _title(link: str) -> str:
     return page.rpartition("/")[2].removesuffix(".md")
 
 
-def cell(figures: Any, key: str, form: str = "{:.1f}") -> str:
-    """The model's figure of a cell of the simulator: key is "table, row, column, workers cluster"."""
-    return form.format(figures["cells"][key]["model"])
+def simulated(template: str, *keys: str) -> Callable[[Any], str]:
+    """`Row.ours` of the simulator's cells, in `template`; a key is "table, row, column, workers cluster"."""
+    return lambda figures: template.format(*(figures["cells"][key]["model"] for key in keys))
 
 
-def table(rows: list[Row], figures: Figures) -> list[str]:
-    """The lines of a Markdown table."""
+def only(rows: Iterable[Any], **values: object) -> Any:
+    """The one row of a run's figures with these values; ValueError unless there is one."""
+    (found,) = (row for row in rows if all(row[name] == value for name, value in values.items()))
+    return found
+
+
+def markdown(head: Sequence[str], align: str, lines: Iterable[Sequence[str]]) -> str:
+    """A table; `align` has one of l and r for each column."""
+    below = ["---" if side == "l" else "--:" for side in align]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, below, *lines))
+
+
+def table(rows: list[Row], figures: Figures) -> str:
+    """The table of a text."""
     head = ["of the text", "state", "here", "paper", "ours", "run"]
-    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- | --- | --- |"]
-    return lines + ["| " + " | ".join(row.cells(figures)) + " |" for row in rows]
+    return markdown(head, "llllll", (row.cells(figures) for row in rows))

@@ -93,13 +93,31 @@ def _switches(document: Document) -> Document:
 
 
 def _served(document: Document) -> Document:
-    """Lags alone: latencies need an idle machine."""
-    lags = {
-        f"{each['scenario']}, {each['backend']}, {each['bound']}": each["largest_lag"]
+    """Of each setting milliseconds a batch, mean and half the width of the interval, and the largest lag."""
+    from tritonrec.harness.serve.rounds import interval
+
+    rows = [
+        {
+            "scenario": each["scenario"], "backend": each["backend"], "k": each["bound"],
+            "ms": [1e3 * value for value in interval(each["latency"])],
+            "largest_lag": each["largest_lag"],
+        }
         for each in document["settings"]
-        if each["backend"] == "bls"
-    }
-    return {"largest_lag": lags}
+    ]  # fmt: skip
+    return {"rows": rows}
+
+
+def _exchanged(document: Document) -> Document:
+    """By size or number of calls: bls over the others, mean of the rounds."""
+    rows = []
+    for at, seconds in (document["collectives"] or document["repetitions"]).items():
+        over = {
+            peer: sum(a / b for a, b in zip(seconds["bls"], seconds[peer], strict=True)) / len(seconds["bls"])
+            for peer in ("gloo", "MPI")
+            if peer in seconds
+        }
+        rows.append({"at": int(at), "bls over": over})
+    return {"rows": rows}
 
 
 def _slipstream(document: Document) -> Document:
@@ -187,8 +205,20 @@ RUNS = {
     "balance": Run(made=balance),
     "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
     "mch": Run("python ci/benchmarks/bench_mch.py --json OUT"),
-    "curves": Run("python ci/benchmarks/consistency_curves.py --json OUT --png docs/curves.png", _curves),
-    "serve": Run("tritonrec serve-bench --bounds 0,1,4 --rounds 3 --largest 65536 --json OUT", _served),
+    "curves": Run(
+        "python ci/benchmarks/consistency_curves.py --model fuxi,hstu --json OUT --png docs/curves.png",
+        _curves,
+    ),
+    "serve": Run("tritonrec serve-bench --world-size 2 --rounds 8 --largest 0 --json OUT", _served),
+    "all-to-alls": Run(
+        "tritonrec serve-bench --world-size 2 --scenarios none --rounds 10 --largest 67108864 --json OUT",
+        _exchanged,
+    ),
+    "repetitions": Run(
+        "tritonrec serve-bench --world-size 2 --scenarios none --rounds 2 --largest 0 --repetitions 100000 "
+        "--json OUT",
+        _exchanged,
+    ),
     "slipstream": Run(
         "tritonrec train --model dlrm --data ml-100k --dim 16 --batch-size 256 --optimizer rowwise_adagrad "
         "--lr 0.01 --steps 1770 --slipstream --warmup 700 --snapshot-every 70 --drop 0.6 --control "

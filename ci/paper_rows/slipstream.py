@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .row import Row
+from .row import Row, only
 
 
 def _run(figures: Any, at_random: bool) -> str:
     exact, *others = figures["rows"]
-    found = next(row for row in others if row["at_random"] == at_random)
+    found = only(others, at_random=at_random)
     lost = (exact["metrics"]["accuracy"] - found["metrics"]["accuracy"]) * 100
     return f"{found['whole_speedup']:.2f}x the whole run, {lost:.2f} points of accuracy lost"
 

@@ -47,6 +47,11 @@ CASES = [
     Case("nestpipe", "batch", 2, 3, True, "adam", 5, delay_seed=5, variant="weighted-bags"),
     Case("fwp", "batch", 1, 5, False, "rowwise_adagrad", 5, variant="weighted-bags"),
     Case("dbp", "window", 2, 2, True, "sgd", 5, variant="weighted-bags"),
+    # the models as published, and predictions served with every bound of the lag, on uneven blocks of samples
+    Case("nestpipe", "batch", 2, 3, True, "adam", 4, 1, variant="fuxi-rms"),
+    Case("dbp", "window", 4, 3, False, "sgd", 4, variant="grm-product"),
+    Case("nestpipe", "batch", 2, 3, True, "adam", 3, 1, variant="bounded-lag"),
+    Case("fwp", "batch", 4, 3, True, "sgd", 3, variant="bounded-lag"),
     # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
     Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
     Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),

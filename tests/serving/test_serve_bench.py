@@ -1,6 +1,7 @@
 """Promise: the figures of `tritonrec serve-bench` are what they say, and its predictions were compared."""
 
 import json
+from io import StringIO
 from unittest.mock import ANY
 
 import numpy as np
@@ -226,6 +227,15 @@ def test_the_verdict_claims_nothing_inside_the_interval():
             setting.latency = [0.005, 0.0051, 0.0052]
     assert report.verdict(result, "balanced", "bls").startswith("bls, k = 4: 5.90 ± ")
     report.print_report(result, Console(quiet=True))
+
+
+def test_a_table_of_all_to_alls_is_whole_in_eighty_columns():
+    slow = {name: [0.2, 0.3, 0.25] for name in ("gloo", "gloo cpu", "bls", "bls cpu", "MPI", "MPI cpu")}
+    result = bench.Result(bench.ServeConfig(scenarios=()), [], {2**26: slow})
+    console = Console(width=80, record=True, file=StringIO())
+    report.print_report(result, console)
+    text = console.export_text()
+    assert "67,108,864" in text and text.count("1.00±0.00") == 2 and "…" not in text
 
 
 def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch, tmp_path):

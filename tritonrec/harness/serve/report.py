@@ -136,12 +136,12 @@ def _print_collectives(result: Result, console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for size, cells in result.collectives.items():
         ratios = [
-            "{:.2f} ± {:.2f}".format(
+            "{:.2f}±{:.2f}".format(
                 *interval([b / g for b, g in zip(cells["bls" + of], cells["gloo" + of], strict=True)])
             )
             for of in ("", " cpu")
         ]
-        times = ["{:.0f} ± {:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
+        times = ["{:.0f}±{:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
         table.add_row(f"{size:,}", *times, *ratios)
     console.print(table)
     console.print(

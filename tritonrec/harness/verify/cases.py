@@ -132,6 +132,11 @@ class Case:
         return self._variant.replay
 
     @property
+    def serves(self) -> bool:
+        """Whether its last state is served with a bounded lag, and the predictions compared."""
+        return self._variant.serves
+
+    @property
     def own_loop(self) -> bool:
         """Whether it trains by `OwnLoop`; its mode is "sequential" then, and N counts backward passes."""
         return self._variant.own_loop

@@ -334,6 +334,24 @@ FAULTS = [
         Injection(export=injections.exported_with_an_expert_less),
     ),
     Fault(
+        "one-buffer-for-all-lags",
+        "all exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest",
+        replace(_case(), variant="bounded-lag"),
+        Injection(exchange=injections.OneBufferForAll),
+    ),
+    Fault(
+        "norm-before-the-gate",
+        "the layers of GRM norm attention alone, before the gate multiplies it",
+        replace(_case(), variant="grm-product"),
+        Injection(injections.norm_before_the_gate),
+    ),
+    Fault(
+        "rms-of-a-micro-batch",
+        "FuXi norms rows by the mean square of their micro-batch",
+        replace(_case(), variant="fuxi-rms"),
+        Injection(injections.rms_of_a_micro_batch),
+    ),
+    Fault(
         "padded-to-the-longest",
         "a converted model's micro-batch is padded to its longest sample",
         replace(_case(), variant="converted"),

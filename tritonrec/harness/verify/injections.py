@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 from ... import ops
 from ...data import JaggedBatch, Stream
 from ...distributed import Communicator
+from ...distributed.bounded_lag import BoundedLagAllToAll, Exchange
+from ...nn import RMSNorm
+from ...nn.modules import GatedNorm
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
@@ -46,7 +50,8 @@ class Injection:
     """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
     loader of a rank.
 
-    `export` takes the place of `tritonrec.serving.export`. `loop` changes an `OwnLoop`, which has none of
+    `export` takes the place of `tritonrec.serving.export`, `exchange` that of the exchange of a served model.
+    `loop` changes an `OwnLoop`, which has none of
     these.
     """
 
@@ -55,6 +60,7 @@ class Injection:
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
     export: Callable[..., object] = export
+    exchange: Callable[..., BoundedLagAllToAll] = BoundedLagAllToAll
     loop: Callable[[OwnLoop], None] | None = None
 
 
@@ -278,6 +284,34 @@ def padded_to_the_longest(program: Program) -> None:
         return padded
 
     body.forward = to_the_longest
+
+
+def norm_before_the_gate(program: Program) -> None:
+    for module in program.model.modules():
+        if isinstance(module, GatedNorm):
+            module.norm_product = False
+
+
+def rms_of_a_micro_batch(program: Program) -> None:
+    for module in program.model.modules():
+        if isinstance(module, RMSNorm):
+            module.forward = partial(_over_all_rows, module.forward)  # type: ignore[method-assign]
+
+
+def _over_all_rows(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    own = x.square().mean(1, keepdim=True)
+    return forward(x) * (own / own.mean()).sqrt()
+
+
+class OneBufferForAll(BoundedLagAllToAll):
+    """Exchanges in flight arrive in one buffer: a batch reads the rows of the newest."""
+
+    def finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
+        arrived = [] if exchange.done else [*self._in_flight]
+        for each in arrived:
+            super().finish_through(each, timeout)
+        for each in arrived:
+            each.values = arrived[-1].values
 
 
 def gradients_of_the_last_pass(loop: OwnLoop) -> None:

@@ -35,6 +35,7 @@ from .corpus import injection_of
 from .exported import compare_export, saved_between
 from .injections import Injection
 from .own_code import OwnLoop
+from .served import compare_served
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
 
@@ -206,18 +207,22 @@ def _compared(
         if stretch.export:
             last = steps[-1]
             compare_export(trainer, loader, comparison, expected(last), last, stretch.export, injected.export)
+        served = 0
+        if case.serves:
+            served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     accumulate = program.config.accumulate
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
     due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
     due |= {(steps[-1], "export")} if stretch.export else set()
+    due |= {(steps[-1], "served")} if case.serves else set()
     if comparison.first is None and due - comparison.steps_seen:
         missing = sorted(due - comparison.steps_seen)
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
-    counts["skipped"] = skipped
+    counts["skipped"], counts["served"] = skipped, served
     for group in tables.groups:
         counts.update(vars(group.table.counters))
     if watch is not None:

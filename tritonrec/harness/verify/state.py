@@ -151,6 +151,13 @@ class Comparison:
         if found is not None:
             self.differences.setdefault((step, len(_ORDER)), found)
 
+    def compare_predictions(self, step: int, bound: int, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compare the predictions (b,) that this rank served with a bound, after `step`."""
+        found = self._values(step, f"predictions, served with k = {bound}", expected, got)
+        self.steps_seen.add((step, "served"))
+        if found is not None:
+            self.differences.setdefault((step, len(_ORDER)), found)
+
     def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
         ids, values = got["loss/ids"], got["loss/values"]
         here = torch.isin(expected["loss/ids"], ids)

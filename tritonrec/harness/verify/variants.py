@@ -16,6 +16,7 @@ from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..job import Job
 from .own_code import ConvertedJob
+from .published import PublishedJob
 from .weighted import WeightedJob
 
 RESTART = "restart"
@@ -43,6 +44,7 @@ class Variant:
         exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
             and scores compared.
         replay: the share of the work that other ranks compute again.
+        serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
     """
 
@@ -56,6 +58,7 @@ class Variant:
     modes: tuple[Mode, ...] = PIPELINED
     exports: bool = False
     replay: float = 0.0
+    serves: bool = False
     kind: type[Job] = Job
     own_loop: bool = False
 
@@ -155,6 +158,18 @@ VARIANTS: dict[str, Variant] = {
         own_loop=True,
     ),
     "fuxi": Variant("FuXi-alpha in place of HSTU", {"model": "fuxi"}, shows=("lookups",)),
+    "fuxi-rms": Variant(
+        "FuXi-alpha with the root mean square norm, as published",
+        {"model": "fuxi"},
+        kind=PublishedJob,
+        shows=("lookups",),
+    ),
+    "grm-product": Variant(
+        "GRM whose layers norm the product of attention and gate (MTGRBoost, equation 3)",
+        {"model": "grm"},
+        kind=PublishedJob,
+        shows=("lookups",),
+    ),
     "dlrm": Variant("DLRM in place of HSTU, on ratings as clicks", {"model": "dlrm"}, shows=("lookups",)),
     "weighted-bags": Variant(
         "DLRM on bags of ids with weights, some of them empty",
@@ -173,6 +188,12 @@ VARIANTS: dict[str, Variant] = {
         {"merge": True},
         {"merge": False},
         shows=("evicted", "rejected", "promoted"),
+    ),
+    "bounded-lag": Variant(
+        "the trained DLRM is served with every bound k of the lag",
+        {"model": "dlrm", "batch_size": 9, "data": CRITEO},
+        shows=("served",),
+        serves=True,
     ),
     "slipstream-0": Variant(
         "Slipstream with threshold 0: rows are judged, and no input is dropped",
