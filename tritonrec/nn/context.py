@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from .. import ops
 from ..kernels import gradients
 
 _of_thread = threading.local()
+Hook = TypeVar("Hook", bound=Callable[..., None])
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 STREAM = -7  # of the seed; layers of `tritonrec.nn` models count their streams from 0
 
 
@@ -185,6 +188,27 @@ def _lying(seq_offsets: torch.Tensor | None, num_tokens: int | None) -> Iterator
         yield
     finally:
         now.seq_offsets, now.num_tokens = before
+
+
+def only_refuses(hook: Hook) -> Hook:
+    """A hook of modules that changes nothing: a trainer's guard, which refuses calls of other threads."""
+    hook.only_refuses = True  # type: ignore[attr-defined]
+    return hook
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module runs hooks beside its `forward`, of its own or of all modules.
+
+    A trainer's guards are none. torch lists no hooks in public; kept elsewhere, there are some.
+    """
+    everywhere = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
+    if everywhere is None or everywhere():
+        return True
+    for name in HOOKS:
+        hooks = getattr(module, name, None)
+        if hooks is None or not all(getattr(hook, "only_refuses", False) for hook in hooks.values()):
+            return True
+    return False
 
 
 def sums_exactly(parameter: torch.Tensor) -> bool:

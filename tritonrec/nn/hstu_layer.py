@@ -141,6 +141,12 @@ def hstu_layer(
         layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
         seed: of dropout. tables: of `Parameters`.
     """
+    call, parameters = described(layer, tokens, seed, **tables)
+    return _HSTULayer.apply(current(), call, x, *parameters)
+
+
+def described(layer: Any, tokens: Tokens, seed: int, **tables: torch.Tensor) -> tuple[Call, Parameters]:
+    """The arguments of `hstu_layer` as its steps take them."""
     config, norm, uvqk, gate, output = layer.config, layer.norm, layer.uvqk, layer.gate, layer.output
     parameters = Parameters(
         norm.weight, norm.bias, uvqk.weight, uvqk.bias, gate.weight, gate.bias, output.weight, output.bias,
@@ -152,10 +158,10 @@ def hstu_layer(
         config.recompute if torch.is_grad_enabled() else RECOMPUTED,
         channels=1 + sum(name in CHANNELS for name in tables),
     )  # fmt: skip
-    return _HSTULayer.apply(current(), call, x, *parameters)
+    return call, parameters
 
 
-def _bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:
+def bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:
     """In a trainer on the CPU the whole layer in one call, where it takes these arguments."""
     others = call.channels > 1 or call.norm_product or not {"norm"}.issuperset(call.recompute)
     if accumulator is None or others:
@@ -253,6 +259,33 @@ class _Gradients:
         return [self._found.get(name) for name in Parameters._fields]
 
 
+def whole_backward(
+    accumulator: Accumulator | None,
+    own: Parameters,
+    bound: whole.Bound,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    parameters: whole.Parameters,
+    seq_offsets: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """dx, and the gradients of `own` for autograd, None where the accumulator has taken their terms.
+
+    Args:
+        x, kept, parameters: of the call's forward, as they were saved.
+    """
+    targets = targets_of(accumulator, *(each for each in own if each is not None))
+    if targets is not None and bound.is_small():
+        return bound.backward_exact(dy, x, kept, parameters, targets), [None] * len(own)
+    dx, terms = bound.backward(dy, x, kept, parameters)
+    gradients = _Gradients(accumulator, own)
+    gradients.take_linear("output", dy, terms.gated, seq_offsets)
+    for name in ("gate_weight", "gate_bias", "pos_weights", "ts_weights", "norm_weight", "norm_bias"):
+        gradients.take(**{name: RowTerms(getattr(terms, name))})
+    gradients.take_linear("uvqk", terms.duvqk, terms.normed, seq_offsets)
+    return dx, gradients.in_order()
+
+
 class _HSTULayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, accumulator: Accumulator | None, call: Call, x, *parameters):
@@ -265,7 +298,7 @@ class _HSTULayer(torch.autograd.Function):
         own, again = Parameters(*parameters), call.recompute
         ctx.accumulator, ctx.call, ctx.own = accumulator, call, own  # it knows these very tensors
         ctx.impl = default_impl()
-        ctx.bound = _bind(accumulator, call, x, own) if ctx.low is None else None
+        ctx.bound = bind(accumulator, call, x, own) if ctx.low is None else None
         if ctx.bound is not None:
             with annotation("hstu_layer"):
                 out, kept = ctx.bound.forward(x, own[:10])
@@ -292,20 +325,13 @@ class _HSTULayer(torch.autograd.Function):
 
     @staticmethod
     def _whole_backward(ctx, dy):
-        accumulator, own, bound = ctx.accumulator, ctx.own, ctx.bound
         x, kept, *parameters = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        targets = targets_of(accumulator, *(each for each in own if each is not None))
-        if targets is not None and bound.is_small():
-            dx = bound.backward_exact(dy, x, kept, parameters[:10], targets)
-            return None, None, dx, *(None,) * len(own)
-        dx, terms = bound.backward(dy, x, kept, parameters[:10])
-        offsets, of_parameters = ctx.call.tokens.seq_offsets, _Gradients(accumulator, own)
-        of_parameters.take_linear("output", dy, terms.gated, offsets)
-        for name in ("gate_weight", "gate_bias", "pos_weights", "ts_weights", "norm_weight", "norm_bias"):
-            of_parameters.take(**{name: RowTerms(getattr(terms, name))})
-        of_parameters.take_linear("uvqk", terms.duvqk, terms.normed, offsets)
-        return None, None, dx, *of_parameters.in_order()
+        offsets = ctx.call.tokens.seq_offsets
+        dx, gradients = whole_backward(
+            ctx.accumulator, ctx.own, ctx.bound, dy, x, kept, parameters[:10], offsets
+        )
+        return None, None, dx, *gradients
 
     @staticmethod
     def _backward(ctx, dy):

@@ -20,6 +20,7 @@ from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
 from ..nn import GradientAccumulator
+from ..nn.context import only_refuses
 from .compiled import Compilation
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
@@ -200,6 +201,7 @@ class Flight:
     def _requires_grad(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.dense.parameters.values()]
 
+    @only_refuses
     def _refuse_forward(self, module: torch.nn.Module, args: object) -> None:
         # A lane's backward may compute a forward again on a thread of autograd, so that only the threads of
         # the caller's code are told apart from the lanes.
