@@ -68,6 +68,14 @@ def main(store):
     assert "rank 1 sent 1 rows of 1 int32" in error or "and rank 1 expects any number of 1 int32" in error, (
         error
     )
+
+    def other_count(exchange, number):  # rank 2 hears of it from the others
+        receive = [1] * world
+        receive[0] += rank == 1
+        exchange.start(torch.ones(world), [1] * world, receive)
+
+    error = error_of(other_count)
+    assert "rank 0 sent 1 rows of 1 float32, and rank 1 expects 2 of 1 float32" in error, error
     large = 100_000
 
     def too_large(exchange, number):
