@@ -3,7 +3,7 @@
 # make test     the test suite, about five minutes on two cores: of slow tests their quick counterparts
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
-# make lint     ruff and mypy
+# make lint     ruff, mypy, and the workflows against GitHub's schema
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
 # make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
@@ -53,6 +53,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 bench: .venv/installed
 	mkdir -p out

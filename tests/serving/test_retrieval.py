@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec import checkpoint, ops
-from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup
+from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.serving import ExportedTable, Predictor, export, recall, top_k
 from tritonrec.serving import predictor as module
 
@@ -91,6 +91,9 @@ def test_every_form_of_a_history_gives_the_same_vectors(monkeypatch):
     assert torch.equal(predictor.scores(HISTORY, items)[:, 0], predictor.scores(HISTORY)[:, 4])
 
 
+WEIGHTED = WeightedLookup(HISTORY.ids, HISTORY.offsets, torch.ones(6))
+
+
 @pytest.mark.parametrize(
     ("history", "message"),
     [
@@ -101,6 +104,8 @@ def test_every_form_of_a_history_gives_the_same_vectors(monkeypatch):
         ({"item": (HISTORY.ids, torch.tensor([0, 2, 6]))}, "history 1 has 4 items, the model takes 1 to 3"),
         ({"item": (HISTORY.ids, torch.tensor([0, 2]))}, "must end at the number of ids"),
         ({"user": (HISTORY.ids, HISTORY.offsets)}, "has features .'user'., and the model needs 'item'"),
+        ({"item": WEIGHTED}, "the history 'item' has weights, which this model does not take"),
+        (KeyedJaggedTensor(("item",), *WEIGHTED), "the history 'item' has weights"),
         (HISTORY.ids[:2].int(), r"timestamps must be|must be \(n,\) int64"),
     ],
 )

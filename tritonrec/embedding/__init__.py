@@ -20,6 +20,7 @@ from .torchrec import (
     KeyedTensor,
     PoolingType,
 )
+from .torchrec_fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
 __all__ = [
     "Constant",
@@ -32,6 +33,8 @@ __all__ = [
     "EmbeddingTable",
     "Eviction",
     "FeatureConfig",
+    "FusedEmbeddingBagCollection",
+    "FusedEmbeddingCollection",
     "HashEmbedding",
     "HashEmbeddingBag",
     "HashEmbeddingCollection",

@@ -19,7 +19,7 @@ from .. import ops
 from ..checkpoint.files import sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..data.impressions import ImpressionBatch
-from ..data.jagged import KeyedJaggedTensor, check_offsets
+from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..embedding.features import pool
 from ..nn import sigmoid
 from .exporter import FORMAT, MANIFEST, VERSION
@@ -125,7 +125,7 @@ class Predictor:
                 offsets (B + 1,) int64, or one user's ids (L,) int64.
             timestamps: (L,) int64, for a model with times; a `JaggedBatch` brings its own.
 
-        Raises ValueError for an empty or a too long history, and for missing timestamps.
+        Raises ValueError for an empty, a too long or a weighted history, and for missing timestamps.
         """
         dense = self._dense(NEXT_ITEM, "encode")
         ids, offsets = _history(history)
@@ -247,7 +247,10 @@ def _history(history: Any) -> tuple[Tensor, Tensor]:
     if isinstance(history, Mapping):
         if "item" not in history:
             raise ValueError(f"the history has features {list(history)}, and the model needs 'item'")
-        ids, offsets = history["item"]
+        history = history["item"]
+        if isinstance(history, WeightedLookup):
+            raise ValueError("the history 'item' has weights, which this model does not take: leave them out")
+        ids, offsets = history
         return ids, offsets
     return history.ids, history.offsets
 
