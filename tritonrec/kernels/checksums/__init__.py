@@ -86,12 +86,18 @@ def _on_host(content: Any) -> int:
     """`checksum` of an array of bytes."""
     from .numba_checksums import add_chunks
 
-    if content.ctypes.data % 4:
-        content = content.copy()
     whole = len(content) // 4 * 4
-    cpu, chunks = torch.device("cpu"), len(content) // (4 * CHUNK) + 1
-    of_words, of_chunks = _weights(CHUNK, cpu).numpy(), _weights(chunks, cpu).numpy()
-    return add_chunks(content[:whole].view("<i4"), content[whole:], of_words, of_chunks)
+    words = content[:whole].view("<i4")
+    if not words.flags.aligned:
+        words = words.copy()
+    chunks = len(content) // (4 * CHUNK) + 1
+    return add_chunks(words, content[whole:], _on_host_weights(CHUNK), _on_host_weights(chunks))
+
+
+@lru_cache(maxsize=1024)
+def _on_host_weights(count: int) -> Any:
+    """`_weights` as an array."""
+    return _weights(count, torch.device("cpu")).numpy()
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

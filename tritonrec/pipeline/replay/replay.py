@@ -5,7 +5,7 @@
     dense_update      before it the next rank computes both again; checksums of both results and of the dense
                       state are compared over all ranks
     retrieve          rows read from a table are compared with the checksums they were written with
-    all-to-alls       of one in eight, checksums at both ends (`Ledger`)
+    all-to-alls       of one in 16, checksums at both ends (`Ledger`)
 
 Dense parameters are frozen from `compute` to `dense_update`, so all ranks have those that the micro-batch was
 computed with. Nothing else of a step changes: replay reads, and computes beside it.
@@ -52,7 +52,7 @@ from .work import (
     update_again,
 )
 
-ONE_IN, LEDGER = 8, 8
+ONE_IN, LEDGER = 16, 8
 """All-to-alls of a group of which one at least is looked at, and how many of these are compared together."""
 LEAST_SHARE = 1e-9
 MOVING = ("routing", "replica_routing", "communication", "replica", "reduce")
@@ -72,7 +72,7 @@ class Replay:
 
     Args:
         share: of micro-batches and of updated rows that are computed again, in [1e-9, 1]. The same share of
-            messages is looked at, or an eighth where that is more.
+            messages is looked at, or one in 16 where that is more.
 
     Attributes:
         plan: when; None before `attach`.
