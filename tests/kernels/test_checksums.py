@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.kernels.checksums import CHUNK, _weights, checksum, row_checksums
+from tritonrec.kernels.checksums import (
+    CHUNK,
+    _weights,
+    checksum,
+    first_other_row,
+    part_checksums,
+    row_checksums,
+    write_row_checksums,
+)
 
 pytestmark = pytest.mark.smoke
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -60,3 +68,27 @@ def test_rows_have_the_sums_of_their_words(shape):
 def test_rows_tell_minus_zero_and_nan_apart():
     values = torch.tensor([[0.0], [-0.0], [float("nan")], [-float("nan")]], dtype=torch.float32)
     assert len(row_checksums(values).unique()) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_parts_have_the_checksums_of_their_rows(dtype):
+    values = some_bytes(7 * 12).view(dtype).view(7, -1)
+    parts = values.split([3, 0, 2, 2])
+    expected = [0 if number == 2 else int(checksum(part)) for number, part in enumerate(parts)]
+    assert part_checksums(values, [3, 0, 2, 2], 2).tolist() == expected
+    assert part_checksums(values[:0], [0, 0], 0).tolist() == [0, int(checksum(values[:0]))]
+
+
+def test_a_row_is_compared_by_its_handle():
+    rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    sums, nothing = torch.zeros(9, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    handles = torch.tensor([7, -1, 0, 3, 8])
+    write_row_checksums(sums, handles, rows)
+    assert sums[[7, 0, 3, 8]].tolist() == row_checksums(rows)[[0, 2, 3, 4]].tolist()
+    assert sums[[1, 2, 4, 5, 6]].eq(0).all(), "a handle of -1 writes"
+    assert first_other_row(sums, handles, rows, nothing) == -1
+    rows.view(torch.int32)[1:4, 0] ^= 1
+    assert first_other_row(sums, handles, rows, nothing) == 2
+    assert first_other_row(sums, handles, rows, torch.tensor([2, -1])) == 3
+    assert first_other_row(sums, handles, rows, torch.tensor([3, 2])) == -1
+    assert first_other_row(sums, handles[:0], rows[:0], nothing) == -1

@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 
-from ..kernels.checksums import checksum
+from ..kernels.checksums import part_checksums
+
+GOLDEN = 0x9E3779B1  # 2**32 over the golden ratio
 
 
 class SupportsExchange(Protocol):
@@ -38,18 +40,22 @@ class CorruptionError(RuntimeError):
 class Ledger:
     """The checksums of what a rank sent to and received from each other rank of a group.
 
-    Ranks exchange them after every so many all-to-alls of the group: W numbers of 8 bytes for each.
+    One all-to-all in so many is entered, by its number, so that ranks agree. They exchange their entries from
+    time to time: W numbers of 8 bytes for each.
 
     Args:
-        every: all-to-alls after which the ledgers are compared, at least 1.
+        one_in: all-to-alls of which one is entered. They are spread (multiples of the golden ratio), so that
+            every place in a step gets its turn.
+        every: entries after which the ledgers are compared, at least 1.
 
     Attributes:
         messages: compared so far.
     """
 
-    def __init__(self, every: int):
-        self.every, self.messages = every, 0
+    def __init__(self, one_in: int, every: int):
+        self.one_in, self.every, self.messages = one_in, every, 0
         self._calls = 0
+        self._entries: list[int] = []  # the numbers of the all-to-alls
         self._sent: list[torch.Tensor] = []
         self._received: list[torch.Tensor] = []
 
@@ -61,19 +67,22 @@ class Ledger:
         received: torch.Tensor,
         receive: list[int],
     ) -> None:
-        """Enter an all-to-all of rows (sum of `send`, ...) and of those received.
+        """Note an all-to-all of rows (sum of `send`, ...) and of those received; enter it if it is due.
 
         Raises `CorruptionError` on the receiver of a message that was another one when it was sent.
         """
-        self._sent.append(_checksums(sent, send, over.rank))
-        self._received.append(_checksums(received, receive, over.rank))
-        self._calls += 1
+        number, self._calls = self._calls, self._calls + 1
+        if number * GOLDEN % 2**32 * self.one_in >= 2**32:
+            return
+        self._entries.append(number)
+        self._sent.append(part_checksums(sent, send, over.rank))
+        self._received.append(part_checksums(received, receive, over.rank))
         if len(self._sent) == self.every:
             self._compare(over)
 
     def _compare(self, over: SupportsExchange) -> None:
         sent, received = torch.stack(self._sent, 1), torch.stack(self._received, 1)
-        self._sent, self._received = [], []
+        entries, self._entries, self._sent, self._received = self._entries, [], [], []
         one = [1] * over.world_size
         wrong = (over.exchange(sent, one, one) != received).nonzero()
         self.messages += received.numel() - received.shape[1]
@@ -81,18 +90,10 @@ class Ledger:
             return
         peers = over.peers or range(over.world_size)
         peer, call = wrong[0].tolist()
-        number = self._calls - received.shape[1] + call
         group = over.name.partition(" ")[0]
         raise CorruptionError(
             f"a message from rank {peers[peer]} has other bits at rank {peers[over.rank]} than when it was "
-            f"sent (all-to-all {number} of group {group}): check the link and the memory of both, and go on "
-            "from a checkpoint before this step",
+            f"sent (all-to-all {entries[call]} of group {group}): check the link and the memory of both, and "
+            "go on from a checkpoint before this step",
             (peers[peer], peers[over.rank]),
         )
-
-
-def _checksums(rows: torch.Tensor, sizes: list[int], own: int) -> torch.Tensor:
-    """(W,) int64 of the parts of `rows`, in this order; 0 for a rank's own."""
-    parts = rows.split(sizes)
-    zero = torch.zeros((), dtype=torch.int64, device=rows.device)
-    return torch.stack([zero if rank == own else checksum(part) for rank, part in enumerate(parts)])

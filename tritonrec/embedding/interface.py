@@ -101,10 +101,12 @@ class EmbeddingTable(Protocol):
         """Keep a checksum of every row from now on, 8 bytes each; no other call may run meanwhile."""
         ...
 
-    def changed(self, handles: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-        """(K,) bool, which rows `values` (K, row_width) of `handles` (K,) are other ones than were written.
+    def first_changed(
+        self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor | int:
+        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
 
-        False where a handle is -1; None without checksums.
+        See `RowChecksums.first_changed`; 0 without checksums.
         """
         ...
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.checksums import row_checksums
+from ..kernels.checksums import first_other_row, row_checksums, write_row_checksums
+from ..kernels.deferred import NONE
+from ..kernels.dispatch import on_host
 from .row_column import RowColumn
 from .turn import Turn
 
@@ -28,12 +30,26 @@ class RowChecksums:
 
     def write(self, handles: torch.Tensor, values: torch.Tensor, end: int) -> None:
         """The rows of `handles` (K,), distinct, -1 left out, below `end`, are `values` (K, row_width) now."""
-        sums = row_checksums(values)
         with self._lock:
             self._sums.grow(end)
-            self._sums[handles] = sums
+            if on_host(values):
+                write_row_checksums(self._sums.rows, handles, values)
+            else:
+                self._sums[handles] = row_checksums(values)
 
-    def changed(self, handles: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(K,) bool, which rows `values` (K, row_width), on any device, are not those that were written."""
-        now = row_checksums(values).to(self._device)
-        return (self._sums[handles] != now) & (handles >= 0)
+    def first_changed(
+        self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor | int:
+        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
+
+        Rows of -1 are left out, and the positions `skipped` (n,) int64, where -1 is no position. On a device
+        positions (K,) int64 of changed rows, with `deferred.NONE` for others.
+        """
+        if on_host(handles) and on_host(values):
+            return 1 + first_other_row(self._sums.rows, handles, values, skipped)
+        now = row_checksums(values).to(handles.device)
+        changed = (self._sums[handles] != now) & (handles >= 0)
+        changed = torch.cat([changed, changed.new_zeros(1)])  # and one for positions of -1
+        changed[skipped] = False
+        places = torch.arange(len(handles), device=handles.device)
+        return torch.where(changed[:-1], places, NONE)

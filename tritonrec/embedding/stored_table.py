@@ -109,9 +109,11 @@ class StoredTable:
             self._checksums.write(handles, self.gather(handles), self.end)
             self.update = self._update_with_checksums
 
-    def changed(self, handles: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-        """See `EmbeddingTable.changed`."""
-        return None if self._checksums is None else self._checksums.changed(handles, values)
+    def first_changed(
+        self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor | int:
+        """See `EmbeddingTable.first_changed`."""
+        return 0 if self._checksums is None else self._checksums.first_changed(handles, values, skipped)
 
     def _update_with_checksums(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..distributed import CorruptionError
-from ..kernels.deferred import NONE, first_bad
-from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .candidates import Candidates
 from .device_numbers import Arriving
@@ -227,14 +225,21 @@ class DynamicTable:
             self._rank = rank
             self._rows.keep_checksums()
 
-    def validate_rows(self, handles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def validate_rows(
+        self,
+        handles: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        skipped: torch.Tensor | None = None,
+    ) -> None:
         """Raise `CorruptionError` naming a row of `values` (K, row_width) that is not as it was written.
 
-        Rows of -1 are left out. An error on a device is put off where errors are (`kernels.deferred`).
+        Rows of -1 are left out, and positions `skipped` (n,) int64, where -1 is no position. An error on a
+        device is put off where errors are (`kernels.deferred`).
         """
-        changed = self._rows.changed(handles, values)
-        if changed is None or not len(changed):
-            return
+        if skipped is None:
+            skipped = handles[:0]
+        first = self._rows.first_changed(handles, values, skipped)
 
         def error(code: int) -> CorruptionError:
             return CorruptionError(
@@ -243,8 +248,7 @@ class DynamicTable:
                 (self._rank,),
             )
 
-        places = torch.where(changed, torch.arange(len(changed), device=changed.device), NONE)
-        report(first_bad(places) if on_host(places) else places, None, error, error)
+        report(first, None, error, error)
 
     def erase(self, keys: torch.Tensor) -> torch.Tensor:
         """Erase the rows of `keys` (K,) int64, distinct; (K,) bool, whether the key had a row.

@@ -378,7 +378,7 @@ FAULTS = [
     ),
     Fault(
         "bit-of-a-message",
-        "a bit of the rows that rank 0 sends to rank 1 flips on the way",
+        "a bit of the rows that rank 0 sends to rank 1 flips on the way, again and again",
         replace(_case(), variant="replay", steps=12),
         Injection(injections.bit_of_a_message),
         says="a message from rank 0 has other bits at rank 1",

@@ -545,7 +545,7 @@ def bit_of_a_message(program: Program) -> None:
         received = exchange(values, send, receive, out)
         if values.dtype == torch.float32 and communication.rank == 1 and receive[0]:
             rows.append(receive[0])
-            if len(rows) == 4:
+            if len(rows) > 4:
                 received.view(torch.int32)[0, 1] ^= 1 << 12  # of those from rank 0
         return received
 

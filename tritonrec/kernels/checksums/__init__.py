@@ -10,6 +10,7 @@ on their order: devices and threads agree.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -36,19 +37,67 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     Rows of `CHUNK` words, the last one filled up with zeros, whose checksums are added up like words.
     """
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
-    chunks = len(flat) // (4 * CHUNK) + 1
-    of_words, of_chunks = _weights(CHUNK, flat.device), _weights(chunks, flat.device)
     if not flat.is_cpu:
+        chunks = len(flat) // (4 * CHUNK) + 1
+        of_chunks = _weights(chunks, flat.device)
         filled = torch.cat([flat, flat.new_zeros(chunks * 4 * CHUNK - len(flat))])
         return (row_checksums(filled.view(torch.int32).view(chunks, CHUNK)) * of_chunks).sum() + len(flat)
+    return torch.tensor(_on_host(flat.numpy()), dtype=torch.int64)
+
+
+def part_checksums(values: torch.Tensor, sizes: list[int], without: int) -> torch.Tensor:
+    """(P,) int64, the `checksum` of each part of `values`, of `sizes` rows; 0 for the part `without`."""
+    if not values.is_cpu:
+        zero = torch.zeros((), dtype=torch.int64, device=values.device)
+        parts = enumerate(values.split(sizes))
+        return torch.stack([zero if number == without else checksum(part) for number, part in parts])
+    flat, sums, end = values.detach().contiguous().view(-1).view(torch.uint8).numpy(), [], 0
+    row = len(flat) // max(len(values), 1)
+    for number, size in enumerate(sizes):
+        start, end = end, end + size * row
+        sums.append(0 if number == without else _on_host(flat[start:end]))
+    return torch.tensor(sums, dtype=torch.int64)
+
+
+def write_row_checksums(sums: torch.Tensor, handles: torch.Tensor, values: torch.Tensor) -> None:
+    """``sums[handles[i]] = row_checksums(values)[i]``, on the CPU; a handle of -1 is left out."""
+    from .numba_checksums import write_rows
+
+    words = values.detach().contiguous().view(torch.int32)
+    weights = _weights(words.shape[1], words.device)
+    write_rows(words.numpy(), weights.numpy(), handles.numpy(), sums.numpy())
+
+
+def first_other_row(
+    sums: torch.Tensor, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+) -> int:
+    """The first i with ``sums[handles[i]] != row_checksums(values)[i]``, on the CPU; -1: there is none.
+
+    Handles of -1 are left out, and so are the positions `skipped` (n,) int64, where -1 is no position.
+    """
+    from .numba_checksums import first_other
+
+    words = values.detach().contiguous().view(torch.int32)
+    weights = _weights(words.shape[1], words.device)
+    return first_other(words.numpy(), weights.numpy(), handles.numpy(), sums.numpy(), skipped.numpy())
+
+
+def _on_host(content: Any) -> int:
+    """`checksum` of an array of bytes."""
     from .numba_checksums import add_chunks
 
-    content = flat.numpy()
-    if content.ctypes.data % 4:
-        content = content.copy()
-    words, rest = content[: len(content) // 4 * 4].view("<i4"), content[len(content) // 4 * 4 :]
-    total = add_chunks(words, rest, of_words.numpy(), of_chunks.numpy())
-    return torch.tensor(total, dtype=torch.int64)
+    whole = len(content) // 4 * 4
+    words = content[:whole].view("<i4")
+    if not words.flags.aligned:
+        words = words.copy()
+    chunks = len(content) // (4 * CHUNK) + 1
+    return add_chunks(words, content[whole:], _on_host_weights(CHUNK), _on_host_weights(chunks))
+
+
+@lru_cache(maxsize=1024)
+def _on_host_weights(count: int) -> Any:
+    """`_weights` as an array."""
+    return _weights(count, torch.device("cpu")).numpy()
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

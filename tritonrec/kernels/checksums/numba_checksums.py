@@ -1,17 +1,46 @@
 # mypy: ignore-errors
 """The loops of checksums on the CPU."""
 
+import numpy as np
+
 from ..caches import njit
 
 
 @njit(cache=True, nogil=True)
+def add_row(words, weights):
+    """``sum(words[j] * weights[j])`` in int64, which wraps; words and weights are int32."""
+    total = 0
+    for j in range(len(words)):
+        total += words[j] * weights[j]
+    return total
+
+
+@njit(cache=True, nogil=True)
 def add_words(words, weights, sums):
-    """``sums[i] = sum(words[i, j] * weights[j])`` in int64, which wraps; words and weights are int32."""
-    for i in range(words.shape[0]):
-        total = 0
-        for j in range(words.shape[1]):
-            total += words[i, j] * weights[j]
-        sums[i] = total
+    """The sums of all rows."""
+    for i in range(len(words)):
+        sums[i] = add_row(words[i], weights)
+
+
+@njit(cache=True, nogil=True)
+def write_rows(words, weights, handles, sums):
+    """``sums[handles[i]]`` is the sum of row i."""
+    for i in range(len(words)):
+        if handles[i] >= 0:
+            sums[handles[i]] = add_row(words[i], weights)
+
+
+@njit(cache=True, nogil=True)
+def first_other(words, weights, handles, sums, skipped):
+    """The first row whose sum is not ``sums[handles[i]]``; -1: there is none."""
+    left_out = np.zeros(len(handles), dtype=np.bool_)
+    for position in skipped:
+        if position >= 0:
+            left_out[position] = True
+    for i in range(len(words)):
+        if handles[i] >= 0 and not left_out[i] and add_row(words[i], weights) != sums[handles[i]]:
+            return i
+    return -1
 
 
 @njit(cache=True, nogil=True)

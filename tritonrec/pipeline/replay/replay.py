@@ -5,7 +5,7 @@
     dense_update      before it the next rank computes both again; checksums of both results and of the dense
                       state are compared over all ranks
     retrieve          rows read from a table are compared with the checksums they were written with
-    every all-to-all  checksums at both ends (`Ledger`)
+    all-to-alls       of one in 16, checksums at both ends (`Ledger`)
 
 Dense parameters are frozen from `compute` to `dense_update`, so all ranks have those that the micro-batch was
 computed with. Nothing else of a step changes: replay reads, and computes beside it.
@@ -52,8 +52,8 @@ from .work import (
     update_again,
 )
 
-LEDGER = 64
-"""All-to-alls of a group after which its ledgers are compared."""
+ONE_IN, LEDGER = 16, 8
+"""All-to-alls of a group of which one at least is looked at, and how many of these are compared together."""
 LEAST_SHARE = 1e-9
 MOVING = ("routing", "replica_routing", "communication", "replica", "reduce")
 """Groups that move keys, rows and gradients."""
@@ -71,7 +71,8 @@ class Replay:
     twice. The update in which it is raised is not applied to the tables.
 
     Args:
-        share: of micro-batches and of updated rows that are computed again, in [1e-9, 1].
+        share: of micro-batches and of updated rows that are computed again, in [1e-9, 1]. The same share of
+            messages is looked at, or one in 16 where that is more.
 
     Attributes:
         plan: when; None before `attach`.
@@ -83,12 +84,12 @@ class Replay:
 
     Example::
 
-        with Replay(share=0.005) as replay:
+        with Replay(share=0.0025) as replay:
             replay.attach(trainer)
             results = list(trainer.run(batches))
     """
 
-    def __init__(self, share: float = 0.005):
+    def __init__(self, share: float = 0.0025):
         if not LEAST_SHARE <= share <= 1:
             raise ValueError(f"share of the work to replay must lie in [{LEAST_SHARE}, 1], got {share}")
         self.share = share
@@ -121,7 +122,7 @@ class Replay:
         for group in trainer.tables.groups:
             group.table.keep_checksums(self._rank)
         for over in (getattr(groups, name) for name in MOVING):
-            over.ledger = Ledger(LEDGER)
+            over.ledger = Ledger(min(ONE_IN, self.plan.period), LEDGER)
             self._ledgers.append(over)
         program.after("retrieve", self._read)
         program.before("compute", self._before_compute)
@@ -146,16 +147,10 @@ class Replay:
     ) -> None:
         """Rows that were read are those that were written; kept ones may be stale, and are overwritten."""
         started = time.thread_time_ns()
-        for number, (group, own, rows) in enumerate(
-            zip(context.tables.groups, owned.tables, buffer, strict=True)
-        ):
-            handles = own.handles
-            if kept is not None:
-                handles = torch.cat([handles, handles.new_full((1,), -1)])  # and one for kept rows of -1
-                handles[kept[number].now] = -1
-                handles = handles[:-1]
-            group.table.validate_rows(handles, own.keys, rows)
-            self.counts["rows_checked"] += len(handles)
+        parts = zip(context.tables.groups, owned.tables, buffer, kept or [None] * len(buffer), strict=True)
+        for group, own, rows, common in parts:
+            group.table.validate_rows(own.handles, own.keys, rows, None if common is None else common.now)
+            self.counts["rows_checked"] += len(own.handles)
         self.counts["check_microseconds"] += (time.thread_time_ns() - started) // 1000
 
     def _is_due(self, window: Window, micro_batch: int) -> bool:
