@@ -49,7 +49,7 @@ LEFT = {
     "README.md": "result.step == 19 and ranks.world_size == 1",
     "checkpoints": "len(rows) == 5 and found.step == 3 and found.tables['items']['rows'].shape == (5, 8)",
     "embedding": "ids.tolist() == [-3, 7, 8, 9, 2**63 - 1] and weights.shape == (5, 8)",
-    "faults": "result.step == 2 and __import__('pathlib').Path('checkpoints').is_dir()",
+    "faults": "result.step == 2 and __import__('pathlib').Path('checkpoints').is_dir() and last_step == 20",
     "migrate": "ebc.fused_optimizer.updates == table.fused_optimizer.updates == 1 and len(pooled) == 2",
     "ops": "inserted.tolist() == [True] * 3 and own_sums.tolist() == [[3, -300], [0, 0], [2**40, -(2**62)]]",
     "serving": "probabilities.shape == (8,) and rows.shape == (5, 4)",

@@ -2,9 +2,13 @@
 
 import importlib.util
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jagged_standin
@@ -102,3 +106,36 @@ def test_torchrec_sasrec(tmp_path):
     assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in range(1, 5)]
     found = [float(line.split("'loss': ")[1].split(",")[0]) for line in lines]
     assert 3.8 > found[0] > found[-1] > 3.3 and all("NDCG@10" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_under_torchrun_the_others_go_on_without_a_rank_that_is_killed(tmp_path, victim):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = ["bash", "docs/examples/elastic.sh", str(tmp_path / "ranks"), "40"]
+    where = {"PORT": str(port), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    where |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    lines, begun = [], {}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=EXAMPLES.parents[1],
+        env={**os.environ, **where}, start_new_session=True,
+    ) as agents:  # fmt: skip
+        for line in agents.stdout:
+            lines.append(line)
+            if found := re.fullmatch(r"process (\d+) begins: (rank \d of \d), step \d+\n", line):
+                begun[found[2]] = int(found[1])
+            if line.startswith("step 12:") and "rank 0 of 2" not in begun:
+                os.kill(begun[f"rank {victim} of 3"], signal.SIGKILL)
+            if line.startswith("step 40:"):
+                break
+        deadline = time.monotonic() + 30
+        while any(Path(f"/proc/{process}").exists() for process in begun.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(agents.pid, signal.SIGTERM)  # they wait for the agent of the lost rank
+    text = "".join(lines)
+    assert {"rank 0 of 2", "rank 1 of 2"} < set(begun) and len(begun) == 5, text
+    assert f"lost rank {victim}: rank {victim} " in text
+    undisturbed = run("elastic.py", str(tmp_path / "alone"), "40").splitlines(keepends=True)[1:]
+    assert len(undisturbed) == 40 and set(re.findall(r"^step \d+: loss \S+\n", text, re.M)) == {*undisturbed}

@@ -46,7 +46,7 @@ def run_elastic(
     """Call ``function(communicators)``, and again with the ranks that are left after some were lost.
 
     The ranks are those of torchrun's variables, with one agent for each rank or machine and without
-    restarts: ``torchrun --nnodes 4 --nproc-per-node 1 --max-restarts 0``. A rank is lost if its process or
+    restarts: ``torchrun --nnodes 4 --nproc-per-node 1 ...``. A rank is lost if its process or
     its machine ends, if it raises an error of its own, or if it stands still for the timeout. `function`
     makes model, tables and trainer anew and loads a state that all ranks have (`PeerCopies.restore`,
     `Trainer.load`). The process, with its kernels and data, stays.

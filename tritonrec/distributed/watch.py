@@ -234,11 +234,13 @@ class Watch:
         failed = self._failed(before)
         if failed:
             return RankDiedError(failed)
-        if gone := [rank for rank in others if self._is_gone(rank)]:
-            reports = before or self._last_of_rank_0
-            self._lost = self._describe_missing(gone, gone, reports, waited, group, number)
-            return RankDiedError(self._lost)
-        time.sleep(2.5 * self.interval)
+        deadline = time.monotonic() + 2.5 * self.interval
+        while time.monotonic() < deadline:  # its connections may close before its store
+            if gone := [rank for rank in others if self._is_gone(rank)]:
+                reports = before or self._last_of_rank_0
+                self._lost = self._describe_missing(gone, gone, reports, waited, group, number)
+                return RankDiedError(self._lost)
+            time.sleep(self.interval / 10)
         after = self._read(others)
         failed = self._failed(after)
         if failed:
