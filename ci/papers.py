@@ -40,6 +40,8 @@ PAGES = {
     "scale.md": ("curves",),
     "embedding.md": ("grm", "mch"),
     "lab.md": ("lab",),
+    "simulator.md": ("scaling",),
+    "slipstream.md": ("frontier",),
 }
 """Page -> the tables that it has between marks of their names."""
 

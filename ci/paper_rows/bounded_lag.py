@@ -52,6 +52,12 @@ ROWS = [
         link="serving.md#lookups-with-a-bounded-lag",
     ),
     Row(
+        "Table I: overlap across iterations, also of two exchanges",
+        "works",
+        "k + 1 exchanges are in flight beside the computation of k + 1 batches",
+        link="serving.md#lookups-with-a-bounded-lag",
+    ),
+    Row(
         "A backend of torch.distributed (III.B)",
         "works",
         '`init_process_group("bls")`',

@@ -127,6 +127,7 @@ def _slipstream(document: Document) -> Document:
     for run in document["runs"]:
         rows.append(
             {
+                "drop": run["drop"],
                 "at_random": run["at_random"],
                 "whole_speedup": whole_speedup(document, run),
                 "metrics": run["metrics"],
@@ -204,6 +205,7 @@ RUNS = {
     "growth": Run(made=growth),
     "balance": Run(made=balance),
     "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
+    "scaling": Run("python ci/benchmarks/simulate_grm.py --json OUT"),
     "mch": Run("python ci/benchmarks/bench_mch.py --json OUT"),
     "curves": Run(
         "python ci/benchmarks/consistency_curves.py --model fuxi,hstu --json OUT --png docs/curves.png",
@@ -219,10 +221,13 @@ RUNS = {
         "--json OUT",
         _exchanged,
     ),
-    "slipstream": Run(
-        "tritonrec train --model dlrm --data ml-100k --dim 16 --batch-size 256 --optimizer rowwise_adagrad "
-        "--lr 0.01 --steps 1770 --slipstream --warmup 700 --snapshot-every 70 --drop 0.6 --control "
-        "--json OUT",
+    "frontier": Run(
+        "python ci/benchmarks/slipstream_frontier.py --json OUT", lambda document: {"rows": document["rows"]}
+    ),
+    "online": Run(
+        "tritonrec train --model dlrm --data criteo:samples=100000 --dim 16 --batch-size 256 --optimizer "
+        "rowwise_adagrad --lr 0.01 --slipstream --online 0.3 --warmup 50 --snapshot-every 40 "
+        "--hot-share 1e-5 --drop 0.5,0.9 --control --json OUT",
         _slipstream,
     ),
 }

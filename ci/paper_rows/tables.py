@@ -84,5 +84,40 @@ def lab(figures: Any) -> str:
     )
 
 
-TABLES = {"curves": curves, "grm": grm, "lab": lab, "mch": mch}
+def frontier(figures: Any) -> str:
+    """Speed and lost accuracy, mean and half the width of the 95 % interval over the seeds."""
+    names = ("inputs", "whole_speedup", "accuracy", "AUC")
+    head = (
+        "classified",
+        "drop at most",
+        "inputs of the whole run",
+        "whole run",
+        "accuracy, points",
+        "AUC, points",
+    )
+    forms = ("{:.2f} ± {:.2f}", "{:.2f} ± {:.2f}", "{:+.2f} ± {:.2f}", "{:+.2f} ± {:.2f}")
+    lines = [
+        (
+            {"half": "half way", "early": "after 3 %"}[row["plan"]],
+            f"{row['drop']:.0%}{' at random' if row['at_random'] else ''}",
+            *(form.format(*row[name]) for name, form in zip(names, forms, strict=True)),
+        )
+        for row in figures["rows"]
+    ]
+    return markdown(head, "llrrrr", lines)
+
+
+def scaling(figures: Any) -> str:
+    """Shares of the ideal by number of GPUs."""
+    gpus = list(figures["rows"][0]["shares"])
+    lines = [
+        (row["model"], row["how"], *(f"{row['shares'][count]:.1%}" for count in gpus))
+        for row in figures["rows"]
+    ]
+    return markdown(
+        ("model", "exchanges", *(f"{count} GPUs" for count in gpus)), "ll" + "r" * len(gpus), lines
+    )
+
+
+TABLES = {"curves": curves, "frontier": frontier, "grm": grm, "lab": lab, "mch": mch, "scaling": scaling}
 """By run."""

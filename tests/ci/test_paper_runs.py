@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "ci" / "benchmarks"))
 curves = import_module("consistency_curves")
 grm = import_module("grm_throughput")
 mch = import_module("bench_mch")
+frontier = import_module("slipstream_frontier")
+simulate_grm = import_module("simulate_grm")
 
 
 def test_stale_rows_are_those_before_the_last_update_and_updates_go_to_the_newer():
@@ -123,3 +125,64 @@ def test_an_unknown_size_is_one_clear_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         grm.main()
     assert "no GRM-7G; there are small, GRM-4G, GRM-110G" in capsys.readouterr().err
+
+
+def slipstream(accuracy, seconds):
+    """The JSON of `tritonrec train --slipstream` with one share, and its control."""
+    runs = [
+        (None, False, 100, 40, 8.0, 0.7),
+        (0.5, False, 50, 20, seconds, accuracy),
+        (0.5, True, 50, 20, 4.0, 0.6),
+    ]
+    names = ("drop", "at_random", "inputs", "steps", "cpu_seconds")
+    return {
+        "classify_at": 40,
+        "overhead_cpu_seconds": 1.0,
+        "runs": [
+            {**dict(zip(names, run, strict=False)), "metrics": {"accuracy": run[5], "AUC": 0.75}}
+            for run in runs
+        ],
+    }
+
+
+def test_speed_counts_the_whole_run_and_accuracy_is_that_of_the_seed():
+    stale, at_random = frontier.points(slipstream(0.69, 4.0))
+    assert stale["inputs"] == at_random["inputs"] == 0.75
+    assert stale["whole_speedup"] == pytest.approx(16 / 13) and at_random["whole_speedup"] == pytest.approx(
+        16 / 12
+    )
+    assert stale["accuracy"] == pytest.approx(-1) and at_random["accuracy"] == pytest.approx(-10)
+    seeds = [frontier.points(slipstream(accuracy, 4.0)) for accuracy in (0.69, 0.67)]
+    chosen, control = frontier.summary({"early": seeds})
+    assert chosen["accuracy"][0] == pytest.approx(-2) and chosen["accuracy"][1] == pytest.approx(
+        12.706, rel=1e-3
+    )
+    assert (
+        control["at_random"]
+        and control["accuracy"][1] == pytest.approx(0, abs=1e-9)
+        and control["seeds"] == 2
+    )
+
+
+def test_a_frontier_of_one_seed_or_of_an_unknown_plan_is_one_clear_error(monkeypatch, capsys):
+    for words, error in (
+        ("--seeds 1", "needs two seeds, got 1"),
+        ("--plans late", "no plan late; there are half"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["slipstream_frontier.py", *words.split()])
+        with pytest.raises(SystemExit):
+            frontier.main()
+        assert error in capsys.readouterr().err
+
+
+def test_gpus_reach_less_than_the_ideal_and_most_of_it_where_exchanges_overlap():
+    small, large, *_ = simulate_grm.SETTINGS
+    for setting in (small, large):
+        exposed, overlapped = (simulate_grm.scaling(setting, each) for each in (False, True))
+        assert exposed[0] == overlapped[0] == 1 and exposed == sorted(exposed, reverse=True)
+        assert all(a < b < 1 for a, b in zip(exposed[1:], overlapped[1:], strict=True))
+    compute = 3 * 110e9 * 116 / (0.4 * 312e12)
+    exchanged = large.step(8, False) - compute
+    assert 0 < exchanged < 0.1 * compute
+    reduced = 2 * 127 / 128 * 4 * 22 * 5 * 1024**2 / 12.5e9  # seconds, 12.5 GB/s for each GPU of a node
+    assert reduced < large.step(128, False) - compute < 1.2 * reduced

@@ -18,7 +18,7 @@ NUMBERED = {
     "nestpipe": {"Fig": range(1, 11), "Table": range(1, 5), "eq": range(1, 6)},
     "mtgrboost": {"Fig": range(2, 18), "Table": range(1, 4), "eq": range(1, 9)},
     "2d": {"Fig": range(1, 3)},
-    "bounded lag": {"Fig": range(1, 9), "Listing": range(1, 3)},
+    "bounded lag": {"Fig": range(1, 9), "Listing": range(1, 3), "Table": range(1, 2)},
     "slipstream": {"Fig": range(1, 11), "Table": range(1, 4), "eq": range(1, 9)},
 }
 """What the texts number; MTGRBoost's Figure 1 is a picture of applications."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 
@@ -29,10 +30,11 @@ def compare_served(
 ) -> int:
     """Serve batches with each of `BOUNDS`, table by table on its rank, and compare: collective.
 
-    Every rank compares the predictions for its own samples with those of the trainer's model, which looks up
-    all rows in one process. `exchange` is `BoundedLagAllToAll`, or breaks it. Returns the predictions.
+    Every rank compares the predictions for its own samples with those of the trainer's model on the host,
+    which looks up all rows in one process. `exchange` is `BoundedLagAllToAll`, or breaks it. Returns how many
+    predictions were compared.
     """
-    communicators, model = trainer.program.communicators, trainer.dense.evaluated
+    communicators, model = trainer.program.communicators, deepcopy(trainer.dense.evaluated).cpu()
     assert isinstance(loader, ClickLoader) and isinstance(model, DLRM)
     rank, world = communicators.rank, communicators.world_size
     whole, features = trainer.whole_tables(), model.config.features
