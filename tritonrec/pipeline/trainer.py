@@ -209,11 +209,13 @@ class Trainer:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:
             count, streams = self.config.window_micro_batches, streams or streams_for(self._device)
+            one_thread = lanes_of_one_thread(streams, communicators.world_size)
+            self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,
                 streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size),
-                lanes_of_one_thread(streams, communicators.world_size),
+                one_thread,
             )  # fmt: skip
         self._reader = self._batch_reader()
 
