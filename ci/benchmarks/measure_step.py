@@ -1,8 +1,9 @@
 """What a micro-batch and its lanes cost on the host: ratios of a training step, and where its time is.
 
-One rank, one thread, MovieLens-100K. Variants take turns step by step (pipelined ones eight steps by eight
+MovieLens-100K, one thread a rank. Variants take turns step by step (pipelined ones eight steps by eight
 steps), so that a change of the machine's speed meets all; the median of the ratios is printed, by wall time
-and by processor time. The waterfall is the recorder's: milliseconds of each stage, summed over micro-batches.
+of the slowest rank and by processor time of all. The waterfall is the recorder's: milliseconds of each
+stage, summed over micro-batches.
 
     python ci/benchmarks/measure_step.py --batch-size 64 --json ci/baselines/step.json
 """
@@ -18,12 +19,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from tritonrec.distributed import Communicators
+from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.host_memory import keep_freed_memory
 from tritonrec.nn import HSTUConfig
@@ -99,12 +101,25 @@ def switches_of(call: Callable[[], Any]) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
 
-def measure(batch_size: int, steps: int) -> dict[str, Any]:
-    """Medians, ratios and the waterfall."""
+Series = dict[Variant, list[tuple[float, float]]]
+
+
+@dataclass
+class Taken:
+    """Of one rank: (wall, processor) milliseconds of steps and of steps in pipelined runs, by variant."""
+
+    steps: Series
+    runs: Series
+    counts: dict[str, int]
+    waterfall_ms: dict[str, dict[str, float]]
+
+
+def measure_rank(communicators: Communicators, batch_size: int, steps: int) -> Taken:
+    """All variants on this rank, which takes its part of each batch."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as commands and ranks do
     job = Job("ml-100k", batch_size=batch_size, max_seq_len=50, num_negatives=32, sizes=MODEL)
-    loader = job.loader()
+    loader = job.loader(communicators.rank, communicators.world_size)
     batches = [loader.batch(step) for step in range(steps + RUN * (steps // RUN))]
     variants = {variant for pair in RATIOS.values() for variant in pair}
     recorders = {variant: StageTimes() for variant in variants}
@@ -112,16 +127,16 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
     def trainer(variant: Variant) -> Trainer:
         mode, micro_batches, consistency = variant
         config = WindowConfig(micro_batches, consistency, seed=job.seed)
-        recorder = recorders[variant]
-        return Trainer(*job.build("adam"), Communicators.local(), mode, config, recorder)  # type: ignore
+        return Trainer(*job.build("adam"), communicators, mode, config, recorders[variant])  # type: ignore
 
     trainers = {variant: trainer(variant) for variant in sorted(variants)}
-    taken: dict[Variant, list[tuple[float, float]]] = defaultdict(list)
+    taken: Series = defaultdict(list)
     plain = [variant for variant in trainers if variant != PIPED]
     for at, batch in enumerate(batches[:steps]):
         for variant in plain if at % 2 else reversed(plain):
             taken[variant].append(timed(lambda batch=batch, v=variant: trainers[v].step(batch)))
-    runs: dict[Variant, list[tuple[float, float]]] = {PIPED: [], EIGHT: []}
+    waterfall = {f"N = {each[1]}": recorders[each].medians_ms(steps) for each in (ONE, EIGHT)}
+    runs: Series = {PIPED: [], EIGHT: []}
     list(trainers[PIPED].run(iter(batches[: steps - RUN])))
     for first in range(steps, len(batches), RUN):
         for variant in runs:
@@ -137,32 +152,50 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
     counts["sleeps of threads in a nestpipe step"] = sleeps // RUN
     for each in trainers.values():
         each.close()
-    results: dict[str, Any] = {"batch_size": batch_size, "ms": {}, "ratios": {}}
-    for variant in trainers:
-        series = runs[PIPED] if variant == PIPED else taken[variant][WARM:]
+    warm = {variant: series[WARM:] for variant, series in taken.items()}
+    return Taken(warm, runs, counts, waterfall)
+
+
+def of_all_ranks(parts: list[Series]) -> Series:
+    """Of each step the wall time of the slowest rank, and the processor time of all."""
+    found = {}
+    for variant in parts[0]:
+        together = zip(*(part[variant] for part in parts), strict=True)
+        found[variant] = [(max(wall for wall, _ in each), sum(cpu for _, cpu in each)) for each in together]
+    return found
+
+
+def measure(batch_size: int, steps: int, ranks: int) -> dict[str, Any]:
+    """Medians, ratios and the waterfall; counts and waterfall are those of the first rank."""
+    with RankPool([ranks]) as pool:
+        parts = pool.run(measure_rank, ranks, batch_size, steps)
+    taken, runs = of_all_ranks([part.steps for part in parts]), of_all_ranks([part.runs for part in parts])
+    results: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks, "ms": {}, "ratios": {}}
+    for variant, series in {**taken, PIPED: runs[PIPED]}.items():
         wall, cpu = (round(median(values), 2) for values in zip(*series, strict=True))
         results["ms"][" ".join(map(str, variant))] = {"wall": wall, "cpu": cpu}
     for name, (one, other) in RATIOS.items():
-        pairs = (
-            (runs[one], runs[other]) if PIPED in (one, other) else (taken[one][WARM:], taken[other][WARM:])
-        )
-        both = list(zip(*pairs, strict=True))
+        source = runs if PIPED in (one, other) else taken
+        both = list(zip(source[one], source[other], strict=True))
         wall, cpu = (round(median(a[clock] / b[clock] for a, b in both), 3) for clock in (0, 1))
         results["ratios"][name] = {"wall": wall, "cpu": cpu}
-    results["counts"] = counts
-    results["waterfall_ms"] = {f"N = {each[1]}": recorders[each].medians_ms(steps) for each in (ONE, EIGHT)}
+    results["counts"], results["waterfall_ms"] = parts[0].counts, parts[0].waterfall_ms
     return results
 
 
 def main() -> None:
     """Print, and write where a file is named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--json")
     options = parser.parse_args()
-    results = measure(options.batch_size, options.steps)
-    print(f"batch size {options.batch_size}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    if options.steps < 2 * RUN:
+        parser.error(f"--steps: {2 * RUN} or more, got {options.steps}")
+    results = measure(options.batch_size, options.steps, options.ranks)
+    load = os.getloadavg()[0]
+    print(f"batch size {options.batch_size}, {options.ranks} ranks, {os.cpu_count()} cores, load {load:.1f}")
     for kind in ("ms", "ratios"):
         for name, found in results[kind].items():
             print(f"{name:40s} wall {found['wall']:8.3f}  cpu {found['cpu']:8.3f}")

@@ -144,6 +144,25 @@ def test_no_row_takes_two_lines_of_eighty_columns(tmp_path):
     assert re.search(r"│ communication │ 100.00 │ norm_mul_dropout_backward_into +│ +90.00 │ +1.0 │", text)
 
 
+def test_operators_of_a_thread_with_several_lanes_belong_to_the_lane_at_work(tmp_path):
+    metadata = {"mode": "nestpipe", "consistency": "batch", "world_size": 1, "micro_batches": 1}
+    recorder = Recorder(0, 1, {**metadata, "one_thread": ["communication", "compute"]})
+    for batch in range(3):
+        begin = 10**8 * batch
+        recorder.add("retrieval", "retrieve", begin, begin + 10**8, batch=batch)
+        recorder.add("communication", "exchange", begin, begin + 4 * 10**7, batch=batch, micro_batch=0)
+        recorder.add("compute", "compute", begin + 5 * 10**7, begin + 10**8, batch=batch, micro_batch=0)
+        recorder.operator("compute", "aten::copy_", begin, begin + 10**7)
+        recorder.operator("compute", "aten::mul", begin + 6 * 10**7, begin + 8 * 10**7)
+        recorder.operator("retrieval", "aten::sort", begin, begin + 3 * 10**7)
+    trace = read(recorder.save(tmp_path / "trace"))
+    found = {lane: dict(times.own) for lane, times in lane_times(trace, summarise(trace.spans)).items()}
+    assert found == {
+        "retrieval": {"aten::sort": 30.0}, "communication": {"aten::copy_": 10.0},
+        "compute": {"aten::mul": 20.0},
+    }  # fmt: skip
+
+
 def test_what_an_operator_is_called_by_and_where_it_ran(tmp_path):
     recorder = Recorder(0, 1)
     go, done = threading.Event(), threading.Event()

@@ -20,12 +20,15 @@ def idle_span(lane, task, context):
     return nullcontext()
 
 
-def run(schedule, micro_batches, batches, action, delay=None):
+SHARED = ("copy", "communication", "compute", "reduce")
+
+
+def run(schedule, micro_batches, batches, action, delay=None, shared=()):
     actions = {
         stage.name: (lambda context, i, name=stage.name: action(Task(name, context, i)))
         for stage in schedule.stages
     }
-    with Executor(schedule, actions, micro_batches, idle_span, delay) as executor:
+    with Executor(schedule, actions, micro_batches, idle_span, delay, shared=shared) as executor:
         for batch in range(batches):
             executor.submit(batch, batch)
         for batch in range(batches):
@@ -33,8 +36,11 @@ def run(schedule, micro_batches, batches, action, delay=None):
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32))
-def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, batches, seed):
+@given(
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32),
+    st.sets(st.sampled_from(sorted({stage.lane for stage in NESTPIPE.stages}))),
+)  # fmt: skip
+def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, batches, seed, shared):
     schedule = SCHEDULES[mode]
     finished: list[Task] = []
     lock = threading.Lock()
@@ -48,7 +54,7 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
             finished.append(task)
 
     random = Random(seed)
-    run(schedule, micro_batches, batches, action, delay=lambda task: random.random() * 0.002)
+    run(schedule, micro_batches, batches, action, lambda task: random.random() * 0.002, shared)
     expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
@@ -70,6 +76,18 @@ def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
         assert 0 < slept[f"lane {lane}"] <= 2 * batches * count + batches + 1, lane
     for lane in ("prefetch", "h2d", "routing", "retrieval", "copy", "write_back"):
         assert slept[f"lane {lane}"] <= 3 * batches + 1  # however many micro-batches end meanwhile
+
+
+def test_lanes_that_share_a_thread_take_their_tasks_as_submitted():
+    ran = []
+    run(NESTPIPE, 3, 4, lambda task: ran.append((threading.current_thread().name, task)), shared=SHARED)
+    of_lane = {stage.name: stage.lane for stage in NESTPIPE.stages}
+    submitted = [task for batch in range(4) for task in NESTPIPE.tasks(batch, 3)]
+    together = [task for task in submitted if of_lane[task.stage] in SHARED]
+    assert [task for name, task in ran if name == "lane compute"] == together
+    assert {name for name, _ in ran} == {
+        f"lane {lane}" for lane in of_lane.values() if lane not in SHARED or lane == "compute"
+    }
 
 
 def test_communication_of_the_next_micro_batch_runs_beside_computation():

@@ -4,6 +4,7 @@ The accelerator is made of threads that run each lane's work later than the host
 shows as other bits, as it would on a device.
 """
 
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from itertools import product
@@ -217,3 +218,26 @@ def test_on_a_gpu_every_mode_has_one_result():
             list(training.run(batches()))
             states.append([each.cpu() for each in state(made)])
     assert all(same(states[0], other) for other in states[1:])
+
+
+def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
+    names, span = {}, Trainer._span
+
+    def noted(self, lane, task, places):
+        names.setdefault(lane, set()).add(threading.current_thread().name)
+        return span(self, lane, task, places)
+
+    monkeypatch.setattr(Trainer, "_span", noted)
+    expected, _ = run("reference", parts(POLICY))
+    made = parts(POLICY)
+    run_on(None, "nestpipe", made)
+    assert same(state(made), expected)
+    together = ("copy", "communication", "compute", "reduce")
+    assert names == {lane: {f"lane {'compute' if lane in together else lane}"} for lane in names}
+    assert names.keys() > set(together)
+
+
+def test_lanes_that_wait_for_others_have_threads_of_their_own():
+    assert streams.lanes_of_one_thread(streams.HostStreams(), 1)
+    assert not streams.lanes_of_one_thread(streams.HostStreams(), 2)
+    assert not streams.lanes_of_one_thread(FakeAccelerator(), 1)

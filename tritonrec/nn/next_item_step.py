@@ -50,16 +50,18 @@ class Step:
         self._accumulator, self._placed, self._layers, self._losses = accumulator, placed, layers, losses
         self._factor, self._eps = model.config.dim**0.5, model.norm.eps
         self._ends = model.positions.weight, model.norm.weight, model.norm.bias
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
         positions, *norm = self._ends
-        return [positions, *(each for layer in self._layers for each in layer.own[:10]), *norm]
+        self.parameters = [positions, *(each for layer in layers for each in layer.own[:10]), *norm]
+        self._there = [each for each in self.parameters if each is not None]
 
     def has_distinct_parameters(self) -> bool:
         """Whether none is in two places, whose gradients autograd would add in an order of its own."""
-        given = [id(each) for each in self.parameters if each is not None]
-        return len(set(given)) == len(given)
+        return len(set(map(id, self._there))) == len(self._there)
+
+    @property
+    def of_autograd(self) -> list[torch.Tensor | None]:
+        """`parameters`, unless the accumulator takes the gradients of them all."""
+        return [] if all(map(self._accumulator.holds, self._there)) else self.parameters
 
     def refuse_exact(self) -> None:
         """Raise RuntimeError where the accumulator takes terms, whose sums have no derivative."""
@@ -136,17 +138,17 @@ class Step:
 class _Model(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, rows, *parameters):
-        ctx.step = step
+        ctx.step, ctx.count = step, len(parameters)
         losses, kept = step.forward(rows)
-        ctx.count = len(parameters)
-        ctx.save_for_backward(rows, *parameters, *kept)
+        ctx.save_for_backward(rows, *step.parameters, *kept)
         return losses
 
     @staticmethod
     def backward(ctx: Any, dlosses):
         rows, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
-        step, parameters, kept = ctx.step, saved[: ctx.count], saved[ctx.count :]
+        step, count = ctx.step, len(ctx.step.parameters)
+        parameters, kept = saved[:count], saved[count:]
         del saved
         again = torch.is_grad_enabled()
         if again:
@@ -155,7 +157,7 @@ class _Model(torch.autograd.Function):
             found = step.backward(dlosses.resolve_neg().contiguous(), rows, parameters, kept)
         if again:
             found = tuple(each if each is None else _Last.apply(each, rows) for each in found)
-        return None, *found
+        return None, *found[: 1 + ctx.count]
 
 
 class _Last(torch.autograd.Function):
@@ -172,7 +174,7 @@ class _Last(torch.autograd.Function):
 
 def run(step: Step, rows: torch.Tensor) -> torch.Tensor:
     """Losses (B,) of the call that `bind` made."""
-    return _Model.apply(step, rows, *step.parameters)
+    return _Model.apply(step, rows, *step.of_autograd)
 
 
 def bind(model: Any, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
@@ -181,8 +183,10 @@ def bind(model: Any, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
     That is outside of a trainer, under autocast or torch.compile, on an accelerator, and with modules or
     hooks of others; and for arguments of other kinds or of other shapes.
     """
-    accumulator, config, layers = current(), model.config, list(model.layers)
-    if accumulator is None or is_compiling() or not torch.is_grad_enabled() or autocast_dtype(rows.device):
+    if is_compiling() or (accumulator := current()) is None or not torch.is_grad_enabled():
+        return None
+    config, layers = model.config, list(model.layers)
+    if autocast_dtype(rows.device) is not None:
         return None
     if implementation("auto", rows) != "cpu" or config.temperature <= 0 or not _has_plain_parts(model):
         return None

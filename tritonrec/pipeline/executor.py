@@ -1,11 +1,11 @@
-"""One executor for every schedule: a thread per lane, tasks in order, edges awaited."""
+"""One executor for every schedule: lanes on threads, tasks in order, edges awaited."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -52,7 +52,7 @@ class Call(Generic[Result]):
 
 
 class Executor:
-    """Runs the tasks of a schedule on one thread per lane.
+    """Runs the tasks of a schedule, each lane on a thread.
 
     Args:
         schedule: the table to run. It is checked first, `ScheduleError` is raised where it could go wrong.
@@ -66,13 +66,16 @@ class Executor:
         in_turn: tasks that launch collectives begin in the order of `Schedule.launch_turn`, one at a time. It
             is the same on all ranks that submit and wait alike: a window begins once the batch after it has
             been submitted and its stages ahead are done, or somebody waits for the window.
+        shared: lanes that one thread runs, named after the last of them; any other lane has its own. A task
+            waits for tasks that are submitted before it alone, so a thread that takes the tasks of its lanes
+            as they are submitted never waits for itself.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
 
-    A lane sleeps on a condition of its own, and what wakes it is the end of the last task that it waits for,
-    or new work for an empty queue: a thread that is woken for nothing takes the interpreter from one that
-    computes.
+    A thread sleeps on a condition of its own, and what wakes it is the end of the last task that it waits
+    for, or new work for an empty queue: a thread that is woken for nothing takes the interpreter from one
+    that computes.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Executor:
         streams: Streams | None = None,
         lane: Callable[[], AbstractContextManager[None]] = nullcontext,
         in_turn: bool = False,
+        shared: Collection[str] = (),
     ):
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
@@ -99,8 +103,10 @@ class Executor:
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
         self._lane_of = {stage.name: stage.lane for stage in schedule.stages}
-        self._wake = {lane: threading.Condition(self._lock) for lane in self._lane_of.values()}
-        self._awaited_by: dict[str, set[Task]] = {}  # by lane, what its next task waits for
+        together = [lane for lane in self._lane_of.values() if lane in shared]
+        self._thread_of = {lane: together[-1] if lane in shared else lane for lane in self._lane_of.values()}
+        self._wake = {thread: threading.Condition(self._lock) for thread in self._thread_of.values()}
+        self._awaited_by: dict[str, set[Task]] = {}  # by thread, what its next task waits for
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
         self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
@@ -110,10 +116,10 @@ class Executor:
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
         self._closing = False
-        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {lane: deque() for lane in self._wake}
+        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {each: deque() for each in self._wake}
         self._threads = [
-            threading.Thread(target=self._lane, args=(lane,), name=f"lane {lane}", daemon=True)
-            for lane in self._queues
+            threading.Thread(target=self._run, args=(thread,), name=f"lane {thread}", daemon=True)
+            for thread in self._queues
         ]
         for thread in self._threads:
             thread.start()
@@ -220,14 +226,15 @@ class Executor:
         if self._closing:
             raise RuntimeError(f"the executor of schedule {self.schedule.name} was closed")
 
-    def _lane(self, lane: str) -> None:
-        while (work := self._next(lane)) is not None:
+    def _run(self, thread: str) -> None:
+        while (work := self._next(thread)) is not None:
             if isinstance(work, Call):
                 work.run()
                 with self._lock:
                     self._of_caller.notify_all()
                 continue
             task, context, after = work
+            lane = self._lane_of[task.stage]
             action = partial(self._act, task, context)
             try:
                 if self._delay:
@@ -243,20 +250,21 @@ class Executor:
                 self._finish(task)
 
     def _put(self, lane: str, work: tuple[Task, Any] | Call[Any]) -> None:
-        """Queue work; the lane sleeps only if it has none."""
-        queue = self._queues[lane]
+        """Queue work on the lane's thread, which sleeps only if it has none."""
+        thread = self._thread_of[lane]
+        queue = self._queues[thread]
         queue.append(work)
         if len(queue) == 1:
-            self._wake[lane].notify()
+            self._wake[thread].notify()
 
     def _finish(self, task: Task) -> None:
-        """A task is done: wake the lanes that wait for nothing else, and the caller if a batch is done."""
+        """A task is done: wake the threads that wait for nothing else, and the caller if a batch is done."""
         self._unfinished.discard(task)
-        for lane, tasks in self._awaited_by.items():
+        for thread, tasks in self._awaited_by.items():
             if task in tasks:
                 tasks.remove(task)
                 if not tasks:
-                    self._wake[lane].notify()
+                    self._wake[thread].notify()
         self._left[task.batch] -= 1
         if not self._left[task.batch]:
             del self._left[task.batch]
@@ -265,7 +273,7 @@ class Executor:
         self._turn_may_come()
 
     def _turn_may_come(self) -> None:
-        """Wake the lanes that wait for their turn, whichever they are."""
+        """Wake the threads that wait for their turn, whichever they are."""
         if self._in_turn:
             self._wake_all()
 
@@ -284,11 +292,11 @@ class Executor:
             self._wake_all()
         self._interrupt.set()
 
-    def _next(self, lane: str) -> tuple[Task, Any, list[Any]] | Call[Any] | None:
-        """The lane's next task once all it waits for has finished here, and the events of what may still run
-        on a device; or its next call; None when the executor stops.
+    def _next(self, thread: str) -> tuple[Task, Any, list[Any]] | Call[Any] | None:
+        """The thread's next task once all it waits for has finished here, and the events of what may run
+        on a device still; or its next call; None when the executor stops.
         """
-        queue, wake = self._queues[lane], self._wake[lane]
+        queue, wake = self._queues[thread], self._wake[thread]
         with self._lock:
             wake.wait_for(lambda: self._stopped() or queue)
             if self._stopped():
@@ -298,8 +306,9 @@ class Executor:
                 return work
             task, context = work
             waits_for = list(self.schedule.waits_for(task, self.micro_batches))
-            missing = self._awaited_by[lane] = self._unfinished.intersection(waits_for)
+            missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)
             wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
+            lane = self._lane_of[task.stage]
             elsewhere = [other for other in waits_for if self._lane_of[other.stage] != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
             return None if self._stopped() else (task, context, after)

@@ -91,6 +91,16 @@ def launches_in_turn(device: torch.device, world_size: int) -> bool:
     return device.type != "cpu" and world_size > 1
 
 
+def lanes_of_one_thread(streams: Streams, world_size: int) -> tuple[str, ...]:
+    """Lanes that share a thread, because none of them ever waits for another rank or for a device.
+
+    Such lanes overlap nothing but each other's Python, and take turns at the interpreter's lock for it.
+    Lanes that read batches and tables ahead keep threads of their own.
+    """
+    alone = isinstance(streams, HostStreams) and world_size == 1
+    return ("copy", "communication", "compute", "reduce") if alone else ()
+
+
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device through page-locked memory, queued on the current stream; itself on the CPU."""
     if device.type == "cpu" or values.device.type == device.type:

@@ -40,7 +40,7 @@ from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
-from .streams import Streams, launches_in_turn, streams_for
+from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
 
@@ -208,11 +208,14 @@ class Trainer:
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:
-            count = self.config.window_micro_batches
+            count, streams = self.config.window_micro_batches, streams or streams_for(self._device)
+            one_thread = lanes_of_one_thread(streams, communicators.world_size)
+            self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = Executor(
                 self._schedule, self._program.actions, count, self._span, delay, checked,
-                streams or streams_for(self._device), partial(lane_work, self.impl),
+                streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size),
+                one_thread,
             )  # fmt: skip
         self._reader = self._batch_reader()
 

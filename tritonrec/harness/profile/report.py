@@ -64,19 +64,25 @@ def _add_rank(trace: Trace, summary: RankSummary, share: float, found: dict[str,
 def _by_lane(trace: Trace, rank: int) -> Iterator[tuple[str, Operator, int]]:
     """(lane, operator, its nanoseconds without the operators it calls) of one rank.
 
-    Where one thread runs every lane, an operator belongs to the lane whose slice it begins in.
+    Where one thread runs several lanes, an operator belongs to the lane whose slice it begins in.
     """
     by_thread: dict[str, list[Operator]] = {}
     for operator in trace.operators:
         if operator.rank == rank:
             by_thread.setdefault(operator.thread, []).append(operator)
     in_turn = trace.metadata["mode"] not in PIPELINED
-    slices = sorted((s.start_ns, s.end_ns, s.lane) for s in trace.spans if s.rank == rank) if in_turn else []
+    together = trace.metadata.get("one_thread", [])
+    slices = sorted(
+        (s.start_ns, s.end_ns, s.lane)
+        for s in trace.spans
+        if s.rank == rank and (in_turn or s.lane in together)
+    )
     for thread, ran in by_thread.items():
         for operator, own in zip(ran, own_times(ran), strict=True):
             before = bisect_right(slices, (operator.start_ns, float("inf"), "")) - 1
             inside = before >= 0 and operator.start_ns < slices[before][1]
-            yield slices[before][2] if inside else thread, operator, own
+            of_slice = inside and (in_turn or thread in together)
+            yield slices[before][2] if of_slice else thread, operator, own
 
 
 def own_times(operators: Sequence[Operator]) -> list[int]:
