@@ -97,7 +97,8 @@ def measure(way: str, ranks: int, last_call: float) -> tuple[float, int, str, in
     each = ranks if way == "restart" else 1  # ranks of an agent
     least = ranks - 1 if way == "shrink" else ranks // each
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={least}:{ranks // each}", f"--nproc-per-node={each}",
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={least}:{ranks // each}",
+        f"--nproc-per-node={each}",
         f"--max-restarts={10 if way in ('restart', 'shrink') else 0}", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=elastic",
         f"--rdzv-conf=is_host=false,last_call_timeout={last_call:g}",
