@@ -133,6 +133,13 @@ def test_a_bad_task_is_named_by_its_row_in_the_file(tmp_path):
         list(kuairand.parts(path))
 
 
+def test_files_of_features_without_rows_have_no_features(folder):  # noqa: F811
+    for path in (folder / "data").glob("[uv]*.csv"):
+        path.write_text(path.read_text().splitlines()[0] + "\n")
+    log = load(f"kuairand:{folder}")
+    assert len(log.user_features.user_ids) == len(log.genres.item_ids) == 0 and len(log) == 5
+
+
 def test_a_header_alone_is_no_log(tmp_path):
     (tmp_path / "log.csv").write_text("user_id,video_id,time_ms,is_click,is_like\n")
     with pytest.raises(ValueError, match=r"log\.csv"):

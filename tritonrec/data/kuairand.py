@@ -138,8 +138,10 @@ def _columns(path: Path) -> list[str]:
 
 def _table(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> dict[str, np.ndarray]:
     """As `_tables`, all rows."""
-    tables = list(_tables(path, integers, words))
-    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    none = {name: np.empty(0, np.int64 if name in integers else object) for name in (*integers, *words)}
+    found = {name: none[name] for name in _columns(path) if name in none}
+    tables = [found, *_tables(path, integers, words)]
+    return {name: np.concatenate([table[name] for table in tables]) for name in found}
 
 
 def _users(path: Path) -> UserFeatures:
