@@ -83,7 +83,9 @@ def test_an_injected_fault_is_caught_by_the_bits(verifier, name):
     result = verifier.run_fault(fault)
     assert result.caught, result.evidence
     # The loss of a window rides with its dense gradients: without its last micro-batch there is none to send.
-    assert ("error" if fault.name == "reduce-before-last-micro-batch" else "bits") in result.by
+    by_error = fault.name == "reduce-before-last-micro-batch" or fault.says
+    assert ("error" if by_error else "bits") in result.by
+    assert fault.says in result.evidence
     if fault.injection.schedule is not None:
         assert "check" in result.by
 

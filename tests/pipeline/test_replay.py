@@ -313,18 +313,18 @@ class _Echo:
     name, rank, world_size, peers = "group", 0, 2, ()
 
 
-@pytest.mark.parametrize("one_in", [1, 3, 8])
+@pytest.mark.parametrize("one_in", [1, 3, 8, 16])
 def test_a_ledger_takes_every_place_of_a_step_in_turn(one_in):
     rows = torch.ones(2, 3, dtype=torch.float32)
     for calls in (1, 8, 13, 24):
         ledger, places = Ledger(one_in, 10**6), set()
-        for number in range(calls * one_in * 8):
+        for number in range(calls * one_in * 16):
             before = len(ledger._entries)
             ledger.note(_Echo(), rows, [1, 1], rows, [1, 1])
             if len(ledger._entries) > before:
                 places.add(number % calls)
         assert places == set(range(calls))
-        assert abs(len(ledger._entries) - calls * 8) <= 2
+        assert abs(len(ledger._entries) - calls * 16) <= 2
 
 
 @given(st.floats(1e-4, 1), st.integers(1, 5), st.integers(1, 6))

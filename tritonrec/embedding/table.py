@@ -87,7 +87,7 @@ class DynamicTable:
             torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
         )
         self.in_flight = InFlight(str(self.layout))
-        self._rank = 0  # for errors
+        self._rank: int | None = None  # of a table with checksums, for errors
         self._step: int | None = None  # of the last lookup, where policies go by steps
         self._foreseen: tuple[int, int, dict[RowPolicy, Arriving]] = -1, -1, {}  # flight, step, numbers
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
@@ -222,8 +222,8 @@ class DynamicTable:
         """
         self.in_flight.check("keep_checksums")
         with self._updating:
-            self._rank = rank
             self._rows.keep_checksums()
+            self._rank = rank
 
     def validate_rows(
         self,
@@ -237,15 +237,16 @@ class DynamicTable:
         Rows of -1 are left out, and positions `skipped` (n,) int64, where -1 is no position. An error on a
         device is put off where errors are (`kernels.deferred`).
         """
-        if skipped is None:
-            skipped = handles[:0]
-        first = self._rows.first_changed(handles, values, skipped)
+        if self._rank is None:
+            return
+        rank = self._rank
+        first = self._rows.first_changed(handles, values, handles[:0] if skipped is None else skipped)
 
         def error(code: int) -> CorruptionError:
             return CorruptionError(
-                f"the row of {self.layout.describe(keys[code - 1])} on rank {self._rank} has other bits than "
+                f"the row of {self.layout.describe(keys[code - 1])} on rank {rank} has other bits than "
                 "when it was written: check the memory there, and go on from the last checkpoint",
-                (self._rank,),
+                (rank,),
             )
 
         report(first, None, error, error)
