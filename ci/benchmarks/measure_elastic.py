@@ -1,18 +1,15 @@
 """Seconds from the death of a rank to the next result of training, in the ways to go on.
 
-    python ci/benchmarks/measure_elastic.py --json ci/baselines/elastic.json [--ranks 3] [--rounds 3]
+    python ci/benchmarks/measure_elastic.py [--json FILE] [--ranks 3] [--rounds 3]
 
-Each rank has an agent of torchrun, over a c10d rendezvous, but for `restart`, where one agent has all. In the
-middle of a step rank 1 is killed by SIGKILL:
+Each rank has an agent of torchrun, over a c10d rendezvous. In the middle of a step rank 1 is killed by
+SIGKILL, and the others go on by `run_elastic` with one rank less:
 
-    copy         `run_elastic`: the others go on with one rank less, from the memory of its neighbour
-    checkpoint   the same, from the newest checkpoint
-    restart      the agent starts all ranks anew, as many as before, from the newest checkpoint
-    shrink       the agent dies too; torchrun starts the others anew, from the newest checkpoint
+    copy         from the memory of its neighbour
+    checkpoint   from the newest checkpoint
 
 Copies and checkpoints are made after the same steps. The first result after the death is compared, in all
-bits, with that of a run of one rank; otherwise the round is refused. `shrink` waits `--last-call` seconds for
-more agents (torchrun's own setting is 30).
+bits, with that of a run of one rank; otherwise the round is refused.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tritonrec.distributed import Communicators, from_environment, run_elastic
+from tritonrec.distributed import Communicators, run_elastic
 from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.pipeline import PeerCopies, Trainer, Window, WindowConfig
 
-WAYS = ("copy", "checkpoint", "restart", "shrink")
+WAYS = ("copy", "checkpoint")
 EVERY, AT = 10, 15
 """Steps between copies and checkpoints; the step in which the rank dies."""
 LIMIT = 180.0
@@ -59,8 +56,6 @@ def work(communicators: Communicators, way: str, folder: Path, copies: PeerCopie
             def die(window: Window) -> None:
                 if window.step == AT:
                     killed.write_text(str(time.time()))
-                    if way == "shrink":
-                        os.kill(os.getppid(), signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
 
             trainer.program.before("compute", die)
@@ -84,24 +79,16 @@ def work(communicators: Communicators, way: str, folder: Path, copies: PeerCopie
 def worker(way: str, folder: Path) -> None:
     """The process of a rank."""
     copies = PeerCopies()
-    if way in ("copy", "checkpoint"):
-        run_elastic(lambda communicators: work(communicators, way, folder, copies))
-    else:
-        with from_environment() as communicators:
-            work(communicators, way, folder, copies)
+    run_elastic(lambda communicators: work(communicators, way, folder, copies))
 
 
-def measure(way: str, ranks: int, last_call: float) -> tuple[float, int, str, int]:
+def measure(way: str, ranks: int) -> tuple[float, int, str, int]:
     """Seconds from death to result; the step, loss and number of ranks of that."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # any agent may be lost
-    each = ranks if way == "restart" else 1  # ranks of an agent
-    least = ranks - 1 if way == "shrink" else ranks // each
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={least}:{ranks // each}",
-        f"--nproc-per-node={each}",
-        f"--max-restarts={10 if way in ('restart', 'shrink') else 0}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=elastic",
-        f"--rdzv-conf=is_host=false,last_call_timeout={last_call:g}",
+        sys.executable, "-m", "torch.distributed.run", f"--nnodes={ranks}", "--nproc-per-node=1",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=elastic",
+        "--rdzv-conf=is_host=false",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -112,7 +99,7 @@ def measure(way: str, ranks: int, last_call: float) -> tuple[float, int, str, in
                     [*command, __file__, "--worker", way, scratch],
                     env=environment, stdout=log, stderr=log, start_new_session=True,
                 )
-                for _ in range(ranks // each)
+                for _ in range(ranks)
             ]  # fmt: skip
         deadline = time.monotonic() + LIMIT
         try:
@@ -148,7 +135,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--last-call", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -159,9 +145,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(given.rounds):
         for way in WAYS:
-            took, step, loss, world_size = measure(way, given.ranks, given.last_call)
-            left = given.ranks - (way != "restart")
-            if loss != expected[step] or world_size != left:
+            took, step, loss, world_size = measure(way, given.ranks)
+            if loss != expected[step] or world_size != given.ranks - 1:
                 raise SystemExit(f"{way}: step {step} of {world_size} ranks has another loss, or other ranks")
             seconds[way].append(took)
             print(f"{way:12} {took:6.2f} s to step {step} on {world_size} ranks", flush=True)
@@ -169,7 +154,7 @@ def main() -> None:
     for way, row in rows.items():
         print(f"{way:12} {row['median']:6.2f} s, {row['median'] / rows['copy']['median']:.1f} times copy")
     if given.json:
-        settings = {"ranks": given.ranks, "rounds": given.rounds, "last_call": given.last_call}
+        settings = {"ranks": given.ranks, "rounds": given.rounds}
         save_json({"settings": settings, "seconds": rows}, given.json)
 
 
