@@ -190,8 +190,8 @@ ROWS = [
     Row(
         "Fig. 2, 11: AUC and GAUC over training",
         "not here",
-        "Meituan's log is not public. On MovieLens-100K GAUC is below the rate of an item, after three epochs "
-        "and, overfitted, after ten",
+        "Meituan's log is not public. On MovieLens-100K GAUC is below the rate of an item, after three "
+        "epochs and, overfitted, after ten",
         link="embedding.md#a-run",
     ),
     Row(
