@@ -94,7 +94,7 @@ ROWS = [
         "slower than MPI",
         lambda f: _ratios(f, 1, 4096),
         "all-to-alls",
-        "serving.md#all-to-alls-k--0",
+        "serving.md#plain-all-to-alls",
     ),
     Row(
         "Fig. 6a: above 4 KB",
@@ -104,7 +104,7 @@ ROWS = [
         "faster than MPI",
         lambda f: _ratios(f, 4097, 2**40),
         "all-to-alls",
-        "serving.md#all-to-alls-k--0",
+        "serving.md#plain-all-to-alls",
     ),
     Row(
         "Fig. 6b: 1 to 100,000 repetitions of 32 KB; from 10 on",
@@ -113,7 +113,7 @@ ROWS = [
         "MPI 2 to 3 times as fast",
         lambda f: _ratios(f, 10, 10**6),
         "repetitions",
-        "serving.md#all-to-alls-k--0",
+        "serving.md#plain-all-to-alls",
     ),
     Row(
         "Fig. 7, random delays of 0 to 10 ms",
