@@ -8,6 +8,7 @@ import torch
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer
 from tritonrec.kernels.sampled_softmax import cpu_by_sample
+from tritonrec.kernels.token_rows.cpu_token_rows import place_rows
 from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, next_item_step
 from tritonrec.nn.context import only_refuses
 
@@ -219,6 +220,13 @@ def test_a_batch_that_does_not_fit_has_the_errors_of_the_modules(change, message
     with pytest.raises((ValueError, RuntimeError), match=message):
         run(make_model(), replace(batch, **change), rows)
     assert not steps
+
+
+@pytest.mark.parametrize("offsets", [[0, 9, 4], [0, 2, 1, 4], [1, 4], [0, 3], [0, 4, 5, 4]])
+def test_offsets_that_cut_into_no_sequences_write_nothing(offsets):
+    weight, ids = torch.ones(9, 2), torch.arange(len(offsets) - 1)
+    rows = torch.ones(4 if offsets != [0, 3] else 2, 2)
+    assert place_rows(rows, weight, 2.0, torch.tensor(offsets), ids, None) is None
 
 
 def test_a_derivative_of_the_gradient_is_refused():
