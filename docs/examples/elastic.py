@@ -18,6 +18,11 @@ log = load("zipf:users=400,items=600,seed=3")
 copies = PeerCopies()
 
 
+def say(line):
+    sys.stdout.write(f"{line}\n")  # print writes the end apart under torchrun, and lines of ranks would mix
+    sys.stdout.flush()
+
+
 def train(ranks):  # once more with the ranks that are left, each time that some are lost
     loader = NextItemLoader(log, 64, 20, 8, seed=0, rank=ranks.rank, world_size=ranks.world_size)
     torch.manual_seed(0)
@@ -27,12 +32,12 @@ def train(ranks):  # once more with the ranks that are left, each time that some
     with Trainer(model, tables, optimizer, ranks) as trainer, trainer.saver(folder) as saver:
         copies.restore(trainer, folder)  # the newest: in the ranks' memory, or on the disk
         start = f"rank {ranks.rank} of {ranks.world_size}, step {trainer.next_step}"
-        print(f"process {os.getpid()} begins: {start}", flush=True)
+        say(f"process {os.getpid()} begins: {start}")
         while trainer.next_step < steps:
             part = range(trainer.next_step, min(trainer.next_step + 5, steps))
             for result in trainer.run(loader.batch(step) for step in part):
                 if ranks.rank == 0:
-                    print(f"step {result.step + 1}: loss {result.loss:.6f}", flush=True)
+                    say(f"step {result.step + 1}: loss {result.loss:.6f}")
             copies.keep(trainer)
             if trainer.next_step % 20 == 0:
                 saver.save(trainer.next_step)

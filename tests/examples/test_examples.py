@@ -116,7 +116,6 @@ def test_under_torchrun_the_others_go_on_without_a_rank_that_is_killed(tmp_path,
     command = ["bash", "docs/examples/elastic.sh", str(tmp_path / "ranks"), "40"]
     where = {"PORT": str(port), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     where |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    where["PYTHONUNBUFFERED"] = ""  # it writes a line and its end apart, and lines of ranks would mix
     lines, begun, killed = [], {}, False
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=EXAMPLES.parents[1],
