@@ -204,7 +204,8 @@ ROWS = [
         "Fig. 13: throughput as techniques are added",
         "differs",
         "Tokens per CPU second of two ranks, MovieLens-100K. Exchanges cost copies and no network, and "
-        "computation is most of a step. GRM 110G is offered and has not been run",
+        "computation is most of a step. Four ranks, and links of limited rate, have not been measured: two "
+        "cores are shared. GRM 110G is offered and has not been run",
         "1.60x to 2.44x in all",
         lambda f: "GRM 4G: " + _grm(f, "GRM-4G", 2, *ADDED) + "; small: " + _grm(f, "small", 2, *ADDED),
         "grm",
