@@ -37,7 +37,7 @@ TEXTS = {
 }
 PAGES = {
     "papers.md": (*TEXTS, "runs"),
-    "scale.md": ("curves",),
+    "scale.md": ("curves", "averaging"),
     "embedding.md": ("grm", "mch"),
     "lab.md": ("lab",),
     "simulator.md": ("scaling",),

@@ -2,6 +2,8 @@
 
     python ci/benchmarks/consistency_curves.py --json out/curves.json --png docs/curves.png
     python ci/benchmarks/consistency_curves.py --model fuxi,hstu --seeds 5
+    python ci/benchmarks/consistency_curves.py --optimizer adagrad --lr 0.03 \
+        --methods synchronous,averaged,averaged-4,averaged-16
 
 Each user's last item is the test, the rest trains; ranked is the whole catalogue without the items seen. All
 methods have the batches of a seed in one order, its initial values, and two ranks:
@@ -10,7 +12,8 @@ methods have the batches of a seed in one order, its initial values, and two ran
     nestpipe      N = 4; it must have the bits of synchronous, losses and scores, or nothing is printed
     stale         APPROXIMATE, as prefetching without synchronisation does it: the forward pass of a batch
                   takes rows as they were before the last update; its own update goes to the newer rows
-    averaged      APPROXIMATE, 2D sparse parallelism as in its source: two copies, averaged in every update
+    averaged      APPROXIMATE, 2D sparse parallelism as in its source: two copies, averaged in every update;
+                  averaged-4 in every fourth, averaged-16 in every sixteenth
 
 `stale` is no mode of the library, whose schedule check refuses it. It is deterministic: around the stages of
 `sequential` three functions put the rows as they were before the last update into the buffer while they are
@@ -33,15 +36,20 @@ import tritonrec
 from tritonrec import nn, ops
 from tritonrec.data import Interactions, JaggedBatch, NextItemLoader, evaluate, load_interactions
 from tritonrec.distributed import Communicators, RankPool
+from tritonrec.embedding import OptimizerName
 from tritonrec.files import save_json
 from tritonrec.pipeline.places import Buffer, OwnedRows
 from tritonrec.pipeline.program import Program
 from tritonrec.pipeline.stage import Read, Update
 
 METHODS = ("synchronous", "nestpipe", "stale", "averaged")
+COLOURS = {
+    "synchronous": "#000000", "nestpipe": "#0072b2", "stale": "#d55e00",
+    "averaged": "#009e73", "averaged-4": "#cc79a7", "averaged-16": "#e69f00",
+}  # fmt: skip
 MODELS = {"fuxi": (nn.FuXi, nn.FuXiConfig), "hstu": (nn.HSTU, nn.HSTUConfig)}
 METRICS = ("loss", "HR@10", "HR@50", "NDCG@10", "NDCG@50")
-RANKS, DIM, LENGTH, NEGATIVES, BATCH, LR = 2, 32, 50, 16, 64, 3e-3
+RANKS, DIM, LENGTH, NEGATIVES, BATCH = 2, 32, 50, 16, 64
 
 
 class Stale:
@@ -77,20 +85,35 @@ def build(model: str, seed: int) -> torch.nn.Module:
     return kind(config(dim=DIM, layers=2, heads=2, qk_dim=16, v_dim=16, max_seq_len=LENGTH, dropout=0.2))
 
 
+def average_every(method: str) -> int:
+    """Updates from one average of the copies to the next; 0 for one copy."""
+    name, _, every = method.partition("-")
+    return int(every or 1) if name == "averaged" else 0
+
+
 def train_rank(
-    communicators: Communicators, method: str, model: str, seed: int, epochs: int, log: Interactions
+    communicators: Communicators,
+    method: str,
+    model: str,
+    seed: int,
+    epochs: int,
+    log: Interactions,
+    rule: OptimizerName,
+    lr: float,
 ) -> list[tuple[float, dict[str, Tensor], tuple[Tensor, Tensor]]]:
     """After each epoch: the sum of this rank's losses, the dense parameters, ids and rows of its shard."""
     dense = build(model, seed)
     tables = tritonrec.HashTableCollection(
-        [tritonrec.FeatureConfig("item", DIM)], tritonrec.RowOptimizer("adam", LR), seed=seed
+        [tritonrec.FeatureConfig("item", DIM)], tritonrec.RowOptimizer(rule, lr), seed=seed
     )
     loader = NextItemLoader(log, BATCH, LENGTH, NEGATIVES, seed, communicators.rank, communicators.world_size)
     pipelined = method == "nestpipe"
-    averaged = {"average_every": 1, "dedup": "both"} if method == "averaged" else {}
+    every = average_every(method)
+    averaged = {"average_every": every, "dedup": "both"} if every else {}
     window = tritonrec.WindowConfig(4 if pipelined else 1, seed=seed, **averaged)
     mode = "nestpipe" if pipelined else "sequential"
-    optimizer = torch.optim.Adam(dense.parameters(), lr=LR)
+    kind = torch.optim.Adam if rule == "adam" else torch.optim.Adagrad
+    optimizer = kind(dense.parameters(), lr=lr)
     found = []
     with tritonrec.Trainer(dense, tables, optimizer, communicators, mode, window) as trainer:
         if method == "stale":
@@ -122,14 +145,15 @@ def scores(model: torch.nn.Module, ids: Tensor, rows: Tensor, loader: NextItemLo
     return evaluate(score, loader, (10, 50))
 
 
-def curve(pool: RankPool, method: str, model: str, seed: int, epochs: int, data: str) -> dict:
+def curve(pool: RankPool, method: str, model: str, seed: int, args: argparse.Namespace) -> dict:
     """Metrics after each epoch, and the final rows."""
-    whole = load_interactions(data)
+    whole = load_interactions(args.data)
     sequences = whole.sequences
     kept = np.sort(np.delete(sequences.rows, sequences.offsets[1:] - 1))
     log = Interactions(whole.user[kept], whole.item[kept], whole.timestamp[kept])
-    replicas = RANKS if method == "averaged" else 1
-    parts = pool.run(train_rank, RANKS, method, model, seed, epochs, log, replicas=replicas)
+    replicas = RANKS if average_every(method) else 1
+    values = method, model, seed, args.epochs, log, args.optimizer, args.lr
+    parts = pool.run(train_rank, RANKS, *values, replicas=replicas)
     loader = NextItemLoader(whole, BATCH, LENGTH, 1, seed=seed)
     terms = sum(int(NextItemLoader(log, BATCH, LENGTH, 1, seed=seed).batch(step).num_tokens)
                 for step in range(loader.steps_per_epoch))  # fmt: skip
@@ -153,14 +177,13 @@ def draw(document: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     shown = ("loss", "HR@10", "NDCG@10")
-    colours = dict(zip(METHODS, ("#000000", "#0072b2", "#d55e00", "#009e73"), strict=True))
     models = list(dict.fromkeys(row["model"] for row in document["rows"]))
     figure, grid = pyplot.subplots(
         len(models), 3, figsize=(11, 3.2 * len(models)), squeeze=False, layout="constrained"
     )
     for line, model in zip(grid, models, strict=True):
         for axes, metric in zip(line, shown, strict=True):
-            for method in METHODS:
+            for method in dict.fromkeys(row["method"] for row in document["rows"]):
                 runs = [
                     [point[metric] for point in row["points"]]
                     for row in document["rows"]
@@ -170,7 +193,7 @@ def draw(document: dict, path: Path) -> None:
                 exact = method in ("synchronous", "nestpipe")
                 axes.plot(
                     range(1, len(mean) + 1), mean, label=method if exact else f"{method}, approximate",
-                    color=colours[method], ls="--" if method == "nestpipe" else "-",
+                    color=COLOURS[method], ls="--" if method == "nestpipe" else "-",
                 )  # fmt: skip
             axes.set_title(f"{model}: {metric}", fontsize=10)
             axes.set_xlabel("epoch")
@@ -185,7 +208,7 @@ def summary(rows: list[dict]) -> list[dict]:
     exact = {(row["model"], row["seed"]): row["points"][-1] for row in rows if row["method"] == "synchronous"}
     found = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        for method in METHODS:
+        for method in dict.fromkeys(row["method"] for row in rows):
             runs = [row for row in rows if (row["model"], row["method"]) == (model, method)]
             line: dict = {"model": model, "method": method, "seeds": len(runs)}
             for metric in METRICS:
@@ -208,17 +231,22 @@ def main() -> None:
     parser.add_argument("--model", default="fuxi")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--methods", default=",".join(METHODS), help=f"of {', '.join(COLOURS)}")
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "adagrad", "rowwise_adagrad"))
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
+    methods = args.methods.split(",")
+    if "synchronous" not in methods or not {*methods} <= {*COLOURS}:
+        parser.error(f"--methods are synchronous and others of {', '.join(COLOURS)}, got {args.methods}")
     rows = []
     with RankPool([(RANKS, 1), (RANKS, RANKS)]) as pool:
         for model in args.model.split(","):
             for seed in range(1, args.seeds + 1):
-                runs = {
-                    method: curve(pool, method, model, seed, args.epochs, args.data) for method in METHODS
-                }
-                own, other = runs["synchronous"], runs["nestpipe"]
+                runs = {method: curve(pool, method, model, seed, args) for method in methods}
+                own = runs["synchronous"]
+                other = runs.get("nestpipe", own)
                 assert torch.equal(own["rows"], other["rows"]) and own["points"] == other["points"], (
                     f"{model}, seed {seed}: nestpipe differs from synchronous training"
                 )

@@ -211,6 +211,11 @@ RUNS = {
         "python ci/benchmarks/consistency_curves.py --model fuxi,hstu --json OUT --png docs/curves.png",
         _curves,
     ),
+    "averaging": Run(
+        "python ci/benchmarks/consistency_curves.py --optimizer adagrad --lr 0.03 "
+        "--methods synchronous,averaged,averaged-4,averaged-16 --json OUT",
+        _curves,
+    ),
     "serve": Run("tritonrec serve-bench --world-size 2 --rounds 8 --largest 0 --json OUT", _served),
     "all-to-alls": Run(
         "tritonrec serve-bench --world-size 2 --scenarios none --rounds 10 --largest 67108864 --json OUT",

@@ -119,5 +119,13 @@ def scaling(figures: Any) -> str:
     )
 
 
-TABLES = {"curves": curves, "frontier": frontier, "grm": grm, "lab": lab, "mch": mch, "scaling": scaling}
+TABLES = {
+    "averaging": curves,
+    "curves": curves,
+    "frontier": frontier,
+    "grm": grm,
+    "lab": lab,
+    "mch": mch,
+    "scaling": scaling,
+}
 """By run."""
