@@ -66,7 +66,7 @@ ROWS = [
     Row(
         "The same with Adagrad, averaged every N steps",
         "differs",
-        "MovieLens-100K, FuXi, eight epochs, three seeds: behind in loss, and the more the larger N; HR@10 is "
+        "MovieLens-100K, FuXi, eight epochs, three seeds: behind in loss, the more the larger N; HR@10 is "
         "behind for N = 1, and for 4 and 16 the difference is inside its scatter",
         "comparable to the baseline, no figure",
         _every,
