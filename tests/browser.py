@@ -4,6 +4,7 @@ A page gets a script that opens what is folded, waits for pictures, and tells it
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -39,8 +40,10 @@ next();
 
 
 def opened(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The browser's output and errors as it opens a page. It may run as root, as in a container."""
-    always = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    """The browser's output and errors as it opens a page of ours."""
+    always = ["--headless", "--disable-gpu", "--disable-dev-shm-usage"]
+    if os.geteuid() == 0:  # as in a container, where it starts with this option of its own alone
+        always.append("--no-sandbox")
     command = [BROWSER, *always, *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 

@@ -1,8 +1,8 @@
 """Promise: a log is grouped by user in less memory than it has itself."""
 
-import subprocess
 import sys
 
+import limited
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +15,7 @@ pytestmark = [
 
 ROWS, SHARE = 6_000_000, 3
 
-PROGRAM = """
+BEFORE = """
 import gc, os, resource, sys, torch
 from tritonrec.data import convert_sequences, load
 from tritonrec.data.grouped import sequences_of, windows_of
@@ -25,13 +25,12 @@ convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS = 150_000, 150_000
 make = {"sequences": sequences_of, "windows": lambda path: windows_of(path, 10, 5),
         "whole": lambda path: load(f"parquet:{path}")}[how]
 make(warm)
-gc.collect()
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-here = int(status["VmData"].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (here + allowed, here + allowed))
+"""
+AFTER = """\
 make(log)
 print("done")
 """
+PROGRAM = BEFORE + limited.LIMIT + AFTER
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +57,7 @@ def logs(tmp_path_factory):
 @pytest.mark.parametrize("how", ["sequences", "windows", "whole"])
 def test_a_log_of_three_times_the_memory(logs, how, tmp_path):
     log, size, small = logs
-    arguments = [str(log), str(small), str(size // SHARE), how]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env={
-            "ARROW_DEFAULT_MEMORY_POOL": "system",
-            "MALLOC_ARENA_MAX": "1",
-            "PYTHONPATH": ":".join(sys.path),
-            "TRITONREC_CACHE": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = limited.run(PROGRAM, log, small, size // SHARE, how, cache=tmp_path)
     if how == "whole":
         assert done.returncode and ("malloc" in done.stderr or "MemoryError" in done.stderr), done.stderr
     else:

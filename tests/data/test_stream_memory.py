@@ -1,8 +1,8 @@
 """Promise: a stream of a log of ten times the memory that data may take."""
 
-import subprocess
 import sys
 
+import limited
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA cou
 
 LENGTH, SHARE = 50, 10
 
-PROGRAM = """
+BEFORE = """
 import gc, resource, sys, torch
 from tritonrec.data import NextItemStream
 folder, warm, allowed, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -27,16 +27,15 @@ def train(made):
 
 train(stream(warm))
 made = stream(folder)
-gc.collect()
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-here = int(status["VmData"].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (here + allowed, here + allowed))
+"""
+AFTER = """\
 if how == "stream":
     assert train(made) == made.num_samples
 else:
     log = [table for _numbers, table in made.rows.batches(4096)]
 print("done")
 """
+PROGRAM = BEFORE + limited.LIMIT + AFTER
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +67,7 @@ def logs(tmp_path_factory):
 @pytest.mark.parametrize("how", ["stream", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_log_of_ten_times_the_memory(logs, how):
     folder, size, small = logs
-    arguments = [str(folder), str(small), str(size // SHARE), how]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env={
-            "ARROW_DEFAULT_MEMORY_POOL": "system",
-            "MALLOC_ARENA_MAX": "1",
-            "PYTHONPATH": ":".join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = limited.run(PROGRAM, folder, small, size // SHARE, how)
     if how == "stream":
         assert done.stdout == "done\n", done.stderr
     else:

@@ -1,8 +1,8 @@
 """Promise: a log of text is written as shards in less memory than it has itself."""
 
-import subprocess
 import sys
 
+import limited
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
@@ -17,7 +17,7 @@ pytestmark = [
 
 ROWS, SHARE = {"csv": 2_400_000, "criteo-tsv": 250_000}, 3
 
-PROGRAM = """
+BEFORE = """
 import gc, resource, sys, torch
 from tritonrec.data import convert_sequences, csv_log, grouped, load, text_files
 from tritonrec.data.grouped import clicks_of, sequences_of
@@ -29,13 +29,12 @@ make = {"csv": lambda path: sequences_of(f"csv:{path}"), "criteo-tsv": clicks_of
 if how == "whole":
     make = lambda path: load(f"{kind}:{path}")
 make(warm)
-gc.collect()
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-here = int(status["VmData"].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (here + allowed, here + allowed))
+"""
+AFTER = """\
 make(log)
 print("done")
 """
+PROGRAM = BEFORE + limited.LIMIT + AFTER
 
 
 def table(kind, rows, random):
@@ -74,18 +73,7 @@ def logs(request, tmp_path_factory):
 @pytest.mark.parametrize("how", ["parts", "whole"])
 def test_a_log_of_three_times_the_memory(logs, how, tmp_path):
     kind, log, size, small = logs
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind, str(log), str(small), str(size // SHARE), how],
-        env={
-            "ARROW_DEFAULT_MEMORY_POOL": "system",
-            "MALLOC_ARENA_MAX": "1",
-            "PYTHONPATH": ":".join(sys.path),
-            "TRITONREC_CACHE": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = limited.run(PROGRAM, kind, log, small, size // SHARE, how, cache=tmp_path)
     if how == "whole":
         assert done.returncode and ("malloc" in done.stderr or "MemoryError" in done.stderr), done.stderr
     else:
