@@ -99,6 +99,17 @@ class Communicator:
         """Row r of `values` (world_size, ...) goes to rank r; row r of the result came from rank r."""
         return self.all_to_all(values, [1] * self.world_size, [1] * self.world_size)
 
+    def all_to_all_counted(self, values: torch.Tensor, send: list[int]) -> torch.Tensor:
+        """`all_to_all` where the receivers do not know the numbers of rows: these are exchanged before."""
+        counts = torch.tensor(send, dtype=torch.int64, device=values.device).unsqueeze(1)
+        return self.all_to_all(values, send, self.all_to_all_equal(counts).flatten().tolist())
+
+    def ring_shift(self, values: torch.Tensor, distance: int = 1) -> torch.Tensor:
+        """Send rows (n, ...) `distance` ranks further; the rows (m, ...) of the rank as far before."""
+        to = (self.rank + distance) % self.world_size
+        send = [len(values) if rank == to else 0 for rank in range(self.world_size)]
+        return self.all_to_all_counted(values, send)
+
     def all_reduce(self, values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:
         """Sum `values` over the ranks, in place.
 

@@ -138,15 +138,7 @@ def _newest_whole(ranks: list[list[tuple[int, int, list[int]]]]) -> tuple[int, i
 
 def _pass_on(over: Communicator, tables: Tables) -> Tables:
     """Send the state of tables to the next rank, and return that of the rank before."""
-    after, before = (over.rank + 1) % over.world_size, (over.rank - 1) % over.world_size
-    received = {}
-    for name, columns in tables.items():
-        packed = _packed(columns)
-        send = [len(packed) if rank == after else 0 for rank in range(over.world_size)]
-        counts = over.all_to_all_equal(torch.tensor(send, dtype=torch.int64).unsqueeze(1)).flatten().tolist()
-        assert sum(counts) == counts[before]
-        received[name] = _unpacked(over.all_to_all(packed, send, counts), columns)
-    return received
+    return {name: _unpacked(over.ring_shift(_packed(columns)), columns) for name, columns in tables.items()}
 
 
 def _redistribute(
@@ -168,8 +160,7 @@ def _redistribute(
         packed = _packed(columns)
         places = [(owners == shard).nonzero().squeeze(1) for shard in shard_of]
         send = [len(each) for each in places]
-        counts = over.all_to_all_equal(torch.tensor(send, dtype=torch.int64).unsqueeze(1)).flatten().tolist()
-        rows = _unpacked(over.all_to_all(packed[torch.cat(places)], send, counts), columns)
+        rows = _unpacked(over.all_to_all_counted(packed[torch.cat(places)], send), columns)
         order = torch.argsort(rows["keys"])
         found[name] = {column: values[order] for column, values in rows.items()}
     return found

@@ -11,7 +11,7 @@ import torch
 
 from ...data import Batch
 from ...data.jagged import Movable
-from ...distributed import Communicator, CorruptionError
+from ...distributed import CorruptionError
 from ...kernels.checksums import checksum
 
 DTYPES = (
@@ -57,18 +57,6 @@ def unpack(message: torch.Tensor, sender: int, receiver: int) -> list[torch.Tens
         tensors.append(content[start : start + length].view(dtype).view(shape))
         start += length + -length % WORD
     return tensors
-
-
-def send(over: Communicator, message: torch.Tensor | None, shift: int, device: torch.device) -> torch.Tensor:
-    """Send the message (n,) uint8, if there is one, to the rank `shift` further. Collective.
-
-    Returns the one received, (m,) uint8, on `device`; (0,) where that rank has none.
-    """
-    world = over.world_size
-    mine = torch.empty(0, dtype=torch.uint8, device=device) if message is None else message
-    lengths = [len(mine) if rank == (over.rank + shift) % world else 0 for rank in range(world)]
-    column = torch.tensor(lengths, dtype=torch.int64, device=device).view(world, 1)
-    return over.all_to_all(mine, lengths, over.all_to_all_equal(column).flatten().tolist())
 
 
 def tensors_of(batch: Movable) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ from ..places import (
 from ..stage import Read, Update
 from ..trainer import Trainer
 from ..window import Window
-from .messages import pack, send, unpack
+from .messages import pack, unpack
 from .plan import Plan
 from .work import (
     MicroBatch,
@@ -249,13 +249,14 @@ class Replay:
         device: torch.device,
     ) -> None:
         """The next rank computes the `work` of `ranks` again; where it differs, so does the one after it."""
-        message = None if work is None else pack(work.inputs, device)
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        message = empty if work is None else pack(work.inputs, device)
         nothing = torch.zeros(len(names), dtype=torch.int64)
 
         def by(shift: int) -> torch.Tensor:
             sender = (self._rank - shift) % self._world
-            received = send(over, message, shift, device)
-            self.counts["replay_bytes"] += 0 if message is None or self._world == 1 else len(message)
+            received = over.ring_shift(message, shift)
+            self.counts["replay_bytes"] += 0 if self._world == 1 else len(message)
             if not len(received):
                 return nothing
             return checksums(again(unpack(received, sender, self._rank)))
