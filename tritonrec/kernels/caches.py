@@ -30,8 +30,9 @@ SLOW_SECONDS = 1.0
 
 def note_compilation() -> None:
     """Something is compiled now, that the steps to come will not compile again."""
-    while compiling:
-        compiling.pop()()
+    called, compiling[:] = list(compiling), []  # one that registers itself again waits for the next kernel
+    for call in called:
+        call()
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
