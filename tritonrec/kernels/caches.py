@@ -36,30 +36,41 @@ def note_compilation() -> None:
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit``, whose `cache` never fails."""
+    """``numba.njit``, whose `cache` never fails and never gives the code of another signature or source."""
     import numba
 
     _watch_numba()
 
     def compiled(function: Callable[..., Any]) -> Any:
-        if not cache:
-            return numba.njit(**options)(function)
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-        folder = _instead("numba", "NUMBA_CACHE_DIR")
-        if folder is None:
-            return numba.njit(**options)(function)
-        config: Any = numba.config
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
-        try:
-            return numba.njit(cache=True, **options)(function)
-        finally:
-            config.CACHE_DIR = before
+        kernel = numba.njit(**options)(function)
+        if cache:
+            keep_on_disk(kernel, function)
+        return kernel
 
     return compiled
+
+
+def keep_on_disk(compiled: Any, function: Callable[..., Any]) -> None:
+    """Give what numba made of `function` a cache (`kernel_cache`), where a folder can be written."""
+    import numba
+
+    from .kernel_cache import KernelCache
+
+    try:
+        compiled._cache = KernelCache(function)
+        return
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+    folder = _instead("numba", "NUMBA_CACHE_DIR")
+    if folder is None:
+        return
+    config: Any = numba.config
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+    try:
+        compiled._cache = KernelCache(function)
+    finally:
+        config.CACHE_DIR = before
 
 
 @once

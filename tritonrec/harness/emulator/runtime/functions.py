@@ -6,7 +6,11 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+from tritonrec.kernels.caches import keep_on_disk
 
 from . import arithmetic, atomics, collectives, memory, scheduler, tensor_cores
 
@@ -31,13 +35,11 @@ _OF_FLOAT = types.float32(types.float32)
 
 
 def _callable(signature, function):
-    """A C function; kept by numba where it can write."""
-    try:
-        return cfunc(signature, nopython=True, cache=True)(function.py_func)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-    return cfunc(signature, nopython=True)(function.py_func)
+    """A C function, kept on disk."""
+    made = CFunc(function.py_func, normalize_signature(signature), {}, {"nopython": True})
+    keep_on_disk(made, function.py_func)
+    made.compile()
+    return made
 
 
 @cache

@@ -1,0 +1,181 @@
+"""Promise: a compiled kernel on disk is that of its signature and today's sources, or is compiled again."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritonrec.kernels import kernel_cache
+from tritonrec.kernels.hash_table import numba_hash_table
+from tritonrec.kernels.kernel_cache import _Files, digest_of
+
+SOURCES = {
+    "kernel": """
+from numba import njit
+from . import module
+from .constants import LIMIT
+from .helper import helper
+from .unused import unused
+
+def kernel(number):
+    def inside(other):
+        return module.called(other)
+    return helper(number) + inside(number) + LIMIT
+""",
+    "helper": "from numba import njit\nfrom .deep import deep\n\n@njit\ndef helper(x):\n    return deep(x)\n",
+    "deep": "from numba import njit\n\n@njit\ndef deep(x):\n    return x\n",
+    "module": "from .below import below\n\ndef called(x):\n    return below(x)\n",
+    "below": """
+from numba.extending import intrinsic
+from .made import made
+
+@intrinsic
+def below(typingctx, x):
+    return x(x), lambda *arguments: made(*arguments)
+""",
+    "made": "def made(*arguments):\n    return arguments[-1][0]\n",
+    "constants": "LIMIT = 3\n",
+    "unused": "def unused():\n    return 1\n",
+}
+
+
+@pytest.fixture
+def digest_with(tmp_path, monkeypatch):
+    """The digest of `kernel` in a package of `SOURCES`, some of them with other texts."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def digest(**changed):
+        package = tmp_path / f"package{len(made)}"
+        made.append(package)
+        package.mkdir()
+        for name, text in {"__init__": "", **SOURCES, **changed}.items():
+            (package / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        return digest_of(importlib.import_module(f"{package.name}.kernel").kernel)
+
+    yield digest
+    for name in [name for name in sys.modules if name.startswith("package")]:
+        if name.split(".")[0] in {package.name for package in made}:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("file", [name for name in SOURCES if name not in ("unused", "constants")])
+def test_a_change_of_any_file_that_a_kernel_may_hold_changes_its_digest(digest_with, file):
+    assert digest_with() != digest_with(**{file: SOURCES[file] + "# changed\n"})
+
+
+def test_a_changed_constant_changes_the_digest_and_what_no_kernel_names_does_not(digest_with):
+    first = digest_with()
+    assert first == digest_with() == digest_with(unused="def unused():\n    return 2\n")
+    assert first != digest_with(constants="LIMIT = 4\n")
+
+
+def test_helpers_of_other_files_count_in_kernels_of_this_package():
+    held, _constants = kernel_cache._held_by(numba_hash_table.hash_find.py_func)
+    assert {Path(file).name for file in held} >= {"numba_hash_table.py", "numba_intrinsics.py"}
+
+
+def test_a_process_that_reads_between_any_two_operations_of_two_others_gets_its_own_kernel(
+    tmp_path, monkeypatch
+):
+    """With numba's own files, named by a counter, the third process gets the kernel of another signature."""
+    one, two, three = (_Files(tmp_path, "kernel", files_of) for _ in range(3))
+    seen, replace = [], os.replace
+
+    def interrupted(source, to):
+        monkeypatch.setattr(os, "replace", replace)
+        for moment in (lambda: None, lambda: replace(source, to)):
+            moment()
+            seen.append([three.load("int"), three.load("float")])
+            two.save("float", "code for floats")
+            seen.append([three.load("int"), three.load("float")])
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    one.save("int", "code for integers")
+    assert seen == [
+        [None, None],
+        [None, "code for floats"],
+        ["code for integers", "code for floats"],
+        ["code for integers", "code for floats"],
+    ]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def files_of(folder, sources, monkeypatch):
+    files = _Files(folder, "kernel", files_of)
+    monkeypatch.setattr(kernel_cache, "digest_of", lambda function: sources)
+    return files
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "swapped", "folder"])
+def test_a_damaged_file_is_no_kernel_and_is_written_again(tmp_path, monkeypatch, damage):
+    files = files_of(tmp_path, "sources", monkeypatch)
+    files.save("int", ["code", 1])
+    files.save("float", ["code", 2])
+    path, other = files._path("int"), files._path("float")
+    content = path.read_bytes()
+    if damage == "folder":
+        path.unlink()
+        path.mkdir()
+        assert files.load("int") is None
+        return
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 4
+    path.write_bytes(
+        {"cut": content[:-1], "empty": b"", "flipped": damaged, "swapped": other.read_bytes()}[damage]
+    )
+    assert files.load("int") is None and files.load("float") == ["code", 2]
+    files.save("int", ["code", 3])
+    assert files.load("int") == ["code", 3]
+
+
+def test_files_of_other_sources_are_not_read_and_are_removed(tmp_path, monkeypatch):
+    files_of(tmp_path, "a" * 64, monkeypatch).save("int", "old")
+    (tmp_path / "kernels.b.c.nbc").touch()
+    files = files_of(tmp_path, "b" * 64, monkeypatch)
+    assert files.load("int") is None and len(list(tmp_path.glob("kernel.*.nbc"))) == 1
+    files.save("int", "new")
+    assert files.load("int") == "new"
+    assert [path.name.split(".")[1] for path in tmp_path.glob("kernel.*.nbc")] == ["b" * 16]
+    files.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels.b.c.nbc"]
+
+
+CHANGED = """
+from tritonrec.kernels.caches import njit
+from constant_of import HELD
+from helper_of import helper
+
+@njit(cache=True)
+def kernel(number):
+    return helper(number) + HELD
+"""
+
+
+@pytest.mark.slow
+def test_a_process_after_a_change_of_a_helper_computes_with_the_change(tmp_path):
+    """numba's own cache answers 8 each time: the file of the kernel is as it was."""
+    (tmp_path / "kernel_of.py").write_text(CHANGED)
+
+    def run(factor, held):
+        head = "from tritonrec.kernels.caches import njit\n@njit(inline='always')\n"
+        helper = f"{head}def helper(x): return {factor} * x\n"
+        (tmp_path / "helper_of.py").write_text(helper)
+        (tmp_path / "constant_of.py").write_text(f"HELD = {held}\n")
+        code = "from kernel_of import kernel; print(kernel(3), sum(kernel.stats.cache_hits.values()))"
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", code], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+                 "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run(2, 2) == ["8", "0"]
+    assert run(2, 2) == ["8", "1"]
+    assert run(5, 2) == ["17", "0"]
+    assert run(5, 4) == ["19", "0"]
