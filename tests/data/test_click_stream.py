@@ -11,6 +11,7 @@ from speeds import slow_except
 from test_criteo import as_table, fields
 
 from tritonrec.data import ClickBatch, ClickLoader, ClickStream, evaluate_clicks, load
+from tritonrec.data.criteo import CRITEO
 from tritonrec.data.parquet_rows import ParquetRows
 
 ROWS = 43
@@ -41,7 +42,10 @@ def equal(one, other):
 
 
 def test_an_epoch_has_the_training_rows_of_the_log_in_memory(folder):
-    stream, loader = ClickStream(folder, 8, seed=1), ClickLoader(load(f"criteo-parquet:{folder}"), 8, seed=1)
+    stream, loader = (
+        ClickStream(folder, 8, seed=1, columns=CRITEO),
+        ClickLoader(load(f"criteo-parquet:{folder}"), 8, seed=1),
+    )
     assert stream.num_samples == loader.num_samples and stream.num_held_out == loader.num_held_out == 5
     steps = range(stream.steps_per_epoch)
     got = sorted_by_sample([stream.batch(step).validate() for step in steps])
@@ -52,7 +56,10 @@ def test_an_epoch_has_the_training_rows_of_the_log_in_memory(folder):
 
 @pytest.mark.parametrize("size", [1, 3, 1024])
 def test_the_held_out_rows_are_evaluated_in_their_order(folder, size):
-    stream, loader = ClickStream(folder, 8, seed=1), ClickLoader(load(f"criteo-parquet:{folder}"), 8, seed=1)
+    stream, loader = (
+        ClickStream(folder, 8, seed=1, columns=CRITEO),
+        ClickLoader(load(f"criteo-parquet:{folder}"), 8, seed=1),
+    )
     batches = list(stream.evaluation_batches(size))
     assert max(batch.num_samples for batch in batches) <= size
     assert equal(ClickBatch.concat(batches), ClickBatch.concat(list(loader.evaluation_batches())))
@@ -65,8 +72,8 @@ def test_the_held_out_rows_are_evaluated_in_their_order(folder, size):
 
 @pytest.mark.parametrize("world_size", slow_except([3], [2, 3]))
 def test_ranks_divide_the_global_batch(folder, world_size):
-    alone = ClickStream(folder, 16, seed=3)
-    ranks = [ClickStream(folder, 16, seed=3, rank=rank, world_size=world_size) for rank in range(world_size)]
+    alone = ClickStream(folder, 16, seed=3, columns=CRITEO)
+    ranks = [ClickStream(folder, 16, 3, rank, world_size, columns=CRITEO) for rank in range(world_size)]
     for step in range(alone.steps_per_epoch + 1):
         parts = [each.batch(step) for each in ranks]
         assert equal(sorted_by_sample(parts), sorted_by_sample([alone.batch(step)]))
@@ -78,13 +85,13 @@ def test_a_bad_value_is_named_by_its_row(tmp_path):
     words[31] = "xyz"
     at = table.column_names.index("C5")
     pq.write_table(table.set_column(at, "C5", pa.array(words)), tmp_path / "day.parquet", row_group_size=9)
-    stream = ClickStream(tmp_path, 8, seed=0)
+    stream = ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
     with pytest.raises(ValueError, match="row 31: column C5 has 'xyz', expected one to eight hexadecimal"):
         for step in range(stream.steps_per_epoch):
             stream.batch(step)
     pq.write_table(table.drop_columns(["I3"]), tmp_path / "day.parquet")
     with pytest.raises(ValueError, match=r"day\.parquet: no column 'I3'"):
-        ClickStream(tmp_path, 8, seed=0)
+        ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 10, 42, 43])
@@ -100,7 +107,7 @@ def test_the_first_rows_of_a_dataset_are_a_dataset(folder, rows):
 
 def test_a_log_of_one_row_has_nothing_held_out_but_it(tmp_path):
     pq.write_table(as_table(fields()[:1], True), tmp_path / "day.parquet")
-    stream = ClickStream(tmp_path, 8, seed=0)
+    stream = ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
     assert stream.num_samples == 1 and stream.num_held_out == 0 and next(stream).num_samples == 1
     with pytest.raises(ValueError, match="no held-out rows"):
         evaluate_clicks(lambda batch: batch.dense[:, 0], stream)

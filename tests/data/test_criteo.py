@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tritonrec.data import ClickLoader, ClickLog, auc, evaluate_clicks, load, load_clicks, load_interactions
-from tritonrec.data.criteo import COLUMNS, MISSING, read_parquet, read_tsv
+from tritonrec.data.click_columns import read_parquet
+from tritonrec.data.criteo import COLUMNS, CRITEO, MISSING, read_tsv
 from tritonrec.data.synthetic_clicks import (
     MIN_TABLE_ROWS,
     SHAPES,
@@ -87,7 +88,7 @@ def test_parquet_gives_what_text_gives_in_the_order_of_the_files(tmp_path, integ
     (tmp_path / "part").mkdir()
     for name, part in (("b", lines[17:]), ("a", lines[:17])):
         pq.write_table(as_table(part, integers), tmp_path / "part" / f"{name}.parquet", row_group_size=5)
-    log, text = read_parquet(tmp_path / "part"), read_tsv(write(tmp_path / "day", lines))
+    log, text = read_parquet(tmp_path / "part", CRITEO), read_tsv(write(tmp_path / "day", lines))
     for name in ("dense", "categories", "labels"):
         np.testing.assert_array_equal(getattr(log, name), getattr(text, name), err_msg=name)
     assert load(f"criteo-parquet:{tmp_path / 'part'}").trained == text.trained
@@ -120,9 +121,9 @@ def test_a_line_of_another_length_and_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such file"):
         read_tsv(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
-        read_parquet(tmp_path / "nowhere")
+        read_parquet(tmp_path / "nowhere", CRITEO)
     with pytest.raises(ValueError, match="day: not a Parquet dataset"):
-        read_parquet(tmp_path / "day")
+        read_parquet(tmp_path / "day", CRITEO)
 
 
 def test_a_bad_parquet_column_is_named(tmp_path):
@@ -131,7 +132,7 @@ def test_a_bad_parquet_column_is_named(tmp_path):
     def check(changed, message):
         pq.write_table(changed, path)
         with pytest.raises(ValueError, match=message):
-            read_parquet(path)
+            read_parquet(path, CRITEO)
 
     def put(name, values):
         return table.set_column(table.column_names.index(name), name, values)
@@ -146,7 +147,7 @@ def test_a_bad_parquet_column_is_named(tmp_path):
     check(put("C9", pa.array([0.5] * 30)), "p.parquet: column C9 is of type double")
     check(put("label", pa.array([None] * 30, pa.int8())), "row 0: column label has an empty field")
     pq.write_table(put("label", pa.array([True] * 10 + [False] * 20)), path)
-    assert read_parquet(path).labels.tolist() == [1] * 10 + [0] * 20
+    assert read_parquet(path, CRITEO).labels.tolist() == [1] * 10 + [0] * 20
 
 
 LOG = generate("avazu", SyntheticClickOptions(samples=120, seed=3))

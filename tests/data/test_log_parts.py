@@ -13,8 +13,9 @@ from test_grouped import sequences_in, sequences_of_log
 from test_kuairand import folder  # noqa: F401 - a fixture
 
 from tritonrec.data import csv_log, kuairand, load
+from tritonrec.data.click_columns import Part
 from tritonrec.data.convert_windows import write_windows
-from tritonrec.data.criteo import columns_of, read_tsv
+from tritonrec.data.criteo import CRITEO, read_tsv
 from tritonrec.data.grouped import clicks_of, sequences_of, windows_of
 from tritonrec.data.log_parts import log_in_parts
 from tritonrec.data.parquet import concat
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_named(tmp_path):
         for use in (csv_log.read, lambda path: list(csv_log.parts(path))):
             with pytest.raises(ValueError, match=name):
                 use(f"{tmp_path}/{name}")
-    for use in (read_tsv, clicks_of):
+    for use in (read_tsv, lambda path: clicks_of(f"criteo-tsv:{path}")):
         with pytest.raises(ValueError, match=r"cut\.gz"):
             use(f"{tmp_path}/cut.gz")
     with pytest.raises(ValueError, match="is a folder: name one file"):
@@ -154,10 +155,10 @@ def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
         (tmp_path / "days" / f"day_{day}.gz").write_bytes(gzip.compress(text))
     log = read_tsv(tmp_path / "days")
     assert len(log) == 50
-    rows = ParquetRows(clicks_of(str(tmp_path / "days")))
+    rows = ParquetRows(clicks_of(f"criteo-tsv:{tmp_path}/days"))
     (table,) = [table for _numbers, table in rows.batches(64)]
     assert rows.group_rows.tolist() == [50]
-    labels, dense, categories = columns_of("here", np.arange(50), table)
+    labels, dense, categories = CRITEO.arrays(Part("here", "row", 0), table)
     np.testing.assert_array_equal(labels, log.labels)
     np.testing.assert_array_equal(dense, log.dense)
     np.testing.assert_array_equal(categories, log.categories)
@@ -166,7 +167,7 @@ def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
 def test_clicks_are_divided_into_files_and_groups(tmp_path, monkeypatch):
     monkeypatch.setattr("tritonrec.data.grouped.FILE_CLICKS", 8)
     monkeypatch.setattr("tritonrec.data.grouped.GROUP_CLICKS", 2)
-    rows = ParquetRows(clicks_of(str(write_criteo(tmp_path / "day", fields()))))
+    rows = ParquetRows(clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'day', fields())}"))
     assert rows.num_rows == 30 and rows.group_rows.tolist() == [2] * 15
     assert rows.group_file.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
 
@@ -175,9 +176,9 @@ def test_a_bad_click_is_named_by_its_line(tmp_path, cache):
     lines = fields()
     lines[22][20] = "xyz"
     with pytest.raises(ValueError, match=r"day, line 23: column C7 has 'xyz'"):
-        clicks_of(str(write_criteo(tmp_path / "day", lines)))
+        clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'day', lines)}")
     with pytest.raises(ValueError, match=r"empty: .*Empty CSV file"):
-        clicks_of(str(write_criteo(tmp_path / "empty", [])))
+        clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'empty', [])}")
     assert {path.suffix for path in (cache / "clicks").iterdir()} == {".lock"}
 
 

@@ -25,7 +25,7 @@ kind, log, warm, allowed, how = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.a
 torch.set_num_threads(1)
 convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS, csv_log.PART_ROWS = 150_000, 50_000, 4096
 text_files.BLOCK_BYTES, grouped.GROUP_CLICKS = 1 << 16, 1 << 11
-make = {"csv": lambda path: sequences_of(f"csv:{path}"), "criteo-tsv": clicks_of}[kind]
+make = lambda path: {"csv": sequences_of, "criteo-tsv": clicks_of}[kind](f"{kind}:{path}")
 if how == "whole":
     make = lambda path: load(f"{kind}:{path}")
 make(warm)

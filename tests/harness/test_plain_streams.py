@@ -118,8 +118,36 @@ def tsv_clicks(clicks, tmp_path):
     return replace(clicks, data=f"criteo-tsv:{tmp_path}/day.gz")
 
 
+@pytest.fixture
+def plain_clicks(clicks, tmp_path):
+    """The job on the same clicks in columns of other names."""
+    table = pq.read_table(tmp_path / "clicks" / "day.parquet")
+    plain = {f"site {name}": table[name] for name in CATEGORIES[:5]} | {"label": table["label"]}
+    plain["count"] = np.asarray(table[COUNTS[3]], dtype=np.float32)
+    pq.write_table(pa.table(plain), tmp_path / "plain.parquet", row_group_size=11)
+    return replace(clicks, data=f"clicks:{tmp_path}/plain.parquet")
+
+
+@pytest.fixture
+def ali_ccp(clicks, tmp_path):
+    """The job on categories of the same clicks in Ali-CCP's files, two to a user."""
+    table = pq.read_table(tmp_path / "clicks" / "day.parquet")
+    ids = {name: table[name].to_pylist() for name in CATEGORIES[:3]}
+    folder = tmp_path / "ali"
+    folder.mkdir()
+    common = [f"u{row},1,101\x02{ids['C1'][row]}\x031.0" for row in range(0, len(table), 2)]
+    rows = [
+        f"{row},{int(label)},0,u{row // 2 * 2},2,"
+        f"205\x02{ids['C2'][row]}\x031.0\x01301\x02{ids['C3'][row]}\x031.0"
+        for row, label in enumerate(table["label"].to_pylist())
+    ]
+    (folder / "common_features_a.csv").write_text("\n".join(common) + "\n")
+    (folder / "sample_skeleton_a.csv").write_text("\n".join(rows) + "\n")
+    return replace(clicks, data=f"ali-ccp:{folder}")
+
+
 TEXT = {"csv_events": "events", "csv_impressions": "impressions"}
-KINDS = ["events", "clicks", "impressions", *TEXT, "kuairand", "tsv_clicks"]
+KINDS = ["events", "clicks", "impressions", *TEXT, "kuairand", "tsv_clicks", "plain_clicks", "ali_ccp"]
 
 
 @pytest.mark.parametrize("kind", slow_except(["events", "tsv_clicks"], KINDS))
@@ -147,7 +175,7 @@ def test_text_and_parquet_of_one_log_are_one_stream(kind, request):
         assert content(ours.batch(step)) == content(theirs.batch(step))
 
 
-@pytest.mark.parametrize("kind", ["csv_events", "csv_impressions", "kuairand", "tsv_clicks"])
+@pytest.mark.parametrize("kind", ["csv_events", "csv_impressions", "kuairand", "tsv_clicks", "ali_ccp"])
 def test_text_is_written_as_shards_once(kind, request, tmp_path, capfd):
     job = request.getfixturevalue(kind)
     first = job.loader()

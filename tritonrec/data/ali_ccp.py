@@ -17,10 +17,13 @@ are no dense features. Files are read in the order of their names; the last tent
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
+from tritonrec.data.click_columns import LABEL
 from tritonrec.data.criteo import MISSING
 from tritonrec.data.ctr import ClickLog, num_training_rows
 
@@ -28,41 +31,74 @@ USER = ("101", "109_14", "110_14", "127_14", "150_14", "121", "122", "124", "125
 ITEM = ("205", "206", "207", "210", "216", "508", "509", "702", "853", "301")
 FIELDS = USER + ITEM
 """The 23 fields."""
+FEATURES = tuple(f"f{field}" for field in FIELDS)
+"""Their names in a log."""
+KINDS = ("common_features", "sample_skeleton")
 _PLACES = {field: place for place, field in enumerate(FIELDS)}
 
 
-def read(path: Path | str) -> ClickLog:
-    """Read the folder `path`.
+PART_ROWS = 1 << 14
+"""Impressions that are in memory at once while they are written as Parquet."""
 
-    Raises FileNotFoundError where it has no files of one of the two kinds, and ValueError naming file and
-    line of a bad field, or of an impression whose common features are nowhere.
-    """
-    folder = Path(path)
-    common: dict[str, list[int]] = {}
-    for file, line, fields in _lines(folder, "common_features", 3):
-        common[fields[0]] = _ids(file, line, fields[2], [MISSING] * len(FIELDS))
+
+def read(path: Path | str) -> ClickLog:
+    """Read the folder `path`, whole; the errors of `parts`, and ValueError where it has no impressions."""
     rows, labels = [], []
-    for file, line, fields in _lines(folder, "sample_skeleton", 6):
+    for ids, label in _impressions(Path(path)):
+        rows.append(ids)
+        labels.append(label)
+    if not rows:
+        raise ValueError(f"{path}: holds no impressions")
+    return ClickLog(
+        np.zeros((len(rows), 0), np.float32), np.array(rows, np.int64), np.array(labels, np.int64), FEATURES,
+        num_training_rows(len(rows)),
+    )  # fmt: skip
+
+
+def parts(path: Path | str) -> Iterator[pa.Table]:
+    """The impressions in plain columns (`tritonrec.data.click_columns`), in parts and in their order.
+
+    The common features are in memory, one list of `FIELDS` for each line of their files.
+
+    Raises FileNotFoundError where the folder has no files of one of the two kinds, and ValueError naming file
+    and line of a bad field, or of an impression whose common features are nowhere.
+    """
+    every = _impressions(Path(path))
+    while some := list(islice(every, PART_ROWS)):
+        ids = np.array([row for row, _label in some], np.int64)
+        columns = {LABEL: np.array([label for _row, label in some], np.int8)}
+        yield pa.table(columns | dict(zip(FEATURES, ids.T, strict=True)))
+
+
+def files(path: Path | str) -> list[Path]:
+    """Of both kinds, in the order in which they are read; raises FileNotFoundError as `parts`."""
+    return [file for kind in KINDS for file in _files(Path(path), kind)]
+
+
+def _impressions(folder: Path) -> Iterator[tuple[list[int], int]]:
+    """The ids and the label of each impression."""
+    common: dict[str, list[int]] = {}
+    of_user, of_impression = KINDS
+    for file, line, fields in _lines(folder, of_user, 3):
+        common[fields[0]] = _ids(file, line, fields[2], [MISSING] * len(FIELDS))
+    for file, line, fields in _lines(folder, of_impression, 6):
         if fields[1] not in ("0", "1"):
             raise ValueError(f"{file}, line {line}: click is {fields[1]!r}, expected 0 or 1")
         if fields[3] not in common:
             raise ValueError(f"{file}, line {line}: there are no common features {fields[3]!r}")
-        rows.append(_ids(file, line, fields[5], common[fields[3]]))
-        labels.append(int(fields[1]))
-    if not rows:
-        raise ValueError(f"{folder}: holds no impressions")
-    return ClickLog(
-        np.zeros((len(rows), 0), np.float32), np.array(rows, np.int64), np.array(labels, np.int64),
-        tuple(f"f{field}" for field in FIELDS), num_training_rows(len(rows)),
-    )  # fmt: skip
+        yield _ids(file, line, fields[5], common[fields[3]]), int(fields[1])
+
+
+def _files(folder: Path, kind: str) -> list[Path]:
+    found = sorted(folder.expanduser().glob(f"{kind}*.csv"))
+    if not found:
+        raise FileNotFoundError(f"{folder}: no file {kind}*.csv")
+    return found
 
 
 def _lines(folder: Path, kind: str, count: int) -> Iterator[tuple[Path, int, list[str]]]:
     """File, number and fields of each line of the files of a kind, of `count` fields."""
-    files = sorted(folder.glob(f"{kind}*.csv"))
-    if not files:
-        raise FileNotFoundError(f"{folder}: no file {kind}*.csv")
-    for file in files:
+    for file in _files(folder, kind):
         with file.open() as lines:
             for number, line in enumerate(lines, 1):
                 fields = line.rstrip("\n").split(",")

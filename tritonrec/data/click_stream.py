@@ -1,7 +1,7 @@
-"""Clicks in Criteo's format streamed from Parquet, a row each; the last tenth of the rows is held out.
+"""Clicks streamed from Parquet, a row each; the last tenth of the rows is held out.
 
-Columns, missing values and the held-out tenth are those of `tritonrec.data.criteo`; every file has the same
-types. The order of the other rows is that of `tritonrec.data.stream`.
+Columns, missing values and the held-out tenth are those of a format (`tritonrec.data.click_columns`); every
+file has the same types. The order of the other rows is that of `tritonrec.data.stream`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from tritonrec.data.stream import Stream
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from tritonrec.data.click_columns import ClickColumns
     from tritonrec.data.parquet_rows import ParquetRows
 
 
 class ClickStream(Stream[ClickBatch]):
-    """Training rows of a dataset in Criteo's format, streamed, and the held-out ones behind them.
+    """Training rows of a dataset, streamed, and the held-out ones behind them.
 
     Args:
-        rows: the path of a dataset with the columns of `tritonrec.data.criteo`, or a `ParquetRows` of these.
+        rows: the path of a dataset, or a `ParquetRows` of the format's columns.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
+        columns: the format, such as `tritonrec.data.criteo.CRITEO`; the plain one by default.
 
-    Raises the errors of `Stream`, and while reading ValueError naming column and row of a bad value.
+    Raises the errors of `Stream` and of the format, and while reading ValueError naming column and row of a
+    bad value.
     """
 
     def __init__(
@@ -44,17 +47,20 @@ class ClickStream(Stream[ClickBatch]):
         shuffle: bool = True,
         buffer_rows: int = 1 << 18,
         readers: int = 64,
+        columns: ClickColumns | None = None,
     ) -> None:
-        from tritonrec.data.criteo import CATEGORIES, COLUMNS, COUNTS
+        from tritonrec.data.click_columns import PlainColumns, names
         from tritonrec.data.parquet_rows import ParquetRows
 
-        self.whole = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
+        if not isinstance(rows, ParquetRows):
+            rows = ParquetRows(rows, None if columns is None else names(columns))
+        self.whole, self._columns = rows, columns or PlainColumns.of(rows.path, rows.schema)
         self.trained = num_training_rows(self.whole.num_rows)
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
-        self.features, self.num_dense = CATEGORIES, len(COUNTS)
+        self.features, self.num_dense = self._columns.features, len(self._columns.dense)
 
     @property
     def num_held_out(self) -> int:
@@ -64,12 +70,12 @@ class ClickStream(Stream[ClickBatch]):
     @property
     def click_rate(self) -> float:
         """Share of clicks among the rows that are not held out, which reads their labels."""
-        from tritonrec.data.criteo import labels_of
+        from tritonrec.data.click_columns import LABEL, Part, labels
         from tritonrec.data.parquet_rows import ParquetRows
 
-        rows = ParquetRows(self.whole.path, ["label"], self.whole.filesystem).first(self.trained)
+        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(self.trained)
         every = rows.batches(1 << 16)
-        clicks = sum(int(labels_of(rows.path, numbers, table).sum()) for numbers, table in every)
+        clicks = sum(int(labels(Part(rows.path, "row", numbers), table).sum()) for numbers, table in every)
         return clicks / self.trained
 
     def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
@@ -79,8 +85,9 @@ class ClickStream(Stream[ClickBatch]):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:
-        from tritonrec.data.criteo import CATEGORIES, columns_of
+        from tritonrec.data.click_columns import Part
 
-        labels, dense, categories = columns_of(self.whole.path, sample_ids.numpy(), table)
-        features = KeyedJaggedTensor.from_matrix(CATEGORIES, torch.from_numpy(categories))
-        return ClickBatch(step, sample_ids, features, torch.from_numpy(dense), torch.from_numpy(labels))
+        part = Part(self.whole.path, "row", sample_ids.numpy())
+        labels, dense, ids = map(torch.from_numpy, self._columns.arrays(part, table))
+        features = KeyedJaggedTensor.from_matrix(self.features, ids)
+        return ClickBatch(step, sample_ids, features, dense, labels)

@@ -1,4 +1,4 @@
-"""Clicks in Criteo's text format as Parquet, in memory for a part of them only."""
+"""Clicks in text formats as Parquet, in memory for a part of them only."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tritonrec.data.convert_sequences import PAGE_BYTES
-from tritonrec.data.criteo import tsv_parts
 
 PAGES = {"data_page_size": PAGE_BYTES, "dictionary_pagesize_limit": 1 << 14}
 """The default limit of a dictionary takes 2 MiB a column while it is written."""
 
 
 def write_clicks(
-    path: str,
+    parts: Iterable[pa.Table],
     out: Path,
     rows_per_file: int,
     rows_per_group: int,
     report: Callable[[int], None] = lambda rows: None,
 ) -> None:
-    """Write the rows of text at `path` into the empty folder `out`, as `ClickStream` takes them.
+    """Write the rows of tables of one schema into the empty folder `out`, as `ClickStream` takes them.
 
     Args:
         rows_per_file, rows_per_group: of all files but the last one, and of all row groups but a file's last.
         report: called with numbers of rows that are written.
 
-    Raises the errors of `tsv_parts`, and ValueError for text without rows.
+    Raises the errors of `parts`, and ValueError where they have no rows.
     """
     files = rows = 0
     with ExitStack() as stack:
-        for group in _groups(tsv_parts(path), rows_per_group):
+        for group in _groups(parts, rows_per_group):
             if rows % rows_per_file == 0:
                 stack.close()
                 file = out / f"part-{files:05}.parquet"
@@ -43,7 +42,7 @@ def write_clicks(
             rows += len(group)
             report(len(group))
     if not rows:
-        raise ValueError(f"{path}: holds no impressions")
+        raise ValueError("the log holds no impressions")
 
 
 def _groups(parts: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:

@@ -72,19 +72,32 @@ def windows_of(
     return _made("windows", source, log.filesystem, log.files, write, *sizes)
 
 
-def clicks_of(path: str, report: Callable[[int], None] = lambda rows: None) -> Path:
-    """The folder with clicks in Criteo's text format as Parquet, for `ClickStream`, as `sequences_of`.
+def clicks_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
+    """The folder with clicks in a text format as Parquet, for `ClickStream`, as `sequences_of`.
 
     Args:
-        path: as `tritonrec.data.criteo.tsv_parts`, whose errors are raised.
+        source: ``criteo-tsv:PATH``, in Criteo's columns, or ``ali-ccp:PATH``, in plain ones.
+
+    Raises the errors of `tritonrec.data.criteo.tsv_parts` and of `tritonrec.data.ali_ccp`.
     """
+    kind, _, path = source.partition(":")
 
     def write(scratch: Path) -> None:
+        from tritonrec.data import ali_ccp, criteo
         from tritonrec.data.convert_clicks import write_clicks
 
-        write_clicks(path, scratch, FILE_CLICKS, GROUP_CLICKS, report)
+        parts = criteo.tsv_parts(path) if kind == "criteo-tsv" else ali_ccp.parts(path)
+        write_clicks(parts, scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-    return _made("clicks", path, *text_files(path), write, FILE_CLICKS, GROUP_CLICKS)
+    if kind == "criteo-tsv":
+        filesystem, files = text_files(path)
+    else:
+        from pyarrow.fs import LocalFileSystem
+
+        from tritonrec.data import ali_ccp
+
+        filesystem, files = LocalFileSystem(), list(map(str, ali_ccp.files(path)))
+    return _made("clicks", source, filesystem, files, write, FILE_CLICKS, GROUP_CLICKS)
 
 
 def _made(

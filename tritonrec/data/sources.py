@@ -22,6 +22,7 @@ def load(spec: str) -> Interactions | ClickLog:
     ``avazu``, ``avazu:samples=1000``         synthetic clicks in Avazu's shape
     ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
     ``criteo-parquet:PATH``                   the same columns as Parquet
+    ``clicks:PATH``                           clicks as Parquet (`tritonrec.data.click_columns`)
     ``ali-ccp:PATH``                          clicks in Ali-CCP's format (`tritonrec.data.ali_ccp`)
     ========================================  ============================================================
 
@@ -47,11 +48,15 @@ def load(spec: str) -> Interactions | ClickLog:
 
         return synthetic_clicks.generate(source, synthetic_clicks.SyntheticClickOptions.parse(detail))
     if source in ("criteo-tsv", "criteo-parquet") and detail:
-        from tritonrec.data import criteo
+        from tritonrec.data import click_columns, criteo
 
         if source == "criteo-tsv":
             return criteo.read_tsv(detail)
-        return criteo.read_parquet(Path(detail).expanduser())
+        return click_columns.read_parquet(Path(detail).expanduser(), criteo.CRITEO)
+    if source == "clicks" and detail:
+        from tritonrec.data import click_columns
+
+        return click_columns.read_parquet(Path(detail).expanduser())
     if source == "ali-ccp" and detail:
         from tritonrec.data import ali_ccp
 
@@ -59,7 +64,7 @@ def load(spec: str) -> Interactions | ClickLog:
     raise ValueError(
         f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]', 'csv:PATH', 'parquet:PATH', "
         "'kuairand:PATH', 'criteo[:name=value,...]', 'avazu[:name=value,...]', 'criteo-tsv:PATH', "
-        "'criteo-parquet:PATH' or 'ali-ccp:PATH'"
+        "'criteo-parquet:PATH', 'clicks:PATH' or 'ali-ccp:PATH'"
     )
 
 

@@ -49,8 +49,8 @@ LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
     "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, zipf or "
-    "zipf:users=N,items=N; for dlrm also criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, criteo or "
-    "criteo:samples=N, and avazu."
+    "zipf:users=N,items=N; for dlrm also clicks:PATH, criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, "
+    "criteo or criteo:samples=N, and avazu."
 )
 Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ImpressionStream | ClickLoader | ClickStream
 Streamed = NextItemStream | ImpressionStream | ClickStream
@@ -181,8 +181,8 @@ class Job:
         if not (self.stream or self.data.startswith(SHARDS)):
             return None
         if self.model == "dlrm":
-            rows = clicks(self.data)
-            return None if rows is None else ClickStream(rows, self.batch_size, *shard)
+            found = clicks(self.data)
+            return None if found is None else ClickStream(found[0], self.batch_size, *shard, columns=found[1])
         folder = windows(self.data, self.max_seq_len, self.max_exposed)
         return None if folder is None else ImpressionStream(folder, self.batch_size, *shard)
 
@@ -322,7 +322,7 @@ def dense_optimizer(
     return kinds[name](parameters, eps=eps, **options)
 
 
-CLICKS = ("criteo", "avazu", "ali-ccp")
+CLICKS = ("criteo", "avazu", "clicks", "ali-ccp")
 """How the words for logs of clicks begin."""
 
 

@@ -18,8 +18,12 @@ from ..files import ScratchFolder
 from .progress import CommandProgress
 
 if TYPE_CHECKING:
+    from ..data.click_columns import ClickColumns
     from ..data.parquet_rows import ParquetRows
 
+TEXT_CLICKS = ("criteo-tsv", "ali-ccp")
+CLICKS = ("criteo-parquet", "clicks", *TEXT_CLICKS)
+"""Words of logs of clicks in files."""
 SHARDS = "shards:"
 """``shards:SOURCE``: the log SOURCE as small shards in a folder of this process, and streamed; for verify."""
 
@@ -101,28 +105,35 @@ def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = 
     return folder
 
 
-def clicks(spec: str) -> ParquetRows | None:
-    """The rows of clicks in Criteo's format as Parquet; None for any other data."""
+def clicks(spec: str) -> tuple[ParquetRows, ClickColumns] | None:
+    """The rows of clicks as Parquet, and their format; None for any other data.
+
+    Text is written as Parquet when it is first read, which standard error tells.
+    """
     return _clicks(spec)[0]
 
 
 @lru_cache(maxsize=4)
-def _clicks(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
-    """The rows, and the folder of this process that holds them, which lives as long."""
-    from ..data.criteo import COLUMNS as CRITEO
+def _clicks(spec: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, ScratchFolder | None]:
+    """The rows and their format, and the folder of this process that holds them, which lives as long."""
+    from ..data.click_columns import PlainColumns, names
+    from ..data.criteo import CRITEO
+    from ..data.grouped import clicks_of
     from ..data.parquet_rows import ParquetRows
 
+    kind, _, path = spec.partition(":")
+    folder = None
     if spec.startswith(SHARDS):
         folder = _click_shards(spec.removeprefix(SHARDS))
-        return ParquetRows(folder.name, CRITEO), folder
-    kind, _, path = spec.partition(":")
-    if kind == "criteo-tsv" and path:
-        from ..data.grouped import clicks_of
-
-        return ParquetRows(
-            _told(spec, lambda report: clicks_of(path, report), "written as Parquet"), CRITEO
-        ), None
-    return ParquetRows(path, CRITEO) if kind == "criteo-parquet" and path else None, None
+        kind, path = "criteo-parquet", folder.name
+    if not path or kind not in CLICKS:
+        return None, None
+    if kind in TEXT_CLICKS:
+        path = str(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
+    if kind.startswith("criteo"):
+        return (ParquetRows(path, names(CRITEO)), CRITEO), folder
+    rows = ParquetRows(path)
+    return (rows, PlainColumns.of(path, rows.schema)), None
 
 
 def _parquet(spec: str) -> str | None:

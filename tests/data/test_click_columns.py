@@ -1,0 +1,135 @@
+"""Promise: clicks in plain columns are read by their types, whole or streamed, and a bad value is named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from test_ali_ccp import COMMON, SKELETON
+from test_ali_ccp import write as write_ali_ccp
+
+from tritonrec.data import ClickBatch, ClickLoader, ClickStream, ali_ccp, load
+from tritonrec.data.grouped import clicks_of
+
+ROWS = 37
+
+
+def columns(rows=ROWS, seed=0):
+    """Labels between others, every kind of integer and floating number, both ends of int64."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(-(2**63), 2**63 - 1, rows)
+    ids[:2] = -(2**63), 2**63 - 1
+    return {
+        "site": ids,
+        "age": random.normal(size=rows).astype(np.float32),
+        "label": random.integers(0, 2, rows).astype(np.uint8),
+        "price": random.normal(size=rows) * 1e30,
+        "device": random.integers(0, 2**63, rows).astype(np.uint64),
+        "hour": random.integers(-128, 128, rows).astype(np.int8),
+        "rate": random.normal(size=rows).astype(np.float16),
+    }
+
+
+def write(folder, made, rows_per_group=5):
+    folder.mkdir()
+    table = pa.table(made)
+    for number, rows in enumerate((table.slice(0, 20), table.slice(20))):
+        pq.write_table(rows, folder / f"{number}.parquet", row_group_size=rows_per_group)
+    return folder
+
+
+def test_floating_columns_are_dense_and_integers_categories(tmp_path):
+    made = columns()
+    log = load(f"clicks:{write(tmp_path / 'days', made)}")
+    assert log.features == ("site", "device", "hour") and log.trained == ROWS - 4
+    np.testing.assert_array_equal(log.labels, made["label"])
+    expected = np.stack([made[name].astype(np.float32) for name in ("age", "price", "rate")], 1)
+    np.testing.assert_array_equal(log.dense, expected)
+    ids = np.stack([made[name].astype(np.int64) for name in log.features], 1)
+    np.testing.assert_array_equal(log.categories, ids)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_stream_has_the_samples_of_the_log(tmp_path, dense):
+    made = columns() | {"label": columns()["label"].astype(bool)}
+    if not dense:
+        made = {name: made[name] for name in ("hour", "label", "site")}
+    folder = write(tmp_path / "days", made)
+    stream, loader = ClickStream(folder, 8, seed=1), ClickLoader(load(f"clicks:{folder}"), 8, seed=1)
+    assert (stream.features, stream.num_dense) == (loader.features, loader.num_dense)
+    assert stream.num_samples == loader.num_samples == 33 and stream.click_rate == loader.click_rate
+    for ours, theirs in (
+        ([stream.batch(step) for step in range(stream.steps_per_epoch)],
+         [loader.batch(step) for step in range(loader.steps_per_epoch)]),
+        (stream.evaluation_batches(3), loader.evaluation_batches()),
+    ):  # fmt: skip
+        whole = [ClickBatch.concat([replace(each, step=0) for each in batches]) for batches in (ours, theirs)]
+        one, other = (batch.select(torch.argsort(batch.sample_ids)).validate() for batch in whole)
+        assert torch.equal(one.sample_ids, other.sample_ids) and torch.equal(one.labels, other.labels)
+        assert torch.equal(one.dense, other.dense)
+        assert torch.equal(one.features.values, other.features.values)
+
+
+def changed(**others):
+    return {name: each for name, each in (columns() | others).items() if each is not None}
+
+
+def with_value(name, row, value):
+    values = columns()[name].tolist()
+    values[row] = value
+    return {name: pa.array(values, pa.from_numpy_dtype(columns()[name].dtype))}
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"label": None}, "need a column 'label' and columns of integers, found site, age"),
+        (dict.fromkeys(["site", "device", "hour"]), "need a column 'label' and columns of integers"),
+        ({"hour": ["noon"] * ROWS}, "column 'hour' is of type string, expected integers"),
+        ({"age": np.zeros(ROWS, bool)}, "column 'age' is of type bool, expected"),
+        (with_value("label", 23, 2), "column label has 2, expected 0 or 1"),
+        (with_value("label", 23, None), "column label has an empty field, expected 0 or 1"),
+        (with_value("site", 23, None), "column site has an empty field, expected an int64"),
+        (with_value("device", 23, 2**63), f"column device has {2**63}, expected an int64"),
+        (with_value("price", 23, 1e300), "column price has 1e.300, expected a finite number of float32"),
+        (with_value("age", 23, None), "column age has an empty field, expected a finite number"),
+    ],
+)
+def test_a_bad_column_is_named_and_a_bad_value_by_its_row(tmp_path, others, message):
+    folder = write(tmp_path / "days", changed(**others))
+    row = "row 3: " if "23" in str(message) or "has" in message else ""
+    with pytest.raises(ValueError, match=row + message):
+        load(f"clicks:{folder}")
+    row = row and "row 23: "
+    with pytest.raises(ValueError, match=row + message):
+        stream = ClickStream(folder, 8, seed=0)
+        for step in range(stream.steps_per_epoch):
+            stream.batch(step)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1 << 14])
+def test_ali_ccp_is_written_in_plain_columns_once(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(ali_ccp, "PART_ROWS", rows)
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "days").mkdir()
+    source = f"ali-ccp:{write_ali_ccp(tmp_path / 'days', SKELETON * 3)}"
+    log, seen = load(source), []
+    folder = clicks_of(source, seen.append)
+    again = load(f"clicks:{folder}")
+    assert again.features == log.features and again.trained == log.trained == 10 and sum(seen) == 12
+    for name in ("labels", "dense", "categories"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(log, name))
+    assert clicks_of(source) == folder
+    write_ali_ccp(tmp_path / "days", SKELETON, [*COMMON, "u3,0,"])
+    assert clicks_of(source) != folder
+
+
+def test_a_bad_line_of_ali_ccp_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "days").mkdir()
+    write_ali_ccp(tmp_path / "days", [*SKELETON, "5,0,0,u9,0,"])
+    with pytest.raises(ValueError, match="line 5: there are no common features 'u9'"):
+        clicks_of(f"ali-ccp:{tmp_path}/days")
+    assert {path.suffix for path in (tmp_path / "cache" / "clicks").iterdir()} == {".lock"}
