@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tritonrec.kernels import dispatch
 
 if not torch.cuda.is_available() and dispatch.emulated is None:  # decided before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
+
+settings.register_profile("tests", deadline=None)  # a busy machine fails no test
+settings.load_profile("tests")
 
 MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
 
