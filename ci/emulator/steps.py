@@ -3,7 +3,8 @@
     python ci/emulator/steps.py                    a table
     python ci/emulator/steps.py --json out.json    the same, and every line of code that waits
     python ci/emulator/steps.py --check            against ci/baselines/steps.json: no launch and no wait more
-    python ci/emulator/steps.py --update           writes the baseline and the tables in docs/launches.md
+    python ci/emulator/steps.py --update           writes the baseline and the table in docs/launches.md
+    python ci/emulator/steps.py --case device ...  only those columns
 
 The GPU is pretended (pretended.py) and its kernels are emulated. The step is one of mode nestpipe in full
 flight: its buffers have rows of the step before, and the next one's keys are routed meanwhile.
@@ -35,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "device, admission": {"storage": "device", "admission": 2},
     "device, eviction": {"storage": "device", "evict": 150},
     "device, tiers": {"storage": "device", "tiers": 2},
+    "device, 2 ranks": {"storage": "device", "ranks": 2},
+    "device, 2 ranks, packed": {"storage": "device", "ranks": 2, "sums": "packed"},
 }
 """Settings of each column: where tables are, and what else is on."""
 MICRO_BATCHES, MEASURED, STEPS = 4, 3, 6
@@ -43,12 +46,18 @@ Report = dict[str, dict[str, dict[str, Any]]]
 
 
 def measure(
-    storage: str = "host", skip_fetch: bool = False, admission: int = 1, evict: int = 0, tiers: int = 0
+    storage: str = "host",
+    skip_fetch: bool = False,
+    admission: int = 1,
+    evict: int = 0,
+    tiers: int = 0,
+    ranks: int = 1,
+    sums: str = "auto",
 ) -> dict[str, dict[str, Any]]:
-    """By stage of one step: launches, calls, waits, and the lines of code that wait.
+    """By stage of one step: launches, calls, waits, the lines of code that wait, and bytes of rows sent.
 
     `evict`: rows to keep, by lru. `tiers`: the access count from which on a row is in float32; counts halve
-    in the step that is measured.
+    in the step that is measured. `ranks` are threads, of which the first is measured; `sums` are sent so.
     """
     import torch
     from pretended import pretended
@@ -57,6 +66,7 @@ def measure(
     from tritonrec.embedding import Eviction, HashTableCollection, PrecisionTiers, TablePolicy
     from tritonrec.harness.emulator import Emulation, emulated
     from tritonrec.harness.job import Job, dense_optimizer
+    from tritonrec.harness.verify.thread_ranks import run_ranks
     from tritonrec.nn import HSTUConfig
     from tritonrec.pipeline import Trainer, WindowConfig
 
@@ -71,36 +81,57 @@ def measure(
     placed: dict[str, Any] = {}
     if storage != "host":
         placed = {"placement": replace(job.placement, storage=storage, device="cuda", cache_rows=300)}
-    config = WindowConfig(MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch)
+    config = WindowConfig(MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch, exchange_sums=sums)
     quiet = Emulation("sm_90", races=False, uninitialised=False)
+    sent = dict.fromkeys(STAGES, 0)
     with emulated(quiet), pretended() as gpu:
-        torch.manual_seed(0)
-        model, rule = job._model().to("cuda"), job.rule("adam")
-        tables = HashTableCollection(job.features(), rule, slots=job.slots, chunk_rows=1024, **placed)
-        optimizer = dense_optimizer(model.parameters(), "adam", job.lr, job.eps)
-        loader = job.loader()
-        local = Communicators.local()
-        with Trainer(model, tables, optimizer, local, "nestpipe", config, device="cuda") as trainer:
+        models = []
+        for _ in range(ranks):
+            torch.manual_seed(0)
+            models.append(job._model().to("cuda"))
 
-            def seen(name: str, action: Any) -> Any:
-                def stage(places: Any, micro_batch: int | None = None) -> None:
-                    with gpu.stage(name if places.window.step == MEASURED else "another step"):
-                        action(places, micro_batch)
+        def train(communicators: Communicators) -> None:
+            rank = communicators.rank
+            model, rule = models[rank], job.rule("adam")
+            tables = HashTableCollection(job.features(), rule, slots=job.slots, chunk_rows=1024, **placed)
+            optimizer = dense_optimizer(model.parameters(), "adam", job.lr, job.eps)
+            loader = job.loader(rank, ranks)
 
-                return stage
+            def name_of(stage: str, step: int) -> str:
+                return stage if (step, rank) == (MEASURED, 0) else "another step"
 
-            actions = trainer.program.actions
-            actions.update({name: seen(name, action) for name, action in actions.items()})
-            results = trainer.run(loader.batch(step) for step in range(STEPS))
-            for step in range(STEPS):
-                with gpu.stage("end of the step" if step == MEASURED else "another step"):
-                    next(results)
-            list(results)
-        counters = tables.groups[0].table.counters
-        assert not evict or counters.evicted, "nothing was evicted"
-        assert not tiers or (counters.promoted and counters.demoted), "no row moved between the tiers"
+            with Trainer(
+                model, tables, optimizer, communicators, "nestpipe", config, device="cuda"
+            ) as trainer:
+
+                def seen(name: str, action: Any) -> Any:
+                    def stage(places: Any, micro_batch: int | None = None) -> None:
+                        with gpu.stage(name_of(name, places.window.step)):
+                            action(places, micro_batch)
+                        if name_of(name, places.window.step) == name:
+                            sent[name] += places.counts(name, micro_batch).row_bytes
+
+                    return stage
+
+                actions = trainer.program.actions
+                actions.update({name: seen(name, action) for name, action in actions.items()})
+                results = trainer.run(loader.batch(step) for step in range(STEPS))
+                for step in range(STEPS):
+                    with gpu.stage(name_of("end of the step", step)):
+                        next(results)
+                list(results)
+            counters = tables.groups[0].table.counters
+            assert not evict or counters.evicted, "nothing was evicted"
+            assert not tiers or (counters.promoted and counters.demoted), "no row moved between the tiers"
+
+        def rank(communicators: Communicators) -> None:
+            with gpu.stage("another step"):
+                train(communicators)
+
+        run_ranks(ranks, rank)
     return {
         stage: {
+            "sent": sent[stage],
             "launches": gpu.launches[stage],
             "calls": gpu.calls[stage],
             "waits": gpu.waits_of(stage),
@@ -159,8 +190,10 @@ def main() -> int:
     if options.update:
         from compile_matrix import put_between
 
-        BASELINE.write_text(json.dumps(found, indent=1) + "\n")
-        DOCS.write_text(put_between(DOCS.read_text(), "steps", markdown(table(found))))
+        columns = {**json.loads(BASELINE.read_text()), **found}
+        columns = {case: columns[case] for case in CASES if case in columns}
+        BASELINE.write_text(json.dumps(columns, indent=1) + "\n")
+        DOCS.write_text(put_between(DOCS.read_text(), "steps", markdown(table(columns))))
     if not options.check:
         return 0
     messages = worse(found, json.loads(BASELINE.read_text()))

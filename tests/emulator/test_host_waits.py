@@ -20,7 +20,6 @@ import trainer_parts  # noqa: E402
 from pretended import pretended, without_kernels  # noqa: E402
 from speeds import slow_except  # noqa: E402
 
-from tritonrec.distributed import Communicators  # noqa: E402
 from tritonrec.embedding import (  # noqa: E402
     Eviction,
     FeatureConfig,
@@ -68,33 +67,48 @@ ACTS = {"eviction": "evicted", "precision": "demoted", "admission": "rejected"}
 """What a policy counts where it acts."""
 
 
-def run(storage, policy, window, change=None, device="cuda", mode="nestpipe"):
-    """Trains in the pipeline on the pretended GPU; what it saw, by stage of one step, and the last loss."""
+def run(storage, policy, window, change=None, device="cuda", mode="nestpipe", world_size=1, replicas=1):
+    """Trains in the pipeline on the pretended GPU; what it saw of rank 0, by stage of one step, and the last
+    loss of each rank, with the rows."""
     with pretended() as gpu, without_kernels(gpu):
-        model, rule = trainer_parts.Ranker().to(device), RowOptimizer("adam", lr=0.05)
-        feature = FeatureConfig("item", trainer_parts.DIM, policy=TablePolicy(**policy))
-        placement = Placement(storage, device, cache_rows=40)
-        tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
-        optimizer = dense_optimizer(model.parameters(), "adam", 0.05)
-        count = 1 if mode == "reference" else 4
-        config = WindowConfig(count, seed=4, **{"first_use": True, **window})
-        with Trainer(model, tables, optimizer, Communicators.local(), mode, config, device=device) as trainer:
-            actions = {} if mode == "reference" else trainer.program.actions
-            if change is not None:
-                change(trainer.program)
+        models = [trainer_parts.Ranker().to(device) for _ in range(world_size)]
 
-            def seen(name, action):
-                def stage(places, micro_batch=None):
-                    with gpu.stage(name if places.window.step == MEASURED else "another step"):
-                        action(places, micro_batch)
+        def train(ranks):
+            feature = FeatureConfig("item", trainer_parts.DIM, policy=TablePolicy(**policy))
+            placement = Placement(storage, device, cache_rows=40)
+            model, rule = models[ranks.rank], RowOptimizer("adam", lr=0.05)
+            tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
+            optimizer = dense_optimizer(model.parameters(), "adam", 0.05)
+            count = 1 if mode == "reference" else 4
+            config = WindowConfig(count, seed=4, **{"first_use": True, **window})
+            with Trainer(model, tables, optimizer, ranks, mode, config, device=device) as trainer:
+                actions = {} if mode == "reference" else trainer.program.actions
+                if change is not None:
+                    change(trainer.program)
 
-                return stage
+                def seen(name, action):
+                    def stage(places, micro_batch=None):
+                        measured = (places.window.step, ranks.rank) == (MEASURED, 0)
+                        with gpu.stage(name if measured else "another step"):
+                            action(places, micro_batch)
 
-            actions.update({name: seen(name, action) for name, action in actions.items()})
-            losses = [result.loss for result in trainer.run(trainer_parts.batches(STEPS))]
-        counters = tables.groups[0].table.counters
-        assert all(getattr(counters, ACTS[name]) for name in policy if name in ACTS), "a policy did nothing"
-    return gpu, losses
+                    return stage
+
+                actions.update({name: seen(name, action) for name, action in actions.items()})
+                parts = trainer_parts.batches(STEPS, 7, ranks.rank, world_size)
+                losses = [result.loss for result in trainer.run(parts)]
+            counters = tables.groups[0].table.counters
+            assert all(getattr(counters, ACTS[name]) for name in policy if name in ACTS), (
+                "a policy did nothing"
+            )
+            return losses, [each.tolist() for each in tables.export()["item"]]
+
+        def rank(ranks):
+            with gpu.stage("another step"):
+                return train(ranks)
+
+        found = run_ranks(world_size, rank, replicas)
+    return gpu, found if world_size > 1 else found[0][0]
 
 
 def waits(gpu, stages):
@@ -130,6 +144,14 @@ def test_the_reference_run_has_its_bits_on_a_gpu(storage):
     assert here == there
 
 
+@pytest.mark.parametrize("dedup", [{}, {"first_use": False, "dedup": "none"}], ids=["first_use", "no_dedup"])
+def test_two_ranks_wait_for_no_sums_that_they_exchange(dedup):
+    gpu, found = run("device", {}, dedup, world_size=2)
+    assert waits(gpu, WITHOUT) == {}
+    assert gpu.waits_of("route") == 1
+    assert found == run("device", {}, {**dedup, "exchange_sums": "packed"}, device="cpu", world_size=2)[1]
+
+
 READS = {
     "int": lambda x: int(x.sum()),
     "bool": lambda x: bool(x.any()),
@@ -159,10 +181,11 @@ def test_a_wait_in_a_stage_is_seen_with_its_line(read):
     assert "test_host_waits.py" in next(iter(found))[1]
 
 
-def test_a_packed_exchange_of_two_ranks_reads_its_sizes_once():
-    config, counts = WindowConfig(4), torch.tensor([[2, 3], [1, 2]])
+@pytest.mark.parametrize(("sums", "reads"), [("packed", 1), ("whole", 0), ("auto", 0)])
+def test_two_ranks_read_the_sizes_of_packed_sums_once_and_nothing_of_whole_ones(sums, reads):
+    config, counts = WindowConfig(4, exchange_sums=sums), torch.tensor([[2, 3], [1, 2]])
 
-    def sums(ranks, gpu, device):
+    def exchanged(ranks, gpu, device):
         rank, here, there = ranks.rank, counts[ranks.rank], counts[:, ranks.rank]
         values = torch.arange(15).view(5, 3) << 20 * (1 + rank)
         out = torch.zeros(2, 3, dtype=torch.int64)
@@ -178,9 +201,9 @@ def test_a_packed_exchange_of_two_ranks_reads_its_sizes_once():
     found = []
     for device in ("cpu", "cuda"):
         with pretended() as gpu, without_kernels(gpu):
-            found.append(run_ranks(2, lambda ranks, gpu=gpu, device=device: sums(ranks, gpu, device)))
+            found.append(run_ranks(2, lambda ranks, gpu=gpu, device=device: exchanged(ranks, gpu, device)))
     assert found[0] == found[1]
-    assert gpu.waits_of("rank 0") == gpu.waits_of("rank 1") == 1, gpu.waits
+    assert gpu.waits_of("rank 0") == gpu.waits_of("rank 1") == reads, gpu.waits
 
 
 def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():

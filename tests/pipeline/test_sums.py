@@ -78,14 +78,18 @@ def planned(world_size, seed, most=40):
 
 @settings(deadline=None)
 @given(
-    world_size=st.integers(1, 4), seed=st.integers(0, 2**32), consistency=st.sampled_from(["batch", "window"])
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    consistency=st.sampled_from(["batch", "window"]),
+    exchange=st.sampled_from(["packed", "whole"]),
 )
-def test_every_sum_arrives_at_its_owner(world_size, seed, consistency):
+def test_every_sum_arrives_at_its_owner(world_size, seed, consistency, exchange):
     counts, targets, values, rows = planned(world_size, seed)
     if consistency == "window":
         values = [v.to(torch.float32) / 2**BITS for v in values]
     start = magnitudes(torch.Generator().manual_seed(seed + 1), 7, 5)
-    sums = Sums(WindowConfig(consistency=consistency), torch.device("cpu"))
+    config = WindowConfig(consistency=consistency, exchange_sums=exchange)
+    sums = Sums(config, torch.device("cpu"))
 
     def run(end):
         me = end.rank
@@ -124,6 +128,20 @@ def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed)
         assert torch.equal(got, expected)
 
 
+def test_sums_are_packed_on_the_host_and_whole_on_an_accelerator():
+    found = {
+        (choice, device): Sums(WindowConfig(exchange_sums=choice), torch.device(device)).packed
+        for choice in ("auto", "packed", "whole")
+        for device in ("cpu", "cuda")
+    }
+    assert [at for at, packed in found.items() if packed] == [
+        ("auto", "cpu"), ("packed", "cpu"), ("packed", "cuda")
+    ]  # fmt: skip
+    assert not Sums(WindowConfig(consistency="window"), torch.device("cpu")).packed
+    with pytest.raises(ValueError, match="exchange_sums must be auto, packed or whole, got 'some'"):
+        WindowConfig(exchange_sums="some")
+
+
 def test_float_means_are_summed_in_rank_order():
     values = [torch.tensor([[1e8, 1.0]]), torch.tensor([[1.0, 2.0]]), torch.tensor([[-1e8, 3.0]])]
     sums = Sums(WindowConfig(consistency="window"), torch.device("cpu"))
@@ -152,9 +170,10 @@ def test_rows_that_few_ranks_hold_are_reduced_by_one_of_them():
     assert all(torch.equal(got, ops.from_fixed_point(total, 7.0, BITS)) for got in found)
 
 
+@pytest.mark.parametrize("exchange", ["packed", "whole"])
 @pytest.mark.parametrize("send", [[[2]], [[0, 2], [2, 0]]])
-def test_a_sum_that_leaves_int64_names_its_tensor(send):
-    sums = Sums(WindowConfig(), torch.device("cpu"))
+def test_a_sum_that_leaves_int64_names_its_tensor(send, exchange):
+    sums = Sums(WindowConfig(exchange_sums=exchange), torch.device("cpu"))
 
     def run(end):
         values, rows = torch.full((2, 3), 2**62), torch.tensor([0, 1])

@@ -1,7 +1,8 @@
 """Sums of gradients: in fixed point, or in float32 in a fixed order; how ranks exchange them.
 
 A row of int64 sums takes twice the bytes of a float32 row, and most of these are the sign's. So fixed-point
-sums are sent packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly.
+sums of the host are sent packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly. How many
+these are only the device knows of an accelerator's sums: those are sent whole, and no host waits.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ class Sums:
     def exact(self) -> bool:
         return self.config.consistency == "batch"
 
+    @property
+    def packed(self) -> bool:
+        """Whether ranks send each other sums in the bytes they need."""
+        choice = self.config.exchange_sums
+        return self.exact and (choice == "packed" or (choice == "auto" and self.device.type == "cpu"))
+
     def zeros(self, rows: int, dim: int) -> torch.Tensor:
         """(rows, dim), of the type that sums have."""
         dtype = torch.int64 if self.exact else torch.float32
@@ -73,13 +80,11 @@ class Sums:
             out: (S, dim) sums to add to. targets: (k,) int64, the row of each received sum, grouped by rank;
                 `output_splits` has how many from each.
         """
-        if not self.exact:
+        if not self.packed or over.world_size == 1:
             gathered = launch.gather_rows(values, rows)
-            received = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
-            self.add(received, targets, out, name)
-            return
-        if over.world_size == 1:
-            self.add(launch.gather_rows(values, rows), targets, out, name)
+            if over.world_size > 1:
+                gathered = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
+            self.add(gathered, targets, out, name)
             return
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)

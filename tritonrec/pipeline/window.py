@@ -21,6 +21,7 @@ from .precision import DTYPES, LossScaling, Precision
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
+ExchangeSums = Literal["auto", "packed", "whole"]
 
 
 class Model(Protocol):
@@ -125,6 +126,9 @@ class WindowConfig:
         exchange_precision: of the rows that owners send: each is rounded once, also for the owner's own
             samples, and computed from as it was received (``QCommsConfig.forward_precision`` in TorchRec).
             Tables stay float32, and gradients are exchanged as they are.
+        exchange_sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it needs,
+            4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes a value,
+            and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit depends on it.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -149,6 +153,7 @@ class WindowConfig:
     precision: Precision = setting("float32", "Of the model's arithmetic; weights and tables stay float32.")
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     exchange_precision: Precision = setting("float32", "Of the rows that owners send; tables stay float32.")
+    exchange_sums: ExchangeSums = setting("auto", "Exact sums: packed, or 8 bytes a value and no wait.")
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -161,6 +166,8 @@ class WindowConfig:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
         if self.dedup not in ("none", "exchange", "lookup", "both"):
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if self.exchange_sums not in ("auto", "packed", "whole"):
+            raise ValueError(f"exchange_sums must be auto, packed or whole, got {self.exchange_sums!r}")
         if self.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
         if self.depth < 0:
