@@ -239,6 +239,54 @@ def test_the_first_sample_is_named(impl, first, second):
     assert caught.value.index == (2 if first[0] == 3 else 3, first[1], 0)
 
 
+@pytest.mark.parametrize("rows", [31, 32, 33, 63, 64, 65])
+def test_blocks_of_rows_are_the_rows(rows):
+    """On the CPU rows are multiplied in blocks of 32: as many rows one by one have the same bits."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, 70), (37, 70), (37,)))
+    one_by_one = torch.cat([linear(row[None], weight, bias, impl="cpu") for row in x])
+    assert torch.equal(linear(x, weight, bias, impl="cpu"), one_by_one)
+
+
+def wide_gradient(offsets=(0, 3, 3, 7, 12)):
+    """Arguments whose accumulator the CPU fills in three blocks of rows, and the offsets of four samples."""
+    inputs = 1000
+    outputs = 2 * (2**15 // inputs) + 5
+    generator = torch.Generator().manual_seed(outputs)
+    dy, x = (torch.randn(12, n, generator=generator) + 0.25 for n in (outputs, inputs))
+    return torch.zeros(outputs, inputs, dtype=torch.int64), dy, x, torch.tensor(offsets)
+
+
+def test_blocks_of_an_accumulator_have_the_bits_of_the_reference():
+    sums, dy, x, offsets = wide_gradient()
+    start = torch.arange(sums.numel()).view_as(sums) * 2**20
+    expected = start.clone()
+    for first, end in pairwise(offsets.tolist()):
+        product = torch.zeros(sums.shape)
+        for t in range(first, end):
+            product += torch.outer(dy[t], x[t])
+        expected += (product.double() * 2.0**36).round().long()
+    assert torch.equal(linear_weight_grad(start, dy, x, offsets, impl="cpu"), expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ([(4, 2), (1, 66)], (0, 66)),  # the earlier sample, in a later block
+        ([(4, 66), (8, 2)], (2, 66)),  # the same, with a sample in between that has no token
+        ([(4, 66), (4, 2)], (2, 2)),  # one sample: the earlier row
+        ([(9, 40), (8, 68), (4, 35), (5, 33)], (2, 33)),
+    ],
+)
+def test_the_first_sample_is_named_whatever_the_blocks(bad, named):
+    sums, dy, x, offsets = wide_gradient()
+    for place in bad:
+        dy[place] = float("inf")
+    with pytest.raises(ExactSumError) as caught:
+        linear_weight_grad(sums, dy, x, offsets, impl="cpu")
+    assert caught.value.index == (*named, 0)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_sum_never_wraps(impl, sign):

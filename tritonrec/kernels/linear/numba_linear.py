@@ -15,24 +15,31 @@ from tritonrec.kernels.workers import over_ranges
 from ..caches import njit
 
 U = np.uintp
+ROWS = U(32)
+"""Rows of a product that are made together: their inputs and outputs stay in the first- and second-level cache."""
+SUMS = U(2**15)
+"""Elements of an int64 accumulator that stay in the second-level cache while all samples add to them."""
 NO_BIAS = np.empty(0, np.float32)
 
 
 @njit(cache=True, nogil=True)
 def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
     """Rows [start, stop) of ``x @ weight + bias``: weight (inner, columns), bias (columns,) or empty."""
-    for r in range(start, stop):
-        first = r * columns
-        if bias.shape[0]:
-            for c in range(columns):
-                out[first + c] = bias[c]
-        else:
-            for c in range(columns):
-                out[first + c] = np.float32(0.0)
-    add_products(
-        out, start * columns, columns, x, start * x_stride, x_stride, U(1), weight, U(0), columns,
-        stop - start, inner, columns,
-    )  # fmt: skip
+    while start < stop:
+        rows = min(ROWS, stop - start)
+        for r in range(start, start + rows):
+            first = r * columns
+            if bias.shape[0]:
+                for c in range(columns):
+                    out[first + c] = bias[c]
+            else:
+                for c in range(columns):
+                    out[first + c] = np.float32(0.0)
+        add_products(
+            out, start * columns, columns, x, start * x_stride, x_stride, U(1), weight, U(0), columns,
+            rows, inner, columns,
+        )  # fmt: skip
+        start += rows
 
 
 @njit(cache=True, nogil=True)
@@ -41,37 +48,41 @@ def add_weight_gradients(
 ):
     """Rows [start, stop) of the accumulator: per sample the float32 product, rounded once, added.
 
-    Four output rows of one sample fit the first-level cache together, so a product never reaches memory.
+    Four output rows of one sample fit the first-level cache together, so a product never reaches memory. A
+    sample's tokens are read once for all rows of the accumulator that the second-level cache holds.
     Returns (sample, row, column) of the first value that cannot be added, or (-1, -1, -1), and the value;
     the first by sample, then row, whatever the order of the loops.
     """
     tile = np.empty(4 * inner, np.float32)
     first_bad = (np.int64(-1), np.int64(-1), np.int64(-1), np.float32(0.0))
     samples = offsets.shape[0] - 1
-    o = start
-    while o < stop:
-        rows = min(U(4), stop - o)
+    block = max(U(4), SUMS // max(inner, U(1)) // U(4) * U(4))
+    while start < stop:
+        last = min(start + block, stop)
         s = 0
         while s < samples:
             first = U(offsets[s])
             terms = U(offsets[s + 1]) - first
             s += 1
-            if terms == 0:
-                continue
-            tile[:] = 0
-            add_products(
-                tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride, x_stride,
-                rows, terms, inner,
-            )  # fmt: skip
-            for r in range(rows):
-                column = add_rounded(
-                    accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, scale, limit
-                )
-                if column >= 0:
-                    first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
-                    samples = s - 1  # what fails in this sample further down comes after
-                    break
-        o += U(4)
+            o = start
+            while o < last and terms > 0:
+                rows = min(U(4), last - o)
+                tile[:] = 0
+                add_products(
+                    tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride,
+                    x_stride, rows, terms, inner,
+                )  # fmt: skip
+                for r in range(rows):
+                    column = add_rounded(
+                        accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, scale, limit
+                    )
+                    if column >= 0:
+                        first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
+                        samples = s - 1  # what fails in this sample further down comes after
+                        last = o
+                        break
+                o += U(4)
+        start += block
     return first_bad
 
 

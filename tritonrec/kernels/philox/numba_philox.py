@@ -7,6 +7,7 @@ import torch
 
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import derive_seed, halves
+from tritonrec.kernels.row_layout import flat
 
 from ..caches import njit
 
@@ -15,13 +16,14 @@ MULTIPLIER_1 = np.uint64(0xCD9E8D57)
 WEYL_0 = np.uint32(0x9E3779B9)
 WEYL_1 = np.uint32(0xBB67AE85)
 HALF = np.uint64(32)
+U = np.uintp
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.kernels.philox.initial_rows`."""
     rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
-    identity = *map(np.uint32, (*halves(seed), table)), np.int64(reference.INITIAL_ROWS)
-    _initial_rows(*identity, keys.contiguous().numpy(), np.float32(scale), rows.numpy())
+    identity = *map(np.uint32, (*halves(seed), table)), np.uint64(reference.INITIAL_ROWS)
+    _initial_rows(*identity, keys.contiguous().numpy(), np.float32(scale), flat(rows), U(dim))
     return rows
 
 
@@ -36,15 +38,18 @@ def random_indices(
 ) -> torch.Tensor:
     """See `tritonrec.kernels.philox.random_indices`."""
     indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
-    identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.int64(reference.RANDOM_INDICES)
+    identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.uint64(reference.RANDOM_INDICES)
     rows = sample_ids.contiguous().numpy(), positions.contiguous().numpy()
-    _random_indices(*identity, *rows, np.uint64(upper), indices.numpy())
+    _random_indices(*identity, *rows, np.uint64(upper), flat(indices), U(count))
     return indices
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Ten rounds of Philox: counter (c0..c3) and key (k0, k1), all uint32, to four uint32 words."""
+    """Ten rounds of Philox: counter (c0..c3) and key (k0, k1), all uint32, to four uint32 words.
+
+    Inlined because a loop over counters vectorises only without a call in it.
+    """
     for _ in range(10):
         product_0 = MULTIPLIER_0 * np.uint64(c0)
         product_1 = MULTIPLIER_1 * np.uint64(c2)
@@ -70,32 +75,43 @@ def bounded(word, upper):
 
 
 @njit(cache=True, nogil=True)
-def _initial_rows(k0, k1, table, tag, keys, scale, rows):
-    dim = rows.shape[1]
-    whole = dim // 4
+def _initial_rows(k0, k1, table, tag, keys, scale, rows, dim):
+    """rows is flat (keys, dim). Positions are unsigned: with a sign they could wrap, and no loop vectorises."""
+    blocks = dim // U(4)
     for i in range(keys.shape[0]):
         low = np.uint32(keys[i] & 0xFFFFFFFF)
         high = np.uint32((keys[i] >> 32) & 0xFFFFFFFF)
-        for block in range(whole):
+        first = U(i) * dim
+        for block in range(blocks):
             w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), table, k0, k1)
-            rows[i, 4 * block] = signed_unit(w0) * scale
-            rows[i, 4 * block + 1] = signed_unit(w1) * scale
-            rows[i, 4 * block + 2] = signed_unit(w2) * scale
-            rows[i, 4 * block + 3] = signed_unit(w3) * scale
-        if dim > 4 * whole:
-            words = philox4x32(low, high, np.uint32(tag | whole), table, k0, k1)
-            for j in range(dim - 4 * whole):
-                rows[i, 4 * whole + j] = signed_unit(words[j]) * scale
+            at = first + U(4) * block
+            rows[at] = signed_unit(w0) * scale
+            rows[at + U(1)] = signed_unit(w1) * scale
+            rows[at + U(2)] = signed_unit(w2) * scale
+            rows[at + U(3)] = signed_unit(w3) * scale
+        if dim > U(4) * blocks:
+            words = philox4x32(low, high, np.uint32(tag | blocks), table, k0, k1)
+            for j in range(dim - U(4) * blocks):
+                rows[first + U(4) * blocks + j] = signed_unit(words[j]) * scale
 
 
 @njit(cache=True, nogil=True)
-def _random_indices(k0, k1, tag, sample_ids, positions, upper, indices):
-    count = indices.shape[1]
+def _random_indices(k0, k1, tag, sample_ids, positions, upper, indices, count):
+    """indices is flat (tokens, count)."""
+    blocks = count // U(4)
     for i in range(sample_ids.shape[0]):
         low = np.uint32(sample_ids[i] & 0xFFFFFFFF)
         high = np.uint32((sample_ids[i] >> 32) & 0xFFFFFFFF)
         position = np.uint32(positions[i] & 0xFFFFFFFF)
-        for block in range((count + 3) // 4):
-            words = philox4x32(low, high, np.uint32(tag | block), position, k0, k1)
-            for j in range(min(4, count - 4 * block)):
-                indices[i, 4 * block + j] = bounded(words[j], upper)
+        first = U(i) * count
+        for block in range(blocks):
+            w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), position, k0, k1)
+            at = first + U(4) * block
+            indices[at] = bounded(w0, upper)
+            indices[at + U(1)] = bounded(w1, upper)
+            indices[at + U(2)] = bounded(w2, upper)
+            indices[at + U(3)] = bounded(w3, upper)
+        if count > U(4) * blocks:
+            words = philox4x32(low, high, np.uint32(tag | blocks), position, k0, k1)
+            for j in range(count - U(4) * blocks):
+                indices[first + U(4) * blocks + j] = bounded(words[j], upper)

@@ -11,10 +11,12 @@ from tritonrec.kernels.workers import over_ranges
 from ..caches import njit
 
 ONE = np.float32(1.0)
+U = np.uintp
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def forward(x, y, start, stop):
+    """start and stop are uintp: with a sign positions could wrap, and the loop would not vectorise."""
     for i in range(start, stop):
         y[i] = x[i] / (ONE + exp(-x[i]))
 
@@ -38,7 +40,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     """See `tritonrec.kernels.silu.op.silu`."""
     y = x.new_empty(x.shape)
     arrays = flat(x), flat(y)
-    over_ranges(lambda start, stop: forward(*arrays, start, stop), x.numel(), 10.0 * x.numel())
+    over_ranges(lambda start, stop: forward(*arrays, U(start), U(stop)), x.numel(), 10.0 * x.numel())
     return y
 
 
@@ -46,5 +48,5 @@ def silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dx, contiguous."""
     dx = x.new_empty(x.shape)
     arrays = flat(dy), flat(x), flat(dx)
-    over_ranges(lambda start, stop: backward(*arrays, start, stop), x.numel(), 20.0 * x.numel())
+    over_ranges(lambda start, stop: backward(*arrays, U(start), U(stop)), x.numel(), 20.0 * x.numel())
     return dx
