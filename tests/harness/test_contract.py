@@ -52,14 +52,17 @@ CASES = [
     Case("dbp", "window", 4, 3, False, "sgd", 4, variant="grm-product"),
     Case("nestpipe", "batch", 2, 3, True, "adam", 3, 1, variant="bounded-lag"),
     Case("fwp", "batch", 4, 3, True, "sgd", 3, variant="bounded-lag"),
+    # a rank dies, and the others go on
+    Case("nestpipe", "batch", 2, 3, True, "adam", 6, delay_seed=1, variant="lost-rank"),
+    Case("dbp", "batch", 3, 2, False, "sgd", 7, variant="lost-rank", storage="cached"),
     # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
     Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
     Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),
     Case("sequential", "batch", 1, 3, False, "adam", 5, variant="hash-embedding"),
     Case("sequential", "batch", 4, 20, False, "rowwise_adagrad", 6, variant="hash-embedding"),
 ]
-# each mode, both consistencies, on one and two ranks; both of what a user writes
-QUICK = [CASES[1], CASES[4], CASES[5], CASES[-4], CASES[-2]]
+# each mode, both consistencies, on one and two ranks; a rank that dies; both of what a user writes
+QUICK = [CASES[1], CASES[4], CASES[5], CASES[-6], CASES[-4], CASES[-2]]
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
@@ -88,6 +91,17 @@ def test_an_injected_fault_is_caught_by_the_bits(verifier, name):
     assert fault.says in result.evidence
     if fault.injection.schedule is not None:
         assert "check" in result.by
+
+
+def test_faults_of_one_case_share_its_run_without_a_fault(job):
+    faults = [fault for fault in FAULTS if fault.case == FAULTS[0].case][:3]
+    with Verifier(job, SimpleNamespace(meshes=())) as verifier:
+        ran = []
+        verifier.run = lambda case, fault=None: (
+            ran.append((case, fault)) or CaseResult(case, not fault, error=fault)
+        )
+        assert all(verifier.run_fault(fault).caught for fault in faults)
+        assert ran == [(FAULTS[0].case, name) for name in (None, *(fault.name for fault in faults))]
 
 
 @pytest.mark.slow

@@ -48,6 +48,25 @@ def test_verify_proves_every_mode_on_emulated_kernels(tmp_path):
     assert all(case["identical"] and case["bytes_compared"] for case in report["cases"])
 
 
+@pytest.mark.parametrize(("device", "loses"), [("cpu", True), ("cuda", False)])
+def test_ranks_are_lost_on_the_cpu_alone(monkeypatch, device, loses):
+    """Elastic training communicates over gloo."""
+    given = []
+
+    def verify_contract(job, cases, faults, *rest):
+        given.extend([*cases, *(fault.case for fault in faults)])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(verify, "validate_device", lambda *arguments: None)
+    monkeypatch.setattr(verify, "verify_contract", verify_contract)
+    code, output, _ = invoke(
+        "verify", "--device", device, "--inject-faults", "--data", "zipf:users=40,items=60"
+    )
+    assert code == 2 and "enough" in output
+    assert any(case.loses for case in given) == loses and len(given) > 50
+    assert ("lost-rank is left out" in output) != loses
+
+
 @pytest.mark.slow
 def test_train_takes_an_implementation():
     small = [

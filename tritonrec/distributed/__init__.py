@@ -3,6 +3,7 @@
 from .agreement import RanksDisagreeError, check_ranks_agree
 from .communicator import TIMEOUT, Communicator
 from .elastic import run_elastic
+from .elastic_pool import ElasticPool
 from .groups import Communicators
 from .launch import RankPool, from_environment
 from .ledger import CorruptionError, Ledger
@@ -13,6 +14,7 @@ __all__ = [
     "Communicator",
     "Communicators",
     "CorruptionError",
+    "ElasticPool",
     "Ledger",
     "RankDiedError",
     "RankPool",

@@ -134,7 +134,7 @@ class RankPool:
         self._lifelines: list[Connection] = []
         self.processes: list[ForkedProcess | BaseProcess] = []
         self._started = time.monotonic()
-        with _one_thread_each():
+        with one_thread_each():
             for rank in range(ranks):
                 here, there = multiprocessing.Pipe()
                 lifeline, own = multiprocessing.Pipe(duplex=False)
@@ -229,8 +229,8 @@ class RankPool:
         if died or errors or lost or waiting:
             silent = self._describe_silent({rank: phases[rank] for rank in waiting.values()}, since)
             # Ranks that failed by themselves; or what one of the others has found, and who did not answer.
-            lines = [died[rank] for rank in sorted(died)] + _by_text(errors)
-            lines = lines or [*_by_text(dict(sorted(lost.items())[:1])), *silent]
+            lines = [died[rank] for rank in sorted(died)] + by_text(errors)
+            lines = lines or [*by_text(dict(sorted(lost.items())[:1])), *silent]
             first = [*sorted(errors), *sorted(lost)]
             raise RankDiedError(
                 "\n".join(lines),
@@ -249,10 +249,7 @@ class RankPool:
         ]
 
     def _exit_message(self, rank: int, phase: str) -> str:
-        process = self.processes[rank]
-        process.join(timeout=5)
-        code = process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        how = how_it_ended(self.processes[rank])
         where = "" if phase == WORKING else f": it was {phase}"
         report = self._reports([rank]).get(rank) if phase == WORKING else None
         if report is not None and (report.doing or report.last):
@@ -296,7 +293,14 @@ class RankPool:
         self.close()
 
 
-def _by_text(errors: dict[int, str]) -> list[str]:
+def how_it_ended(process: ForkedProcess | BaseProcess) -> str:
+    """The signal or the exit code of a process that has ended, in words."""
+    process.join(timeout=5)
+    code = process.exitcode
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def by_text(errors: dict[int, str]) -> list[str]:
     """A line for each error, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
@@ -316,9 +320,13 @@ def _send(connection: Connection, request: bytes) -> None:
 
 
 @contextmanager
-def _one_thread_each():
-    """Environment of ranks on one machine: one OpenMP thread each, and gloo on the loopback interface."""
+def one_thread_each():
+    """Environment of ranks on one machine: one OpenMP thread each, and gloo on the loopback interface.
+
+    Warnings of torch's C++ parts are left out, which print a stack when another rank has ended.
+    """
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
+    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if value})
     try:

@@ -55,8 +55,8 @@ def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
     In between it sends ("phase", phase), to distinguish a rank that hangs from ranks that wait for it.
     `lifeline` closes when the launcher ends; a message on it is the number of a task to stop.
     """
-    stop = _StopRequests()
-    _follow(lifeline, stop)
+    stop = StopRequests()
+    follow(lifeline, stop)
     stop.install_signal_handlers()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -85,24 +85,24 @@ def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
                 connection.send(("ok", function(groups[mesh], *args)))
             except Exception as error:
                 watch.fail(error)
-                connection.send(("lost" if _is_lost(error) else "error", _told(error)))
+                connection.send(("lost" if is_lost(error) else "error", told(error)))
     except EOFError:
         pass
     except Exception as error:
         with suppress(OSError):
-            connection.send(("error", _told(error)))
+            connection.send(("error", told(error)))
     finally:
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
 
 
-def _told(error: BaseException) -> tuple[str, str]:
+def told(error: BaseException) -> tuple[str, str]:
     """An error that is being handled: in one line, and its traceback."""
     return in_words(error), traceback.format_exc()
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether another rank caused the error, or the backend says so of a collective that nobody watched."""
     plain = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return of_another_rank(error) is not None or (plain and PEER_FAILURE.search(str(error)) is not None)
@@ -140,7 +140,7 @@ def _rendezvous(store: dist.Store, task: RankTask, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=world, timeout=task.timeout)
 
 
-def _follow(lifeline: Connection, stop: _StopRequests) -> None:
+def follow(lifeline: Connection, stop: StopRequests) -> None:
     """End this process when the launcher closes the pipe, and receive the numbers of tasks to stop."""
 
     def follow() -> None:
@@ -154,7 +154,7 @@ def _follow(lifeline: Connection, stop: _StopRequests) -> None:
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
-class _StopRequests:
+class StopRequests:
     """Sets an event when the launcher or a signal requests this task to stop; each task starts without."""
 
     def __init__(self) -> None:

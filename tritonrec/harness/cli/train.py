@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ... import distributed
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig
@@ -22,11 +20,10 @@ from ..job import Job
 from ..slipstream import report
 from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
-from ..train import loop
 from ..train.config import tables_of, to_toml
+from ..train.launch import Launch
 from ..train.reports import log_files
 from ..train.run import Run
-from ..train.stopping import Stop, graceful_stop
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -39,6 +36,30 @@ SLIPSTREAM = PANELS["SlipstreamRun"]
 def _with_seed(comparison: SlipstreamRun, seed: int) -> SlipstreamRun:
     """The run's seed, which may come from a config file."""
     return replace(comparison, config=replace(comparison.config, seed=seed))
+
+
+def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
+    """BadParameter for options that do not go with an elastic run, or only with one."""
+    if not run.elastic:
+        if run.peer_copies or run.min_ranks > 1:
+            raise typer.BadParameter("--peer-copies and --min-ranks go with --elastic")
+        return
+    for option, given in {"--slipstream": slipstream, "--trace": run.trace}.items():
+        if given:
+            raise typer.BadParameter(f"--elastic does not go with {option}")
+    if not run.peer_copies and not run.save_every:
+        raise typer.BadParameter(
+            "--elastic needs a state to go back to: --peer-copies STEPS, or --checkpoint DIRECTORY with "
+            "--save-every STEPS"
+        )
+    if run.min_ranks > world_size:
+        raise typer.BadParameter(f"--min-ranks {run.min_ranks} is more than the {world_size} ranks")
+    for option, every in {"--peer-copies": run.peer_copies, "--save-every": run.save_every}.items():
+        if every % run.window.accumulate:
+            raise typer.BadParameter(
+                f"{option} {every} is inside an update of {run.window.accumulate} batches: an elastic run "
+                "goes back to whole updates"
+            )
 
 
 @with_options(without=("device",), config="run")
@@ -92,6 +113,7 @@ def train(
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
     if run.replay and slipstream:
         raise typer.BadParameter("--replay does not go with --slipstream")
+    _check_elastic(run, slipstream, int(os.environ.get("WORLD_SIZE", world_size)))
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
     if world_size % replicas and "WORLD_SIZE" not in os.environ:
@@ -106,29 +128,12 @@ def train(
     if print_config:
         print(to_toml(tables_of(run)), end="")
         return
-    task, args = (slipstream_run.train_slipstream, (run, comparison)) if slipstream else (loop.train, (run,))
-    limit = timedelta(seconds=timeout)
-
-    def stoppable(request: Callable[[], None]) -> AbstractContextManager[Stop]:
-        return nullcontext(Stop()) if slipstream else graceful_stop(request)
-
-    def train_this_rank() -> tuple[dict[str, Any], bool, Stop]:
-        with (
-            distributed.from_environment(limit, replicas) as communicators,
-            stoppable(communicators.stop.set) as stop,
-        ):
-            return task(communicators, *args), communicators.rank == 0, stop
-
-    def train_all_ranks() -> tuple[dict[str, Any], bool, Stop]:
-        with (
-            distributed.RankPool([(world_size, replicas)], limit) as pool,
-            stoppable(pool.request_stop) as stop,
-        ):
-            return pool.run(task, world_size, *args, replicas=replicas)[0], True, stop
-
-    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    here = under_torchrun or world_size == 1
-    summary, first, stop = checked(train_this_rank if here else train_all_ranks)
+    ranks = Launch(world_size, replicas, timedelta(seconds=timeout))
+    if slipstream:
+        work = partial(ranks.run, slipstream_run.train_slipstream, run, comparison)
+    else:
+        work = partial(ranks.train_elastically if run.elastic else ranks.train, run)
+    summary, first, stop = checked(work)
     if json_file and first:
         checked(lambda: save_json(summary, json_file))
     if png and first:

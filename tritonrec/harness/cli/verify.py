@@ -19,6 +19,7 @@ from ..verify.cases import contract_table, small_table
 from ..verify.contract import verify_contract
 from ..verify.corpus import SELECTIONS
 from ..verify.record_traces import record_traces
+from ..verify.variants import LOST_RANK
 from .job import load_job
 from .options import MOST_RANKS, TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -101,6 +102,10 @@ def verify(
         cases = contract_table(size, chosen, ranks, counts, steps)  # type: ignore[arg-type]
     injected = SELECTIONS[faults, corpus]
     console = Console()
+    if job.target.device != "cpu":  # ranks that go on without others communicate over gloo
+        cases = [case for case in cases if not case.loses]
+        injected = [fault for fault in injected if not fault.case.loses]
+        console.print(f"variant {LOST_RANK} is left out: it runs on the CPU")
     report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -18,21 +19,27 @@ from ...loggers import require_no_log
 from ...pipeline import Replay, Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
+from .elastic import Memory, lacks_evaluation
 from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume
 from .run import Run, settings_of
-from .summary import stopped_early_line, stopped_line, summary_table, tables_line
+from .summary import going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
 
 
-def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[str, Any]:
+def train(
+    communicators: Communicators, run: Run, quiet: bool = False, memory: Memory | None = None
+) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
     Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
 
     With `run.early_stopping` they end after the evaluation that says so, also where the run was interrupted
     and went on in between: its state is in every checkpoint.
+
+    An elastic run has a `memory` on each rank; called again with it (`run_elastic`), the ranks go on from the
+    newest state that all of them have.
 
     The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``early_stopping`` (metric, best
     value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
@@ -41,14 +48,12 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all
     parameters, rows and states.
     """
-    if run.checkpoint and not run.resume and checkpoint.steps(run.checkpoint):
-        raise ValueError(
-            f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
-        )
-    if not run.resume:
-        for log in log_files(run):
-            require_no_log(log)
+    called_again = memory is not None and memory.called
+    if not called_again:
+        _check_outputs(run)
     check_ranks_agree(communicators.control, settings_of(run))
+    if called_again:
+        run = replace(run, resume=True)
     writes = communicators.rank == 0
     console = Console(quiet=quiet or not writes, stderr=str(run.json_lines) == "-")
     model, tables, optimizer = run.job.build(run.optimizer)
@@ -73,13 +78,20 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             saver = stack.enter_context(
                 trainer.saver(run.checkpoint, metadata(run), run.full_every, position)
             )
-        start, state = resume(trainer, run, position) if run.resume else (0, None)
+        start, state = 0, None
+        if run.resume or memory:
+            start, state = resume(trainer, run, position, memory.copies if memory else None)
         if stopping and state:
             stopping.load_state_dict(state)
-        if start >= run.steps:
+        if start >= run.steps and not called_again:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
+        if called_again:
+            console.print(going_on_line(communicators.world_size, start), highlight=False, soft_wrap=True)
+        elif memory:
+            memory.called, memory.evaluated = True, start
+        known = memory.evaluated_by_all(communicators) if memory else 0
         step = saved = start
         reports = stack.enter_context(Reports(run, console, start, loader, writes))
 
@@ -88,20 +100,28 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
             with communicators.watch.doing(f"evaluation({step})"):
                 evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
                 metrics = evaluate_model(evaluated, rows, held_out, run.window.precision)
-            again = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
-            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged=again)
-            if stopping and step % run.evaluate_every == 0 and not again:
+            judged = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
+            logged = judged or (called_again and step == start <= known)
+            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged)
+            if stopping and step % run.evaluate_every == 0 and not judged:
                 stopping.on_evaluation_end(step, metrics)
+            if memory:
+                memory.evaluated = step
+
+        def state_of_stopping() -> dict[str, Any]:
+            return {EARLY_STOPPING: stopping.state_dict()} if stopping else {}
 
         def save() -> None:
             nonlocal saved
             if saver and step > saved:
-                saver.save(step, {EARLY_STOPPING: stopping.state_dict()} if stopping else None)
+                saver.save(step, state_of_stopping())
                 saved = step
 
-        if stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start)):
+        if (memory and lacks_evaluation(run, start, known)) or (
+            stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start))
+        ):
             evaluate()
-        for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every):
+        for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every, run.peer_copies):
             if stopping and stopping.should_stop:
                 save()
                 break
@@ -118,6 +138,8 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
                 save()
             if stopped:
                 break
+            if memory and run.peer_copies and step % run.peer_copies == 0:
+                memory.copies.keep(trainer, {**metadata(run), **state_of_stopping()}, position)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 evaluate()
     if run.trace:
@@ -144,6 +166,20 @@ def train(communicators: Communicators, run: Run, quiet: bool = False) -> dict[s
     console.print(summary_table(run, summary))
     console.print(tables_line(summary), highlight=False)
     return summary
+
+
+def _check_outputs(run: Run) -> None:
+    """Raise where the outputs of another run are there, or no checkpoint to go on from."""
+    saved = checkpoint.steps(run.checkpoint) if run.checkpoint else []
+    if saved and not run.resume:
+        raise ValueError(
+            f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
+        )
+    if run.elastic and run.resume and not saved:
+        raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
+    if not run.resume:
+        for log in log_files(run):
+            require_no_log(log)
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...pipeline import SupportsState, Trainer
+from ...pipeline import PeerCopies, SupportsState, Trainer
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
 from .run import Run
@@ -34,14 +34,13 @@ def metadata(run: Run) -> dict[str, Any]:
 
 
 def resume(
-    trainer: Trainer, run: Run, loader: SupportsState | None = None
+    trainer: Trainer, run: Run, loader: SupportsState | None = None, copies: PeerCopies | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Load the newest checkpoint; returns its step, and the state of early stopping if there was any.
 
-    Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position.
+    Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position. With
+    `copies` they are loaded where they are newer; and step 0 is returned where there is no state at all.
     """
-    if not run.checkpoint:
-        raise ValueError("resuming needs the directory of a checkpoint")
     usual = _settings(
         {"job": Job().as_json(), **dict.fromkeys(PRECISIONS, "float32")}
     )  # for settings that an older version did not save
@@ -65,12 +64,17 @@ def resume(
                 "use the same, or another directory"
             )
 
-    step = trainer.load(run.checkpoint, accept, loader)
+    if copies is not None:
+        step = copies.restore(trainer, run.checkpoint, accept, loader)
+    elif run.checkpoint:
+        step = trainer.load(run.checkpoint, accept, loader)
+    else:
+        raise ValueError("resuming needs the directory of a checkpoint")
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
         )
-    return step, states[0]
+    return step, states[0] if states else None
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class Run:
         early_stopping: end where the evaluations between no longer improve.
         trace: write a Perfetto trace of all ranks to this file.
         replay: share of the work that other ranks compute again, to find bits that flip (`Replay`); 0: none.
+        elastic: go on without ranks that are lost (`run_elastic`), from the newest of the checkpoints and
+            of the copies in the memory of other ranks. peer_copies: steps between such copies
+            (`PeerCopies`); 0: none. min_ranks: with fewer nobody goes on.
         log_dir: log to ``metrics.csv`` in this folder, and for TensorBoard where it is installed.
         json_lines: log an object per step to this file; ``-`` is standard output.
         log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
@@ -62,6 +65,11 @@ class Run:
     replay: float = setting(
         0.0, "Share of the work that other ranks compute again, to find flipped bits.", 0, 1
     )
+    elastic: bool = setting(False, "Go on without ranks that are lost, with the same bits.")
+    peer_copies: int = setting(
+        0, "Steps between copies of the state in other ranks' memory, for --elastic; 0: none.", 0, MOST
+    )
+    min_ranks: int = setting(1, "With fewer ranks than this an elastic run ends.", 1, MOST)
     log_dir: Path | None = setting(None, "Log every step to metrics.csv here, and for TensorBoard.")
     json_lines: Path | None = setting(None, "Log an object per step to this file; -: standard output.")
     log_every: int = setting(0, "Steps between printed lines; 0: a bar, or a line now and then.", 0, MOST)

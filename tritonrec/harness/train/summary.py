@@ -68,6 +68,11 @@ def stopped_early_line(stopping: EarlyStopping, step: int) -> str:
     return f"stopped early at step {step}: {without}{best}"
 
 
+def going_on_line(ranks: int, step: int) -> str:
+    """Step and ranks of an elastic run that has lost some."""
+    return f"going on with {ranks} rank{'s'[: ranks > 1]} after step {step}"
+
+
 def stopped_line(run: Run, step: int) -> str:
     """Step and checkpoint of a run that was stopped."""
     at = f"stopped at step {step} of {run.steps}"

@@ -12,7 +12,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
-from .variants import OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
+from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -21,6 +21,9 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
+ALONE = (RESTART, LOST_RANK)
+"""Variants that say nothing of ``"window"`` consistency, since they change the world size, and have cases of
+their own."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
@@ -132,6 +135,11 @@ class Case:
         return self._variant.replay
 
     @property
+    def loses(self) -> bool:
+        """Whether a rank is killed in the middle of a step."""
+        return self._variant.loses
+
+    @property
     def serves(self) -> bool:
         """Whether its last state is served with a bounded lag, and the predictions compared."""
         return self._variant.serves
@@ -168,7 +176,7 @@ class Case:
             yield replace(self, storage="host")
         if self.replicas > 1:
             yield replace(self, replicas=1)
-        elif self.world_size > 1:
+        elif self.world_size > 1 and not self.loses:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
         if self.micro_batches > 1:
@@ -281,7 +289,7 @@ def extra_cases(
     micro_batches: Sequence[int],
     steps: int | None,
 ) -> list[Case]:
-    """Every variant, and restarts from every world size up to the largest at every other.
+    """Every variant, restarts from every world size up to the largest at every other, and a loss of a rank.
 
     ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
     with modes and micro-batches dealt round robin; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
@@ -299,13 +307,13 @@ def extra_cases(
         cases = [
             case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
             for (index, name), mode, ranks, consistency in wide
-            if name != RESTART and mode in VARIANTS[name].modes
+            if name not in ALONE and mode in VARIANTS[name].modes
         ]
     else:
         cases = [
             case(index, variant=name)
             for index, name in enumerate(VARIANTS)
-            if name != RESTART and not set(modes).isdisjoint(VARIANTS[name].modes)
+            if name not in ALONE and not set(modes).isdisjoint(VARIANTS[name].modes)
         ]
     cases += loop_cases(size, world_sizes, micro_batches, length)
     if size != "quick":
@@ -320,6 +328,7 @@ def extra_cases(
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     if largest > 1:
         cases.append(case(0, restart=largest - 1, variant=STREAM, clustering=False))
+        cases.append(case(0, world_size=min(largest, 3), variant=LOST_RANK, clustering=False))
     return cases
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
-from ...distributed import TIMEOUT, RankDiedError, RankPool
+from ...distributed import TIMEOUT, ElasticPool, RankDiedError, RankPool
 from ...files import ScratchFolder
 from ...pipeline import ScheduleError, check, schedule_of
 from ..devices import rank_pool
@@ -18,6 +18,7 @@ from ..job import Job
 from ..progress import CommandProgress
 from .cases import Case
 from .faults import Fault
+from .lost import Memory, run_losing
 from .references import References
 from .report import CaseResult, FaultResult, Report, print_report
 from .run_case import RankReport, Stretch, run_case
@@ -35,11 +36,13 @@ class Verifier:
         job: the training job.
         pool: of the world sizes and replicas of the cases, processes or threads. It is restarted when a rank
             has died.
+        timeout: of the collectives of cases that lose a rank, which have processes of their own.
     """
 
-    def __init__(self, job: Job, pool: RankPool | ThreadPool):
-        self.job, self._pool = job, pool
+    def __init__(self, job: Job, pool: RankPool | ThreadPool, timeout: timedelta = TIMEOUT):
+        self.job, self._pool, self._timeout = job, pool, timeout
         self._references = References()
+        self._clean: dict[Case, CaseResult] = {}  # of faults' cases, which several may share
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
@@ -73,6 +76,10 @@ class Verifier:
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.path, fault)
+        if case.loses:
+            left = case.world_size - 1
+            with ElasticPool(case.world_size, self._timeout, case.replicas, min_ranks=left) as ranks:
+                return ranks.run(run_losing, *args, Memory())
         if case.exports:
             with ScratchFolder() as folder:
                 stretch = Stretch(0, case.steps, export=folder)
@@ -121,7 +128,9 @@ class Verifier:
             except ScheduleError as error:
                 by.append("check")
                 evidence.append(str(error))
-        clean = self.run(fault.case)
+        if fault.case not in self._clean:
+            self._clean[fault.case] = self.run(fault.case)
+        clean = self._clean[fault.case]
         if not clean.identical:
             evidence.append(f"the clean case is not identical: {clean.error or clean.first_difference}")
             return FaultResult(fault, False, by, "; ".join(evidence))
@@ -166,7 +175,7 @@ def verify_contract(
     report = Report(job)
     with (
         rank_pool(job.target.device, meshes, timeout) as pool,
-        Verifier(job, pool) as verifier,
+        Verifier(job, pool, timeout) as verifier,
         _progress(console) as progress,
     ):
         task = progress.add_task("recording references", total=len(cases) + len(faults))

@@ -12,7 +12,7 @@ from ...pipeline import Edge
 from . import injections
 from .cases import Case
 from .injections import Injection
-from .variants import OWN_LOOP, RESTART, STREAM
+from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ FAULTS = [
         "no-copy-of-kept-rows",
         "rows of K(t-1) & K(t) are not copied into the prefetch buffer",
         _case(),
-        Injection(injections.no_copy_of_kept_rows),
+        Injection(injections.no_copy_of_kept_rows, delay=injections.slow("write_back")),
     ),
     Fault(
         "copy-of-wrong-rows",
@@ -389,6 +389,24 @@ FAULTS = [
         replace(_case(world_size=3), variant="replay", steps=8),
         Injection(injections.bit_of_a_gradient),
         says="rank 1 has other bits of the gradient of",
+    ),
+    Fault(
+        "copy-one-keep-late",
+        "after the loss of a rank, rows come from the copy before the newest",
+        replace(_case(world_size=3), variant=LOST_RANK, steps=6),
+        Injection(copies=injections.copy_one_keep_late),
+    ),
+    Fault(
+        "copy-of-the-wrong-rank",
+        "a copy has the keys of the neighbour's shard and rows of the rank's own",
+        replace(_case(world_size=3), variant=LOST_RANK, steps=6),
+        Injection(copies=injections.copy_of_the_wrong_rank),
+    ),
+    Fault(
+        "copy-without-a-key",
+        "the first row of a shard is missing in a copy",
+        replace(_case(world_size=3), variant=LOST_RANK, steps=6),
+        Injection(copies=injections.copy_without_a_key),
     ),
     Fault(
         "lost-gradient-at-window-consistency",

@@ -21,7 +21,7 @@ from ...distributed import Communicator
 from ...distributed.bounded_lag import BoundedLagAllToAll, Exchange
 from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
-from ...pipeline import Program, Schedule, Task, Window
+from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
@@ -50,15 +50,16 @@ class Injection:
     """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
     loader of a rank.
 
-    `export` takes the place of `tritonrec.serving.export`, `exchange` that of the exchange of a served model.
-    `loop` changes an `OwnLoop`, which has none of
-    these.
+    `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
+    `exchange` that of the exchange of a served model.
+    `loop` changes an `OwnLoop`, which has none of these.
     """
 
     program: Callable[[Program], None] | None = None
     loader: Callable[[Loader], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
+    copies: Callable[[PeerCopies], None] | None = None
     export: Callable[..., object] = export
     exchange: Callable[..., BoundedLagAllToAll] = BoundedLagAllToAll
     loop: Callable[[OwnLoop], None] | None = None
@@ -565,6 +566,54 @@ def bit_of_a_gradient(program: Program) -> None:
             gradients[0][used[0], 1] ^= 1 << 12
 
     program.after("compute", flipped)
+
+
+Parts = dict[int, dict[str, dict[str, torch.Tensor]]]
+"""By shard, table and column what a copy holds, the rank's own shard first."""
+
+
+def _parts_restored(copies: PeerCopies, change: Callable[[list[Parts]], Parts]) -> None:
+    """Change the newest copy's parts, which `change` makes of those of all copies, before it is restored."""
+    restore: Any = copies.restore
+
+    def changed(*arguments: Any) -> int:
+        if copies._copies:
+            parts = change([copy.parts for copy in copies._copies])
+            copies._copies.append(replace(copies._copies.pop(), parts=parts))
+        return restore(*arguments)
+
+    copies.restore = changed  # type: ignore[method-assign, assignment]
+
+
+def _columns(parts: Parts, change: Callable[[str, str, torch.Tensor], torch.Tensor]) -> Parts:
+    return {
+        shard: {
+            table: {name: change(table, name, column) for name, column in columns.items()}
+            for table, columns in tables.items()
+        }
+        for shard, tables in parts.items()
+    }
+
+
+def copy_one_keep_late(copies: PeerCopies) -> None:
+    _parts_restored(copies, lambda parts: parts[0])
+
+
+def copy_of_the_wrong_rank(copies: PeerCopies) -> None:
+    def mixed(parts: list[Parts]) -> Parts:
+        own, *_ = parts[-1].values()
+
+        def of_own(table: str, name: str, column: torch.Tensor) -> torch.Tensor:
+            rows = own[table][name].repeat_interleave(2, 0)  # the neighbour may have more
+            return column if name == "keys" else rows[: len(column)]
+
+        return _columns(parts[-1], of_own)
+
+    _parts_restored(copies, mixed)
+
+
+def copy_without_a_key(copies: PeerCopies) -> None:
+    _parts_restored(copies, lambda parts: _columns(parts[-1], lambda table, name, column: column[1:]))
 
 
 def shard_read_by_two_ranks(loader: Loader) -> None:

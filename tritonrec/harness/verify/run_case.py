@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -105,8 +105,8 @@ def _reference_states(reference: Reference, steps: int) -> State:
     return states
 
 
-class _Recorded(Mapping[str, torch.Tensor]):
-    """One step of a reference file, read as it is asked for."""
+class Recorded(Mapping[str, torch.Tensor]):
+    """One step of a reference file; a tensor is read when it is taken."""
 
     def __init__(self, file, step: int):
         self._file, self._step = file, step
@@ -149,7 +149,7 @@ def run_case(
             states = _in_turn(communicators, job, case)
             return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
         file = stack.enter_context(safe_open(Path(references, case.reference(job).file_name), "pt"))
-        return compared(communicators, job, case, lambda step: _Recorded(file, step), started, fault, stretch)
+        return compared(communicators, job, case, lambda step: Recorded(file, step), started, fault, stretch)
 
 
 def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
@@ -212,14 +212,9 @@ def _compared(
             served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
-    accumulate = program.config.accumulate
-    updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
-    due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
-    due |= {(steps[-1], "export")} if stretch.export else set()
-    due |= {(steps[-1], "served")} if case.serves else set()
-    if comparison.first is None and due - comparison.steps_seen:
-        missing = sorted(due - comparison.steps_seen)
-        raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
+    more = {(steps[-1], "export")} if stretch.export else set()
+    more |= {(steps[-1], "served")} if case.serves else set()
+    require_compared(case, comparison, steps, program.config.accumulate, more)
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
     counts["skipped"], counts["served"] = skipped, served
@@ -236,6 +231,24 @@ def _compared(
     return RankReport(
         comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
     )
+
+
+def require_compared(
+    case: Case,
+    comparison: Comparison,
+    steps: range,
+    accumulate: int = 1,
+    more: Collection[tuple[int, str]] = (),
+) -> None:
+    """Raise RuntimeError where losses, dense parameters or tables of some step, or `more`, were not compared.
+
+    Unless a difference was found, after which nothing is compared.
+    """
+    updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
+    due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
+    missing = sorted({*due, *more} - comparison.steps_seen)
+    if comparison.first is None and missing:
+        raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
 
 
 def _own_loop(

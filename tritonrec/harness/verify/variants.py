@@ -21,6 +21,8 @@ from .weighted import WeightedJob
 
 RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
+LOST_RANK = "lost-rank"
+"""The variant of which a rank is killed."""
 OWN_LOOP = "hash-embedding"
 """The variant without a trainer, and so without a mode."""
 
@@ -44,6 +46,7 @@ class Variant:
         exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
             and scores compared.
         replay: the share of the work that other ranks compute again.
+        loses: a rank is killed in the middle of a step, and the others go on from copies in memory.
         serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
     """
@@ -58,6 +61,7 @@ class Variant:
     modes: tuple[Mode, ...] = PIPELINED
     exports: bool = False
     replay: float = 0.0
+    loses: bool = False
     serves: bool = False
     kind: type[Job] = Job
     own_loop: bool = False
@@ -347,6 +351,12 @@ VARIANTS: dict[str, Variant] = {
         {**SMALL, "data": MADE, "policy": POLICIES},
         shows=("replayed_micro_batches", "replayed_rows", "rows_checked"),
         replay=0.25,
+    ),
+    LOST_RANK: Variant(
+        "rank 1 is killed in a step, and the others go on from the copies in their memory",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        shows=("rejected", "restored"),
+        loses=True,
     ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",

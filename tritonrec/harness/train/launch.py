@@ -1,0 +1,80 @@
+"""Start of `tritonrec train` on this rank of torchrun's, on one rank, or on processes of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+from ... import distributed
+from ...distributed import Communicators
+from . import loop
+from .elastic import Memory
+from .run import Run
+from .stopping import Stop, graceful_stop
+
+Summary = tuple[dict[str, Any], bool, Stop]
+"""The summary of a run, whether this process writes it to files, and whether it was stopped."""
+Stoppable = Callable[[Callable[[], None]], AbstractContextManager[Stop]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where a training runs.
+
+    Args:
+        world_size: ranks to start; under torchrun its own count. replicas, timeout: of `Communicators`.
+    """
+
+    world_size: int
+    replicas: int
+    timeout: timedelta
+
+    def train(self, run: Run) -> Summary:
+        """`train` on all ranks; signals stop it after its step."""
+        return self._run(graceful_stop, loop.train, run)
+
+    def run(self, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
+        """``function(communicators, *args)`` on all ranks; signals end it."""
+        return self._run(lambda request: nullcontext(Stop()), function, *args)
+
+    def train_elastically(self, run: Run) -> Summary:
+        """As `train`, on the ranks that are left where some are lost."""
+        if self._is_here:
+            memory, stopping, ranks = Memory(), Event(), list[int]()
+
+            def train(communicators: Communicators) -> dict[str, Any]:
+                ranks.append(communicators.rank)
+                return loop.train(replace(communicators, stop=stopping), run, memory=memory)
+
+            with graceful_stop(stopping.set) as stop:
+                summary = distributed.run_elastic(train, self.timeout, self.replicas, run.min_ranks)
+            return summary, ranks[-1] == 0, stop
+        with (
+            distributed.ElasticPool(self.world_size, self.timeout, self.replicas, run.min_ranks) as pool,
+            graceful_stop(pool.request_stop) as stop,
+        ):
+            return pool.run(loop.train, run, False, Memory())[0], True, stop
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this process is a rank."""
+        return int(os.environ.get("WORLD_SIZE", "1")) > 1 or self.world_size == 1
+
+    def _run(self, stoppable: Stoppable, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
+        if self._is_here:
+            with (
+                distributed.from_environment(self.timeout, self.replicas) as communicators,
+                stoppable(communicators.stop.set) as stop,
+            ):
+                return function(communicators, *args), communicators.rank == 0, stop
+        with (
+            distributed.RankPool([(self.world_size, self.replicas)], self.timeout) as pool,
+            stoppable(pool.request_stop) as stop,
+        ):
+            results = pool.run(function, self.world_size, *args, replicas=self.replicas)
+            return results[0], True, stop
