@@ -27,7 +27,7 @@ from .kernels.norm_mul_dropout import norm_mul_dropout
 from .kernels.packed_rows import add_packed_rows, pack_rows, packed_bytes
 from .kernels.philox import derive_seed, initial_rows, random_indices
 from .kernels.relative_aggregate import relative_aggregate
-from .kernels.rows import gather_rows, scatter_rows, segment_sum
+from .kernels.rows import IndexedRows, gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax import sampled_softmax
 from .kernels.silu import silu
 from .kernels.softmax_attention import softmax_attention
@@ -52,6 +52,7 @@ __all__ = [
     "HSTUMask",
     "HashTableFullError",
     "Impl",
+    "IndexedRows",
     "add_packed_rows",
     "bucketize",
     "check_inserted",

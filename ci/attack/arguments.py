@@ -318,7 +318,10 @@ def dropped(d: Draw) -> Arguments:
 
 def sampled(d: Draw) -> Arguments:
     tokens, dim, count = d.size(9), d.size(20), d.size(9)
+    given, length = d.rng.random() < 0.5, 1 + d.size(9)
     return {
         "dloss": d.floats(tokens), "hidden": d.floats(tokens, dim), "positive": d.floats(tokens, dim),
-        "negatives": d.floats(tokens, count, dim), "valid": d.floats(tokens, count) > 0, "scale": 0.7,
+        "negatives": d.floats(length, dim) if given else d.floats(tokens, count, dim),
+        "valid": d.floats(tokens, count) > 0, "scale": 0.7,
+        "rows": d.rows(tokens * count, length).view(tokens, count) if given else None,
     }  # fmt: skip

@@ -456,6 +456,8 @@ def _exact_gradients(dim):
 def _softmax(dim):
     hidden, valid = ones(size, dim, grad=True), torch.ones(size, 32, dtype=torch.bool)
     run(ops.sampled_softmax, hidden, ones(size, dim), ones(size, 32, dim), valid).sum().backward()
+    rows, matrix = keys().unsqueeze(1).expand(-1, 32) % 7, ones(size, dim, grad=True)
+    run(ops.sampled_softmax, hidden, ones(size, dim), matrix, valid, rows=rows).sum().backward()
 
 
 @case("linear", dtype=(torch.float32, torch.bfloat16))

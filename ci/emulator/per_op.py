@@ -331,6 +331,36 @@ def _attention():
     )
 
 
+def _softmax_inputs():
+    """Hidden states, labels, which negatives count, and 3,000 rows of which each is a negative 11 times."""
+    hidden, positives = floats(TOKENS, DIM, grad=True), floats(TOKENS, DIM, grad=True)
+    valid = torch.ones(TOKENS, 32, dtype=torch.bool, device=GPU)
+    rows = torch.arange(TOKENS * 32, device=GPU).mul(7919).remainder(DISTINCT).view(TOKENS, 32)
+    return hidden, positives, floats(DISTINCT, DIM, grad=True), valid, rows
+
+
+@case("sampled_softmax, gathered", "sampled_softmax, gathered, backward")
+def _gathered_softmax():
+    hidden, positives, matrix, valid, rows = _softmax_inputs()
+
+    def call():
+        negatives = ops.gather_rows(matrix, rows.flatten()).view(TOKENS, 32, DIM)
+        return ops.sampled_softmax(hidden, positives, negatives, valid)
+
+    given = hidden, positives, matrix
+    yield from _forward_and_backward(call, size(*given, valid, rows) + 4 * TOKENS, *given)
+
+
+@case("sampled_softmax by rows", "sampled_softmax by rows, backward")
+def _softmax_by_rows():
+    hidden, positives, matrix, valid, rows = _softmax_inputs()
+    given = hidden, positives, matrix
+    least = size(*given, valid, rows) + 4 * TOKENS
+    yield from _forward_and_backward(
+        lambda: ops.sampled_softmax(hidden, positives, matrix, valid, rows=rows), least, *given
+    )
+
+
 @case("sampled_softmax", "sampled_softmax, backward")
 def _softmax():
     hidden, negatives = floats(TOKENS, DIM, grad=True), floats(TOKENS, 32, DIM, grad=True)

@@ -146,8 +146,8 @@ CALLS = {
         {"p": 0.5, "seed": 3},
     ),
     ops.sampled_softmax: (
-        {"hidden": some(2, 3), "positive": some(2, 3), "negatives": some(2, 4, 3)}
-        | {"valid": torch.ones(2, 4, dtype=torch.bool)},
+        {"hidden": some(2, 3), "positive": some(2, 3), "negatives": some(5, 3)}
+        | {"valid": torch.ones(2, 4, dtype=torch.bool), "rows": whole(0, 4, 2, 2, 1, 0, 3, 4).view(2, 4)},
         {},
     ),
 }  # fmt: skip

@@ -76,7 +76,7 @@ WILD = {
     ),
     "sampled_softmax_backward": lambda door: door.sampled_softmax_backward(
         torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 10**6, 3).expand(2, -1, 3),
-        torch.ones(1, 1, dtype=torch.bool), 1.0, "auto",
+        torch.ones(1, 1, dtype=torch.bool), 1.0, None, "auto",
     ),
 }  # fmt: skip
 

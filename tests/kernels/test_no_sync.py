@@ -229,6 +229,18 @@ def one_by_one(device, size=40):
             .sum()
             .backward()
         ),
+        "sampled_softmax by rows": lambda: (
+            ops.sampled_softmax(
+                values[:3],
+                weight[:3],
+                weight.clone().requires_grad_(),
+                torch.ones(3, 4, dtype=torch.bool, device=device),
+                rows=torch.zeros(3, 4, dtype=torch.int64, device=device),
+                impl="triton",
+            )
+            .sum()
+            .backward()
+        ),
     }
 
 

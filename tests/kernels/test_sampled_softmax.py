@@ -1,12 +1,19 @@
 """Sampled softmax: a token's loss and gradients depend on that token alone, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tritonrec.kernels.accumulator import GradientAccumulator
+from tritonrec.kernels.fixed_point import ExactSumError
+from tritonrec.kernels.rows import gather_rows
 from tritonrec.kernels.sampled_softmax import sampled_softmax
 
 GPU = torch.cuda.is_available()
@@ -175,6 +182,131 @@ def test_a_token_alone(tokens, count, dim, seed, at):
         assert torch.equal(some, every[rows])
 
 
+def by_rows(name, seed=0):
+    """`case`, with negatives that are rows of a matrix, some of them often and some never; and the rows."""
+    hidden, positive, negatives, valid, dloss = case(name, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    matrix = torch.randn(max(3, len(negatives)), negatives.shape[2], generator=generator) + 0.1
+    rows = torch.randint(0, len(matrix) - 1, valid.shape, generator=generator)
+    rows[:, ::3] = 1
+    return hidden, positive, matrix, valid, dloss, rows
+
+
+def gathered(impl, rows):
+    """The op, given rows of the matrix that were gathered before."""
+
+    def call(hidden, positive, matrix, valid, temperature):
+        negatives = gather_rows(matrix, rows.reshape(-1), impl=impl).view(*rows.shape, matrix.shape[1])
+        return sampled_softmax(hidden, positive, negatives, valid, temperature, impl=impl)
+
+    return call
+
+
+def in_place(impl, rows):
+    return lambda *tensors: sampled_softmax(*tensors, rows=rows, impl=impl)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_negatives_in_a_matrix_have_the_bits_of_gathered_ones(impl, name):
+    *tensors, rows = (on(impl, tensor) for tensor in by_rows(name))
+    expected = gradients(gathered(impl, rows), *tensors)
+    for one, other in zip(gradients(in_place(impl, rows), *tensors), expected, strict=True):
+        assert torch.equal(one, other)
+    hidden, positive, matrix, valid, _ = tensors
+    wide = torch.full((len(matrix), matrix.shape[1] + 3), float("nan"), device=matrix.device)
+    wide[:, 1:-2] = matrix
+    turned = rows.t().contiguous().t()
+    losses = in_place(impl, turned)(hidden, positive, wide[:, 1:-2], valid, 0.7)
+    assert torch.equal(losses, expected[0])
+
+
+@pytest.mark.parametrize("name", ["one_row", "odd_dim", "tile_plus_one"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_exact_gradients_of_a_matrix_are_those_of_gathered_rows(impl, name):
+    hidden, positive, matrix, valid, dloss, rows = (on(impl, tensor) for tensor in by_rows(name))
+
+    def sums(call):
+        module = torch.nn.Module()
+        module.matrix = torch.nn.Parameter(matrix.clone())
+        accumulator = GradientAccumulator(module)
+        with accumulator.active():
+            call(hidden, positive, module.matrix, valid, 0.7).backward(dloss)
+        return accumulator.take()["matrix"]
+
+    expected = sums(gathered(impl, rows))
+    assert torch.equal(sums(in_place(impl, rows)), expected)
+    assert expected.any() and not expected[-1].any()  # the last row is nobody's negative
+
+
+@pytest.mark.parametrize("impl", [TRITON])
+def test_one_row_takes_the_gradients_of_all_places(impl):
+    hidden, positive, matrix, valid, dloss, rows = (on(impl, tensor) for tensor in by_rows("odd_dim"))
+    tensors = hidden, positive, matrix[:1], valid, dloss
+    expected = gradients(gathered(impl, rows * 0), *tensors)
+    for one, other in zip(gradients(in_place(impl, rows * 0), *tensors), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_gathered_negatives_are_in_no_memory(impl):
+    hidden, positive, matrix, valid, dloss, rows = (on(impl, tensor) for tensor in by_rows("tile"))
+    leaves = [tensor.requires_grad_() for tensor in (hidden, positive, matrix)]
+
+    def largest(call):
+        with Elements() as seen:
+            losses = call(*leaves, valid, 0.7)
+            if impl == "triton":  # on the CPU the terms of the gradient are written out
+                torch.autograd.grad(losses, leaves, dloss)
+        return seen.most
+
+    assert largest(in_place(impl, rows)) < rows.numel() * matrix.shape[1] <= largest(gathered(impl, rows))
+
+
+class Elements(TorchDispatchMode):
+    """The most elements that a tensor has which an aten op makes inside."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.most = max(self.most, each.untyped_storage().nbytes() // each.element_size())
+        return result
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_exact_gradient_that_is_not_finite_is_named(impl):
+    hidden, positive, matrix, valid, dloss, rows = (on(impl, tensor) for tensor in by_rows("odd_dim"))
+    hidden[4, 0] = float("nan")
+    module = torch.nn.Module()
+    module.matrix = torch.nn.Parameter(matrix)
+    with GradientAccumulator(module).active():
+        losses = in_place(impl, rows)(hidden, positive, module.matrix, valid, 0.7)
+        with pytest.raises(ExactSumError, match=r"gradient of matrix\[44, 0\]"):  # token 4 has 44 to 54
+            losses.backward(dloss)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    hidden, positive, matrix, valid, _, rows = by_rows("odd_dim")
+    matrix.requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        in_place("cpu", rows)(hidden, positive, matrix, valid, 1.0).sum(), matrix, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="sampled_softmax_backward has no derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("bad", [-1, 23, 2**40])
+def test_a_row_outside_the_matrix_is_refused(impl, bad):
+    hidden, positive, matrix, valid, _, rows = by_rows("odd_dim")
+    rows[3, 7] = bad
+    with pytest.raises(IndexError, match=rf"rows\[40\] = {bad} is outside \[0, 23\)"):
+        in_place(impl, rows)(hidden, positive, matrix, valid, 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,6 +317,16 @@ def test_a_token_alone(tokens, count, dim, seed, at):
         ({"valid": torch.ones(4, 4, dtype=torch.bool)}, r"valid \(L, K\)"),
         ({"valid": torch.ones(4, 5)}, "valid bool"),
         ({"hidden": torch.zeros(4, 3).double()}, "float32"),
+        ({"rows": torch.zeros(4, 5, dtype=torch.int64)}, r"negatives \(R, D\), and valid and rows \(L, K\)"),
+        ({"negatives": torch.zeros(9, 3)}, r"negatives \(L, K, D\)"),
+        (
+            {"negatives": torch.zeros(9, 3), "rows": torch.zeros(4, 4, dtype=torch.int64)},
+            r"\(9, 3\), \(4, 5\), \(4, 4\)",
+        ),
+        (
+            {"negatives": torch.zeros(9, 3), "rows": torch.zeros(4, 5, dtype=torch.int32)},
+            "rows must be int64",
+        ),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
     ],
@@ -205,13 +347,21 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(sampled_softmax, fullgraph=True, backend="aot_eager")
     for got, expected in zip(gradients(compiled, *tensors), gradients(ours("auto"), *tensors), strict=True):
         assert torch.equal(got, expected)
+    *tensors, rows = by_rows("odd_dim")
+    expected = gradients(in_place("auto", rows), *tensors)
+    for got, one in zip(gradients(partial(compiled, rows=rows), *tensors), expected, strict=True):
+        assert torch.equal(got, one)
 
 
 def test_registration():
     *tensors, valid, dloss = case("odd_dim")
     backward = torch.ops.tritonrec.sampled_softmax_backward.default
-    torch.library.opcheck(backward, (dloss, *tensors, valid, 1.4, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.sampled_softmax.default, (*tensors, valid, 1.4, "cpu"))
+    forward = torch.ops.tritonrec.sampled_softmax.default
+    torch.library.opcheck(backward, (dloss, *tensors, valid, 1.4, None, "cpu"))
+    torch.library.opcheck(forward, (*tensors, valid, 1.4, None, "cpu"))
+    *tensors, valid, dloss, rows = by_rows("odd_dim")
+    torch.library.opcheck(backward, (dloss, *tensors, valid, 1.4, rows, "cpu"))
+    torch.library.opcheck(forward, (*tensors, valid, 1.4, rows, "cpu"))
 
 
 @pytest.mark.parametrize("dim", [64, 256])

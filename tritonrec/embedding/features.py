@@ -17,7 +17,7 @@ from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
 from .state_check import check_state
 from .table import DynamicTable
-from .weighted_bags import weighted_rows
+from .weighted_bags import WeightedLookup, weighted_rows
 
 Pooling = Literal["none", "sum", "mean"]
 
@@ -209,17 +209,28 @@ class HashTableCollection:
                 group.layout.validate(lookups[name].ids, name)
 
     def by_feature(
-        self, rows: Sequence[torch.Tensor], lookups: Mapping[str, SupportsLookup]
-    ) -> dict[str, torch.Tensor]:
+        self, rows: Sequence[torch.Tensor | ops.IndexedRows], lookups: Mapping[str, SupportsLookup]
+    ) -> dict[str, Any]:
         """Rows by feature, pooled by `FeatureConfig.pooling`: the input of the model.
 
         Args:
-            rows: for each group (n, dim) float32, the rows of `keys`. Differentiable.
+            rows: for each group (n, dim) float32, the rows of `keys`. Differentiable. `ops.IndexedRows` stay
+                what they are for a feature without pooling that has its table alone, and are gathered for
+                others.
 
         Raises ValueError for a lookup that does not fit the pooling of its feature.
         """
-        found = {}
+        found: dict[str, Any] = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
+            if isinstance(group_rows, ops.IndexedRows):
+                (name, _), *others = group.features
+                plain = self.features[name].pooling == "none" and not isinstance(
+                    lookups[name], WeightedLookup
+                )
+                if plain and not others:
+                    found[name] = group_rows
+                    continue
+                group_rows = group_rows.gathered()
             parts: Sequence[torch.Tensor] = (group_rows,)
             if len(group.features) > 1:  # the gradient of a split is a copy
                 parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])

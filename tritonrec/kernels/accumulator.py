@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,22 @@ class GradientAccumulator(Accumulator):
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
+
+    @contextmanager
+    def rows(self, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], name: str) -> Iterator[None]:
+        """Inside, terms of the gradients of `values` (R, D) are added to int64 `sums` of the same shapes.
+
+        Args:
+            name: of each, for errors. Exact sums only.
+        """
+        names = {id(each): f"{name} {number}" for number, each in enumerate(values)}
+        self._names |= names
+        self.sums |= dict(zip(names.values(), sums, strict=True))
+        try:
+            yield
+        finally:
+            for place, each in names.items():
+                del self._names[place], self.sums[each]
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is a parameter with an exact sum here."""

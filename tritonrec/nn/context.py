@@ -27,6 +27,7 @@ from ..kernels import gradients
 
 _of_thread = threading.local()
 Hook = TypeVar("Hook", bound=Callable[..., None])
+Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 STREAM = -7  # of the seed; layers of `tritonrec.nn` models count their streams from 0
 
@@ -209,6 +210,18 @@ def has_hooks(module: torch.nn.Module) -> bool:
         if hooks is None or not all(getattr(hook, "only_refuses", False) for hook in hooks.values()):
             return True
     return False
+
+
+def takes_indexed_rows(forward: Forward) -> Forward:
+    """A model's `forward` that takes a feature's rows as `ops.IndexedRows`, too."""
+    forward.takes_indexed_rows = True  # type: ignore[attr-defined]
+    return forward
+
+
+def reads_indexed_rows(model: torch.nn.Module) -> bool:
+    """Whether a call of the model is a `takes_indexed_rows` one, and nobody else sees its rows."""
+    marked = getattr(type(model).forward, "takes_indexed_rows", False)
+    return marked and "forward" not in vars(model) and not has_hooks(model)
 
 
 def sums_exactly(parameter: torch.Tensor) -> bool:

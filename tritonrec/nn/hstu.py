@@ -14,11 +14,13 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..settings import setting
 from . import next_item_step
+from .context import takes_indexed_rows
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
@@ -79,7 +81,10 @@ class HSTU(NextItemModel):
         tokens = super().place(batch)
         return tokens.with_next_query_timestamps() if self.config.relative_bias else tokens
 
-    def forward(self, batch: NextItemInput, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    @takes_indexed_rows
+    def forward(self, batch: NextItemInput, rows: dict[str, Any], seed: int) -> torch.Tensor:
         """As `NextItemModel.forward`; in a trainer on the CPU in one step of autograd."""
-        step = next_item_step.bind(self, batch, rows["item"], seed) if type(self) is HSTU else None
-        return super().forward(batch, rows, seed) if step is None else next_item_step.run(step, rows["item"])
+        item, step = rows["item"], None
+        if type(self) is HSTU and isinstance(item, torch.Tensor):
+            step = next_item_step.bind(self, batch, item, seed)
+        return super().forward(batch, rows, seed) if step is None else next_item_step.run(step, item)

@@ -15,10 +15,11 @@ import torch
 
 from .. import ops
 from ..settings import setting
+from .context import takes_indexed_rows
 from .hstu_layer import check_recompute
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 from .next_item_losses import losses_by_sample, split
-from .tokens import Tokens
+from .tokens import Tokens, sum_by_sample
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,22 @@ class NextItemModel(torch.nn.Module):
             x = layer(x, tokens, ops.derive_seed(seed, index, 0))
         return self.norm(x)
 
-    def forward(self, batch: NextItemInput, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    @takes_indexed_rows
+    def forward(self, batch: NextItemInput, rows: dict[str, Any], seed: int) -> torch.Tensor:
         """Losses (B,): sums over a sample's tokens.
 
         Args:
-            rows: ``item``, (L + L + L*K, d) float32, of ids, labels and negatives. seed: of dropout.
+            rows: ``item``, (L + L + L*K, d) float32, of ids, labels and negatives, or `ops.IndexedRows` of
+                as many, whose negatives are in no memory. seed: of dropout.
         """
         tokens = len(batch.negatives)
-        items, others = split(rows["item"], tokens)
         valid = batch.negatives != batch.labels[:, None]
+        item = rows["item"]
+        if isinstance(item, ops.IndexedRows):
+            near, negatives = item.rows[: 2 * tokens], item.rows[2 * tokens :].view(valid.shape)
+            items, labels = split(ops.gather_rows(item.values, near), tokens)
+            hidden, given = self.encode(batch, items, seed), (item.values, valid, self.config.temperature)
+            return sum_by_sample(ops.sampled_softmax(hidden, labels, *given, rows=negatives), batch.offsets)
+        items, others = split(item, tokens)
         hidden = self.encode(batch, items, seed)
         return losses_by_sample(hidden, others, valid, batch.offsets, self.config.temperature)

@@ -133,12 +133,20 @@ class PaddedNextItem(torch.nn.Module):
         """Hidden states (L, D) from the embedding rows (L, D) of the tokens."""
         return self.norm(self.body(rows, batch.offsets))
 
-    def forward(self, batch: Any, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    @context.takes_indexed_rows
+    def forward(self, batch: Any, rows: dict[str, Any], seed: int) -> torch.Tensor:
         """Losses (B,), sums over a sample's tokens; `rows` and `batch` as `NextItemModel` takes them."""
         tokens, count = batch.negatives.shape
-        items, labels, sampled = rows["item"].split([tokens, tokens, tokens * count])
+        item, valid = rows["item"], batch.negatives != batch.labels[:, None]
+        if isinstance(item, ops.IndexedRows):
+            if self.loss == "sampled_softmax":
+                near, places = item.rows[: 2 * tokens], item.rows[2 * tokens :].view(valid.shape)
+                items, labels = ops.gather_rows(item.values, near).split(tokens)
+                given = self.encode(batch, items), labels, item.values, valid, self.temperature
+                return sum_by_sample(ops.sampled_softmax(*given, rows=places), batch.offsets)
+            item = item.gathered()
+        items, labels, sampled = item.split([tokens, tokens, tokens * count])
         hidden, negatives = self.encode(batch, items), sampled.unflatten(0, (tokens, count))
-        valid = batch.negatives != batch.labels[:, None]
         if self.loss == "sampled_softmax":
             losses = ops.sampled_softmax(hidden, labels, negatives, valid, self.temperature)
         else:

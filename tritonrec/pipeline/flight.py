@@ -20,7 +20,7 @@ from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
 from ..nn import GradientAccumulator
-from ..nn.context import only_refuses
+from ..nn.context import only_refuses, reads_indexed_rows
 from .compiled import Compilation
 from .dense import DenseModel
 from .model_call import CallerSettings, train_micro_batch
@@ -127,6 +127,11 @@ class Flight:
             raise
         self.check_modes()
         return losses
+
+    @property
+    def reads_indexed_rows(self) -> bool:
+        """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`)."""
+        return not self._compilation.compiles and reads_indexed_rows(self.model)
 
     @contextmanager
     def beside(self, random: torch.Tensor) -> Iterator[GradientAccumulator]:

@@ -17,7 +17,7 @@ never a wrap-around.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -28,6 +28,17 @@ from tritonrec.kernels.rows.reference import zero_sums
 from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
 
 Consistency = Literal["window", "batch"]
+
+
+class IndexedRows(NamedTuple):
+    """Rows that are not gathered: row k is ``values[rows[k]]``."""
+
+    values: torch.Tensor  # (R, D)
+    rows: torch.Tensor  # (K,) int64 in [0, R)
+
+    def gathered(self) -> torch.Tensor:
+        """(K, D), as `gather_rows`."""
+        return gather_rows(self.values, self.rows)
 
 
 def gather_rows(

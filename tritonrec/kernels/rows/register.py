@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tritonrec.kernels.autocast import FLOAT32, LOW
-from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.dispatch import Impl, implementation, is_compiling
 from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, check_fraction_bits
 from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.op import Op
@@ -74,6 +76,48 @@ class IndexedTerms(Terms):
         options = "batch", fraction_bits, f"gradient of {name}", self._count
         values = self._values.detach()
         SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
+
+
+class ProductTerms(Terms):
+    """Terms ``factors[l, k] * values[l]`` of rows ``rows[l, k]`` of a parameter (R, D); all are (L, K).
+
+    On an accelerator the L K terms are in no memory.
+    """
+
+    def __init__(
+        self, values: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor, num_rows: int, impl: Impl
+    ):
+        self._values, self._factors, self._rows = values, factors, rows.reshape(-1)
+        self._num_rows, self._impl = num_rows, impl
+
+    def total(self) -> torch.Tensor:
+        """Sums (R, D) float32, in order of occurrence."""
+        # in a gradient that is to be differentiated again, autograd has to see the products
+        if not self._fused() or torch.is_grad_enabled():
+            return self._apart().total()
+        sums = self._values.new_zeros(self._num_rows, self._values.shape[1])
+        self._add(sums, "window", FRACTION_BITS, "gradient")
+        return sums
+
+    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
+        """As `Terms.add_to`."""
+        if self._fused():
+            self._add(sums, "batch", fraction_bits, f"gradient of {name}")
+        else:
+            self._apart().add_to(sums, fraction_bits, name)
+
+    def _fused(self) -> bool:
+        return not is_compiling() and implementation(self._impl, self._values) == "triton"
+
+    def _add(self, sums: torch.Tensor, *options: Any) -> None:
+        from tritonrec.kernels.rows.triton_segment_sum import add_products
+
+        add_products(sums, self._values.detach(), self._factors.detach().reshape(-1), self._rows, *options)
+
+    def _apart(self) -> IndexedTerms:
+        """The same terms, each in memory."""
+        terms = self._factors.unsqueeze(2) * self._values.unsqueeze(1)
+        return IndexedTerms(terms.flatten(0, 1), self._rows, self._num_rows, None, self._impl)
 
 
 GATHER_ROWS = Op(

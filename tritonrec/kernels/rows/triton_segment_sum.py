@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.errors import report_sum
+from tritonrec.kernels.fixed_point.errors import late_error, report_sum
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
-from tritonrec.kernels.padding import padding
+from tritonrec.kernels.padding import padding, report
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.reference import into_zeros
 from tritonrec.kernels.triton_padding import num_valid
@@ -31,6 +31,7 @@ in one. Their int64 sums are added up in the same way, so that 100,000 rows are 
 def segment_sum_kernel(
     out_ptr,
     values_ptr,
+    factors_ptr,
     order_ptr,
     starts_ptr,
     bad_ptr,
@@ -44,12 +45,14 @@ def segment_sum_kernel(
     dim,
     scale,
     limit,
+    GROUP: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """out[segment] += values[order[i]] for i in [starts[segment], starts[segment + 1]), in order.
 
-    Without `order` segments are parts of `part` rows, of `row_scale` occurrences each.
+    Without `order` segments are parts of `part` rows, of `row_scale` occurrences each. With `factors` the
+    value of occurrence i is factors[i] * values[i // GROUP], a product that is in no memory.
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
@@ -71,7 +74,11 @@ def segment_sum_kernel(
             else:
                 row = tl.load(order_ptr + i)
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
-            value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
+            if factors_ptr is None:
+                value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
+            else:
+                value = tl.load(values_ptr + row // GROUP * value_stride + column, mask=inside, other=0.0)
+                value = tl.load(factors_ptr + row) * value
             if ADD == "floats":
                 total += value.to(tl.float32)
             else:
@@ -105,56 +112,76 @@ def segment_sum_into(
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
-    num_segments = out.shape[0]
     if values.numel() == 0 or out.numel() == 0:
         return
-    values = contiguous_rows(values)
-    exact = consistency == "batch"
-    if not exact:
+    bad = _add(out, contiguous_rows(values), None, segments, consistency, fraction_bits, count)
+    if consistency == "batch":
+        report_sum(bad, status, name, values, segments, fraction_bits)
+
+
+def add_products(
+    out: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, segments: torch.Tensor, consistency: str,
+    fraction_bits: int, name: str,
+) -> None:  # fmt: skip
+    """out[segments[i]] += factors[i] * values[i // G] for K = G n occurrences i, without the (K, D) products.
+
+    `segment_sum_into` of the products, rounded to float32 each; values are (n, D) float32, factors (K,).
+    """
+    if factors.numel() == 0 or out.numel() == 0:
+        return
+    values, factors = contiguous_rows(values), factors.contiguous()
+    bad = _add(out, values, factors, segments, consistency, fraction_bits, None)
+    if consistency == "batch":
+        error = late_error(name, out.shape[1], fraction_bits)  # the value is in no memory
+        report(bad, None, error, error)
+
+
+def _add(out, values, factors, segments, consistency, fraction_bits, count) -> torch.Tensor:
+    """Add values, or products with `factors`, to their segments; the first bad position of each program."""
+    num_segments = out.shape[0]
+    if consistency != "batch":
         add = "floats"
     else:
         add = "terms" if values.dtype == torch.int64 else "rounded"
     fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits)
     if num_segments == 1:
-        bad = _sum_all(out, values, count, add, fixed_point)
-    else:
-        keys = segments
-        if count is not None:
-            # behind the last segment, so in no program's range; the host does not wait for the count
-            keys = torch.where(padding(segments.numel(), count), num_segments, segments)
-        order, starts = by_segment(keys, num_segments)
-        bad = _launch(out, values, order, starts, None, len(values), 1, add, fixed_point)
-    if exact:
-        report_sum(bad, status, name, values, segments, fraction_bits)
+        return _sum_all(out, values, factors, count, add, fixed_point)
+    keys = segments
+    if count is not None:
+        # behind the last segment, so in no program's range; the host does not wait for the count
+        keys = torch.where(padding(segments.numel(), count), num_segments, segments)
+    order, starts = by_segment(keys, num_segments)
+    return _launch(out, values, factors, order, starts, None, len(segments), 1, add, fixed_point)
 
 
-def _sum_all(out, values, count, add, fixed_point) -> torch.Tensor:
+def _sum_all(out, values, factors, count, add, fixed_point) -> torch.Tensor:
     """Add all rows to the only row of `out`: float32 in order, integers in parts; the bad positions.
 
     Where the sum of a part of the parts leaves int64, the position is that of its first row.
     """
     found, row_scale = [], 1
-    while add != "floats" and len(values) > PART:
-        parts = torch.zeros(
-            triton.cdiv(len(values), PART), out.shape[1], dtype=torch.int64, device=out.device
-        )
-        found.append(_launch(parts, values, None, None, count, PART, row_scale, add, fixed_point))
-        values, count, add, row_scale = parts, None, "terms", row_scale * PART
-    found.append(_launch(out, values, None, None, count, len(values), row_scale, add, fixed_point))
+    rows = len(values) if factors is None else len(factors)
+    while add != "floats" and rows > PART:
+        parts = torch.zeros(triton.cdiv(rows, PART), out.shape[1], dtype=torch.int64, device=out.device)
+        found.append(_launch(parts, values, factors, None, None, count, PART, row_scale, add, fixed_point))
+        values, factors, count, add, row_scale = parts, None, None, "terms", row_scale * PART
+        rows = len(parts)
+    found.append(_launch(out, values, factors, None, None, count, rows, row_scale, add, fixed_point))
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def _launch(out, values, order, starts, count, part, row_scale, add, fixed_point) -> torch.Tensor:
+def _launch(out, values, factors, order, starts, count, part, row_scale, add, fixed_point) -> torch.Tensor:
     """Add rows to `out`, by segment or by part; the first bad position of each program."""
     num_segments, dim = out.shape
     block = min(BLOCK_D, triton.next_power_of_2(dim))
     grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     # float sums write no position, but a launch needs a tensor
     bad = torch.empty(1 if add == "floats" else grid[0] * grid[1], dtype=torch.int64, device=out.device)
-    sizes = out.stride(0), values.stride(0), num_segments, len(values)
+    rows = len(values) if factors is None else len(factors)
+    sizes = out.stride(0), values.stride(0), num_segments, rows
     segment_sum_kernel[grid](
-        out, values, order, starts, bad, *sizes, count, part, row_scale, dim, *fixed_point,
-        ADD=add, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        out, values, factors, order, starts, bad, *sizes, count, part, row_scale, dim, *fixed_point,
+        GROUP=rows // len(values), ADD=add, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return bad
 

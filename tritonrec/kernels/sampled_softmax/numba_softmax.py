@@ -2,12 +2,13 @@
 """Sampled softmax on the CPU: one token at a time, its scores never in memory for longer than that."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
 from tritonrec.kernels.numba_float import dot, exp
-from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
@@ -80,34 +81,89 @@ def backward(
                 dnegatives[row + d] = slope * hidden[h + d]
 
 
+@njit(cache=True, nogil=True)
+def _take(matrix, stride, rows, first, own, dim, count):
+    """own[c] = matrix[rows[first + c]], for the negatives of one token."""
+    for c in range(count):
+        row = U(rows[first + c]) * stride
+        for d in range(dim):
+            own[c * dim + d] = matrix[row + d]
+
+
+@njit(cache=True, nogil=True)
+def forward_rows(
+    hidden, positive, matrix, stride, rows, valid, scale, losses, start, stop, dim, count
+):  # fmt: skip
+    """`forward` of negatives that are rows of a matrix; those of one token at a time are side by side."""
+    score, own = np.empty(count + U(1), F32), np.empty(count * dim, F32)
+    for t in range(start, stop):
+        _take(matrix, stride, rows, t * count, own, dim, count)
+        losses[t] = _probabilities(
+            hidden, t * dim, positive, t * dim, own, U(0), valid, t * count, scale, score, dim
+        )
+
+
+@njit(cache=True, nogil=True)
+def backward_rows(
+    dloss, hidden, positive, matrix, stride, rows, valid, scale, dhidden, dpositive, slopes, start, stop, dim,
+    count,
+):  # fmt: skip
+    """`backward`, with the slopes (L, K) for the gradients of negatives."""
+    score, own = np.empty(count + U(1), F32), np.empty(count * dim, F32)
+    for t in range(start, stop):
+        h = t * dim
+        _take(matrix, stride, rows, t * count, own, dim, count)
+        _probabilities(hidden, h, positive, h, own, U(0), valid, t * count, scale, score, dim)
+        score[0] -= F32(1.0)
+        factor = dloss[t] * scale
+        slope = score[0] * factor
+        for d in range(dim):
+            dhidden[h + d] = slope * positive[h + d]
+            dpositive[h + d] = slope * hidden[h + d]
+        for c in range(count):
+            slope = score[c + U(1)] * factor
+            slopes[t * count + c] = slope
+            for d in range(dim):
+                dhidden[h + d] += slope * own[c * dim + d]
+
+
 def sampled_softmax(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
     losses = hidden.new_empty(len(hidden))
-    arrays = tuple(map(flat, (hidden, positive, negatives, valid)))
-    options = F32(scale), flat(losses)
-    dim, count = U(negatives.shape[2]), U(negatives.shape[1])
+    kernel, arrays = (forward, (flat(negatives),)) if rows is None else (forward_rows, _rows(negatives, rows))
+    arrays = flat(hidden), flat(positive), *arrays, flat(valid), F32(scale), flat(losses)
+    dim, count = U(hidden.shape[1]), U(valid.shape[1])
     over_ranges(
-        lambda start, stop: forward(*arrays, *options, U(start), U(stop), dim, count),
-        len(hidden), 4.0 * negatives.numel(),
+        lambda start, stop: kernel(*arrays, U(start), U(stop), dim, count),
+        len(hidden), 4.0 * valid.numel() * hidden.shape[1],
     )  # fmt: skip
     return losses
 
 
 def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
-    valid: torch.Tensor, scale: float,
+    valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dhidden, dpositive, dnegatives, each contiguous."""
-    gradients = tuple(each.new_empty(each.shape) for each in (hidden, positive, negatives))
-    if hidden.numel() == 0:
+    """See `tritonrec.kernels.sampled_softmax.reference.sampled_softmax_backward`."""
+    last = negatives if rows is None else valid
+    gradients = tuple(hidden.new_empty(each.shape) for each in (hidden, positive, last))
+    if len(hidden) == 0:
         return gradients
-    arrays = tuple(map(flat, (dloss, hidden, positive, negatives, valid)))
-    options = F32(scale), *map(flat, gradients)
-    dim, count = U(negatives.shape[2]), U(negatives.shape[1])
+    kernel, arrays = (
+        (backward, (flat(negatives),)) if rows is None else (backward_rows, _rows(negatives, rows))
+    )
+    arrays = *map(flat, (dloss, hidden, positive)), *arrays, flat(valid), F32(scale), *map(flat, gradients)
+    dim, count = U(hidden.shape[1]), U(valid.shape[1])
     over_ranges(
-        lambda start, stop: backward(*arrays, *options, U(start), U(stop), dim, count),
-        len(hidden), 8.0 * negatives.numel(),
+        lambda start, stop: kernel(*arrays, U(start), U(stop), dim, count),
+        len(hidden), 8.0 * valid.numel() * hidden.shape[1],
     )  # fmt: skip
     return gradients
+
+
+def _rows(negatives: torch.Tensor, rows: torch.Tensor) -> tuple[Any, ...]:
+    """The matrix that holds the negatives, its row stride, and which of its rows they are."""
+    return *flat_rows(contiguous_rows(negatives)), flat(rows)

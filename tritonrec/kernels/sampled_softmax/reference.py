@@ -21,9 +21,12 @@ def scores(
 
 
 def sampled_softmax(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
+    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
+    if rows is not None:
+        negatives = negatives[rows]
     losses = hidden.new_empty(len(hidden))
     for t in range(len(hidden)):
         score = scores(hidden, positive, negatives, valid, t, scale)
@@ -33,10 +36,16 @@ def sampled_softmax(
 
 def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
-    valid: torch.Tensor, scale: float,
+    valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dhidden, dpositive, dnegatives, each contiguous."""
+    """dhidden, dpositive, dnegatives, each contiguous.
+
+    With `rows` slopes (L, K) for dnegatives: what ``hidden[l]`` is multiplied by for ``rows[l, k]``.
+    """
+    if rows is not None:
+        negatives = negatives[rows]
     dhidden, dpositive, dnegatives = map(torch.empty_like, (hidden, positive, negatives))
+    slopes = hidden.new_empty(valid.shape)
     for t in range(len(hidden)):
         slope = torch.softmax(scores(hidden, positive, negatives, valid, t, scale), 0)
         slope[0] -= 1
@@ -44,4 +53,5 @@ def sampled_softmax_backward(
         dhidden[t] = slope @ torch.cat([positive[t : t + 1], negatives[t]])
         dpositive[t] = slope[0] * hidden[t]
         dnegatives[t] = torch.outer(slope[1:], hidden[t])
-    return dhidden, dpositive, dnegatives
+        slopes[t] = slope[1:]
+    return dhidden, dpositive, dnegatives if rows is None else slopes

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 
 from ... import ops
@@ -75,22 +79,42 @@ def compute(
     gradients: Update[From[Gradients]],
     losses: Write[Losses],
 ) -> None:
-    """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself."""
-    part, rows = samples[micro_batch], []
-    for table, received in zip(routes.tables, embeddings, strict=True):
-        occurrences = launch.gather_rows(received, table.inverse[micro_batch])
-        rows.append(occurrences.to(torch.float32).requires_grad_())
+    """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself.
+
+    A model that takes `ops.IndexedRows` gets them on an accelerator where gradients are summed exactly: its
+    backward adds the gradients of rows, too, to the same sums, which have no order.
+    """
+    part, flight = samples[micro_batch], dense.flight
+    if not gradients:
+        sizes = zip(embeddings, routes.tables, strict=True)
+        gradients.extend(context.sums.zeros(table.num_rows, rows.shape[1]) for rows, table in sizes)
+    inverses = [table.inverse[micro_batch] for table in routes.tables]
+    indexed = context.sums.exact and flight.reads_indexed_rows and not _on_the_cpu(embeddings)
+    if indexed:
+        # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd would take for these
+        leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
+        rows: list[Any] = list(map(ops.IndexedRows, leaves, inverses))
+    else:
+        taken = map(launch.gather_rows, embeddings, inverses)
+        rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     by_feature = context.tables.by_feature(rows, part.lookups())
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
-    losses[micro_batch] = dense.flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
-    if not gradients:
-        sizes = zip(rows, routes.tables, strict=True)
-        gradients.extend(context.sums.zeros(table.num_rows, leaf.shape[1]) for leaf, table in sizes)
-    for leaf, table, sums in zip(rows, routes.tables, gradients, strict=True):
+    with flight.accumulator.rows(leaves, gradients, NAME) if indexed else nullcontext():
+        losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
+    for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
-            gradient = unscaled(leaf.grad, exponent)
-            context.sums.add(gradient, table.inverse[micro_batch], sums, NAME)
+            if indexed:
+                raise TypeError(
+                    "the model read ops.IndexedRows.values by itself, whose gradient has no exact sum: read "
+                    "them by an op (ops.gather_rows, ops.sampled_softmax)"
+                )
+            context.sums.add(unscaled(leaf.grad, exponent), inverse, sums, NAME)
+
+
+def _on_the_cpu(embeddings: Iterable[torch.Tensor]) -> bool:
+    """Whether kernels of the CPU compute, which read gathered rows faster."""
+    return any(ops.implementation("auto", each) != "triton" for each in embeddings)
 
 
 @stage(lane="communication", after=(Edge("compute", "same"),))
