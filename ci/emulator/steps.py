@@ -26,7 +26,7 @@ BASELINE = ROOT / "ci" / "baselines" / "steps.json"
 DOCS = ROOT / "docs" / "launches.md"
 STAGES = (
     "prefetch", "h2d", "route", "retrieve", "copy_kept_rows", "exchange", "compute", "gradient_exchange",
-    "dense_reduce", "sparse_update", "dense_update", "write_back", "end of the step",
+    "replica_reduce", "dense_reduce", "sparse_update", "dense_update", "write_back", "end of the step",
 )  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "host": {},
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "device, tiers": {"storage": "device", "tiers": 2},
     "device, 2 ranks": {"storage": "device", "ranks": 2},
     "device, 2 ranks, packed": {"storage": "device", "ranks": 2, "sums": "packed"},
+    "device, 2 replicas": {"storage": "device", "ranks": 2, "replicas": 2},
 }
 """Settings of each column: where tables are, and what else is on."""
 MICRO_BATCHES, MEASURED, STEPS = 4, 3, 6
@@ -52,12 +53,14 @@ def measure(
     evict: int = 0,
     tiers: int = 0,
     ranks: int = 1,
+    replicas: int = 1,
     sums: str = "auto",
 ) -> dict[str, dict[str, Any]]:
     """By stage of one step: launches, calls, waits, the lines of code that wait, and bytes of rows sent.
 
     `evict`: rows to keep, by lru. `tiers`: the access count from which on a row is in float32; counts halve
-    in the step that is measured. `ranks` are threads, of which the first is measured; `sums` are sent so.
+    in the step that is measured. `ranks` are threads, of which the first is measured, with so many
+    `replicas` of the tables; `sums` are sent so.
     """
     import torch
     from pretended import pretended
@@ -128,7 +131,7 @@ def measure(
             with gpu.stage("another step"):
                 train(communicators)
 
-        run_ranks(ranks, rank)
+        run_ranks(ranks, rank, replicas)
     return {
         stage: {
             "sent": sent[stage],

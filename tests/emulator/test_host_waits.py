@@ -152,6 +152,26 @@ def test_two_ranks_wait_for_no_sums_that_they_exchange(dedup):
     assert found == run("device", {}, {**dedup, "exchange_sums": "packed"}, device="cpu", world_size=2)[1]
 
 
+REPLICAS = {
+    "device": ("device", {}, {}),
+    "device_skip_fetch": ("device", {}, {"skip_fetch": True}),
+    "device_late": ("device", {}, {"first_use": False}),
+    "device_lru": ("device", {"eviction": Eviction("lru", capacity=20)}, {}),
+    "device_clipped": ("device", {}, {"max_grad_norm": 0.1}),
+    "cached_window": ("cached", {}, {"consistency": "window"}),
+}
+
+
+@pytest.mark.parametrize("case", slow_except(["device", "cached_window"], REPLICAS))
+def test_replicas_wait_once_for_their_reductions_beside_their_routes(case):
+    gpu, found = run(*REPLICAS[case], world_size=2, replicas=2)
+    stages = {stage: gpu.waits_of(stage) for stage in ("route", "replica_reduce", *WITHOUT)}
+    assert {stage: count for stage, count in stages.items() if count} == {"route": 1, "retrieve": 1}
+    assert {line.split(":")[0] for _, line in waits(gpu, ("retrieve",))} == {"pipeline/streams.py"}
+    assert gpu.calls["replica_reduce"]
+    assert found == run(*REPLICAS[case], device="cpu", world_size=2, replicas=2)[1]
+
+
 READS = {
     "int": lambda x: int(x.sum()),
     "bool": lambda x: bool(x.any()),

@@ -203,8 +203,8 @@ def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
-def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed):
+@given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32), st.integers(0, 3))
+def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed, more):
     generator = torch.Generator().manual_seed(seed)
     uses = torch.randint(2, (copies, count), generator=generator)
     uses[torch.randint(copies, (count,), generator=generator), torch.arange(count)] = 1
@@ -215,7 +215,14 @@ def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count,
     expected = torch.zeros(count, dtype=torch.int64)
     for each, value in zip(places, values, strict=True):
         expected.index_add_(0, each, value)
-    planned = [plan_replica_reductions(places, complete, times, rank) for rank in range(copies)]
+    # repeated rows have one sum, and rows of padding none
+    drawn = [torch.randint(max(len(each), 1), (more * len(each),), generator=generator) for each in places]
+    given = [torch.cat([each, each[again]]) for each, again in zip(places, drawn, strict=True)]
+    complete_or_padding = torch.cat([complete, torch.full((more,), times)])
+    planned = []
+    for rank in range(copies):
+        plan = plan_replica_reductions(given, complete_or_padding, times, rank, padded=more > 0)
+        planned.append(plan.planned(plan.sizes.tolist()))
     for time in range(times):
         now = [each[time] for each in planned]
         assert all(torch.equal(each.rows, (complete == time).nonzero().squeeze(1)) for each in now)

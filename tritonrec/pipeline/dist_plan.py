@@ -136,7 +136,7 @@ def plan_lookups(
     lengths, count = [len(part) for part in keys], len(keys)
     occurrences = torch.cat(keys)
     device = occurrences.device
-    using = _repeated(lengths, device)
+    using = repeated(lengths, device)
     if first_use:
         found = distinct(occurrences, padded)
         rows, inverse, here = found.keys, found.inverse, valid(len(found.keys), found.count, device)
@@ -153,7 +153,7 @@ def plan_lookups(
             start += len(part.keys)
         rows, inverse = torch.cat([part.keys for part in parts]), torch.cat(inverses)
         here = torch.cat([valid(len(part.keys), part.count, device) for part in parts])
-        first = using if padded else _repeated([len(part.keys) for part in parts], device)
+        first = using if padded else repeated([len(part.keys) for part in parts], device)
     else:
         rows, inverse, first = occurrences, torch.arange(len(occurrences), device=device), using
         here = valid(len(rows), None, device)
@@ -196,7 +196,7 @@ def plan_output_dist(
     if last_use is None:
         return sent, sent
     assert gradient_splits is not None
-    from_rank = _repeated(column_sums(splits), rows.device)
+    from_rank = repeated(column_sums(splits), rows.device)
     order, _counts = launch.counting_sort(last_use.long() * world + from_rank, count * world)
     blocks = rows[order].split([sum(row) for row in gradient_splits])
     return sent, RowDist(list(blocks), gradient_splits)
@@ -213,7 +213,7 @@ def _starts(sizes: torch.Tensor) -> torch.Tensor:
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
-def _repeated(lengths: list[int], device: torch.device) -> torch.Tensor:
+def repeated(lengths: list[int], device: torch.device) -> torch.Tensor:
     """(sum of the lengths,) int64, the number i as often as ``lengths[i]`` says."""
     size = sum(lengths)
     repeats = to_device(torch.tensor(lengths, dtype=torch.int64), device)

@@ -154,7 +154,8 @@ class ReceivedKeys:
         gradient_splits: [i][r] gradients that come back with micro-batch i from rank r.
         keys: (R,) int64 grouped by rank, distinct per rank and micro-batch after dedup.
         last_use: (R,) uint8 beside them, if known.
-        replica_keys: [g] distinct keys that replica g of this shard received; [] without replicas.
+        replica_keys: [g] keys that replica g of this shard received, distinct ones where the host knows how
+            many they are; [] without replicas.
         replica_last_use: [g] uint8 beside them, if known.
     """
 
@@ -195,7 +196,7 @@ class TableRows:
         low_precision: (K,) bool, rows stored in 16 bits; None: none.
         sent: buffer rows that the output dist sends with each micro-batch.
         gradients: rows of the gradient sums that receive gradients with each micro-batch.
-        replicas: [g] which of the keys replica g received.
+        replicas: [g] which of the keys replica g received, in the order of `ReceivedKeys.replica_keys`.
         reductions: [M] rows whose replicas' sums are complete after each micro-batch; [] without replicas.
     """
 

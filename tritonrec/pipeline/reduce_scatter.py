@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
+
+from ..embedding.selection import distinct, valid
+from ..kernels import launch
+from .dist_plan import repeated
 
 DENSE_ROW = 64
 """Values of a row of dense gradients, whose width in bytes its largest one decides."""
@@ -59,32 +63,73 @@ class ReplicaReduction:
     plan: ReduceScatter
 
 
-def plan_replica_reductions(
-    places: list[torch.Tensor], complete: torch.Tensor, micro_batches: int, rank: int
-) -> list[ReplicaReduction]:
-    """[micro_batches] the reduction after each.
+@dataclass(frozen=True)
+class ReplicaReductions:
+    """The reductions of a window, before the host knows their sizes; on the device of the rows.
 
     Args:
-        places: [g] (k_g,) int64, which of K rows rank g has sums for.
-        complete: (K,) int64, the micro-batch after which the last of a row's sums is complete.
-        rank: this one.
+        rows: (K,) int64 by micro-batch. order: this rank's own rows by micro-batch and the rank that adds
+            them up. received: rows of this rank's part by micro-batch and sender. All with padding behind.
+        sizes: (M, 1 + 2 G) int64, by micro-batch the rows, the sums sent to each rank, those from each.
     """
-    counts = torch.bincount(complete, minlength=micro_batches)
-    rows = torch.argsort(complete, stable=True)
-    number = torch.empty_like(rows)
-    number[rows] = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[complete[rows]]
-    when = [complete[each] for each in places]
-    none, zeros = rows[:0], [0] * len(places)
-    planned = []
-    for micro_batch, each in enumerate(rows.split(counts.tolist())):
-        if not len(each):
-            planned.append(ReplicaReduction(none, ReduceScatter(none, zeros, zeros, none, zeros)))
-            continue
-        then = [(at == micro_batch).nonzero().squeeze(1) for at in when]
-        parts = [number[place[here]] for place, here in zip(places, then, strict=True)]
-        plan = ReduceScatter.of(parts, len(each), rank)
-        planned.append(ReplicaReduction(each, replace(plan, order=then[rank][plan.order])))
-    return planned
+
+    rows: torch.Tensor
+    order: torch.Tensor
+    received: torch.Tensor
+    sizes: torch.Tensor
+
+    def planned(self, sizes: list[list[int]]) -> list[ReplicaReduction]:
+        """[M] the reduction after each micro-batch, with `sizes` on the host."""
+        ranks, found, row, own, taken = len(sizes[0]) // 2, [], 0, 0, 0
+        for count, *splits in sizes:
+            sent, received = splits[:ranks], splits[ranks:]
+            bounds = [count * each // ranks for each in range(ranks + 1)]
+            plan = ReduceScatter(
+                self.order[own : own + sum(sent)],
+                sent,
+                received,
+                self.received[taken : taken + sum(received)],
+                [after - before for before, after in pairwise(bounds)],
+            )
+            found.append(ReplicaReduction(self.rows[row : row + count], plan))
+            row, own, taken = row + count, own + sum(sent), taken + sum(received)
+        return found
+
+
+def plan_replica_reductions(
+    places: list[torch.Tensor], complete: torch.Tensor, micro_batches: int, rank: int, padded: bool = False
+) -> ReplicaReductions:
+    """Plan the reductions of a window.
+
+    Args:
+        places: [g] (k_g,) int64, which of K rows rank g has sums for, in the order of its sums; a row that is
+            repeated has one sum, in the place of the first.
+        complete: (K,) int64, the micro-batch after which the last of a row's sums is complete; M: padding.
+        rank: this one. padded: the host waits for no number of rows.
+    """
+    ranks, device = len(places), complete.device
+    rows, counts = launch.counting_sort(complete, micro_batches + 1)
+    number = torch.empty_like(rows)  # of a row among those of its micro-batch
+    starts = counts.cumsum(0) - counts
+    number[rows] = torch.arange(len(rows), device=device) - starts[complete[rows]]
+    sums = distinct(torch.cat(places) * ranks + repeated([len(each) for each in places], device), padded)
+    row, sender = sums.keys // ranks, sums.keys % ranks
+    here, when, number = valid(len(row), sums.count, device), complete[row], number[row]
+    # the rank whose part [n j // G, n (j + 1) // G) has the row
+    adds = ((number + 1) * ranks - 1) // counts[when].clamp(min=1)
+    groups = micro_batches * ranks  # and a last one of padding
+
+    def sorted_by(chosen: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        group = torch.where(here & chosen, when * ranks + other, groups)
+        order, sizes = launch.counting_sort(group, groups + 1)
+        return order, sizes[:-1].view(micro_batches, ranks)
+
+    order, sent = sorted_by(sender == rank, adds)
+    taken, received = sorted_by(adds == rank, sender)
+    first = (counts * rank // ranks)[when]
+    before = (here & (sender < rank)).sum()  # sums of other ranks stand before this one's
+    sizes = torch.cat([counts[:-1].unsqueeze(1), sent, received], 1)
+    return ReplicaReductions(rows, order - before, (number - first)[taken], sizes)
 
 
 @lru_cache(maxsize=8)

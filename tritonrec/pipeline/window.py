@@ -128,8 +128,7 @@ class WindowConfig:
             Tables stay float32, and gradients are exchanged as they are.
         exchange_sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it
             needs, 4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes
-            a value, and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit depends on
-            it.
+            a value, and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit changes.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """

@@ -54,9 +54,12 @@ def route(
     answers, agreed = exchange(routing, replica_routing, sizes.permute(3, 0, 1, 2).flatten(1), header)
     received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
     received = []
-    for table, table_sizes in zip(tables, received_sizes, strict=True):
+    for group, table, table_sizes in zip(context.tables.groups, tables, received_sizes, strict=True):
         each = _send_keys(table, table_sizes, routing, counts)
-        received.append(_share_with_replicas(each, replica_routing, counts) if context.replicated else each)
+        if context.replicated:
+            padded = on_device or group.table.padded
+            each = _share_with_replicas(each, replica_routing, counts, padded)
+        received.append(each)
     normalizer = agreed.shard_loss_terms if config.average_every else agreed.loss_terms
     return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
 
@@ -78,16 +81,21 @@ def _send_keys(
 
 
 def _share_with_replicas(
-    received: ReceivedKeys, replica_routing: Communicator, counts: LookupCounts
+    received: ReceivedKeys, replica_routing: Communicator, counts: LookupCounts, padded: bool
 ) -> ReceivedKeys:
-    """Gather the distinct keys that each replica of this shard received, and their last use if known."""
+    """Gather the keys that each replica of this shard received, and their last use if known.
+
+    Distinct ones, unless `padded`: then the host does not wait for their number, and all are sent.
+    """
     others = replica_routing.world_size - 1
-    distinct, inverse, _counts = launch.unique(received.keys)
-    keys, last_use = replica_routing.all_gather(distinct), []
-    counts.key_bytes += 8 * len(distinct) * others
-    if received.last_use is not None:
-        last = received.last_use.new_zeros(len(distinct))
-        last.scatter_reduce_(0, inverse, received.last_use, "amax")
+    keys, last = received.keys, received.last_use
+    if not padded:
+        keys, inverse, _counts = launch.unique(keys)
+        if last is not None:
+            last = last.new_zeros(len(keys)).scatter_reduce_(0, inverse, last, "amax")
+    counts.key_bytes += 8 * len(keys) * others
+    last_use = []
+    if last is not None:
         last_use = replica_routing.all_gather(last)
-        counts.key_bytes += len(distinct) * others
-    return replace(received, replica_keys=keys, replica_last_use=last_use)
+        counts.key_bytes += len(last) * others
+    return replace(received, replica_keys=replica_routing.all_gather(keys), replica_last_use=last_use)

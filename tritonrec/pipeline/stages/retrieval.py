@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...embedding.selection import distinct
+from ...embedding.selection import Distinct, distinct, valid
 from ...embedding.table import DynamicTable
 from ...kernels import launch
 from ..dist_plan import plan_output_dist
@@ -25,7 +25,7 @@ from ..places import (
     TableRows,
     Tables,
 )
-from ..reduce_scatter import ReplicaReduction, plan_replica_reductions
+from ..reduce_scatter import ReplicaReductions, plan_replica_reductions
 from ..stage import Edge, Idle, Kept, New, Previous, Read, Stale, Update, Write, stage
 from ..streams import to_device, to_host
 from ..window import LookupCounts, Window
@@ -123,21 +123,21 @@ def _retrieve(
         return retrieval.all_reduce(sizes, "table sizes", bounded=True)
 
     owned, buffer, gradient, kept = [], [], [], []
+    reductions: list[ReplicaReductions] = []
     for number, received in enumerate(routes.received):
         table = storage[number]
         received = _moved(received, table.device)
-        # Reductions over replicas are planned on the host, which waits for the number of keys then.
-        padded = table.padded and not context.replicated
-        own = distinct(received.keys, padded, table=before is not None)
-        keys, count, replica_rows = own.keys, own.count, []
+        padded = table.padded
+        own = every = distinct(received.keys, padded, table=before is not None and not context.replicated)
+        replica_rows: list[torch.Tensor] = []
         if context.replicated:  # every replica has the union of the received keys, in the same order
-            union = distinct(torch.cat(received.replica_keys), padded)
-            keys, count = union.keys, union.count
-            replica_rows = list(union.inverse.split([len(each) for each in received.replica_keys]))
+            every = distinct(torch.cat(received.replica_keys), padded, table=before is not None)
+            replica_rows = list(every.inverse.split([len(each) for each in received.replica_keys]))
+        keys, count = every.keys, every.count
         reduce = over_ranks if retrieval.world_size > 1 else None
         found = index[number].lookup(keys, window.update, reduce, count)
         if before is not None:
-            kept.append(_common(before.tables[number], keys, count, own.table, padded))
+            kept.append(_common(before.tables[number], every, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
         if context.config.dedup in ("lookup", "both"):
             table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
@@ -150,17 +150,20 @@ def _retrieve(
         sent, gradients = plan_output_dist(
             own.inverse, received.splits, received.last_use, received.gradient_splits
         )
-        reductions: list[ReplicaReduction] = []
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
-            rows = replica_rows[context.replica][own.inverse]
+            rows = replica_rows[context.replica]
+            if len(rows) != len(own.inverse):  # of the distinct keys received, and not of all
+                rows = rows[own.inverse]
             sent, _gradients = plan_output_dist(rows, received.splits, None)
-            reductions = _reductions(context, replica_rows, len(keys), received.replica_last_use)
+            reductions.append(_reductions(context, replica_rows, every, received.replica_last_use, padded))
         sent, gradients = sent.to(context.device), gradients.to(context.device)
         owned.append(
-            TableRows(
-                keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, reductions
-            )
+            TableRows(keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, [])
         )
+    if context.replicated:  # the split sizes of the reductions, once for all tables
+        sizes = to_host(torch.stack([plan.sizes for plan in reductions])).tolist()
+        plans = zip(owned, reductions, sizes, strict=True)
+        owned = [replace(rows, reductions=plan.planned(each)) for rows, plan, each in plans]
     kept_rows = None if before is None else KeptRows(kept)
     return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
 
@@ -190,17 +193,11 @@ def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: 
     return rows
 
 
-def _common(
-    before: TableRows,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    table: torch.Tensor | None,
-    padded: bool,
-) -> Common:
-    """The rows that the last window and this one share; `table`: what the dedup of `keys` built."""
+def _common(before: TableRows, now: Distinct, padded: bool) -> Common:
+    """The rows that the last window and this one share."""
     if padded:
-        return Common(*launch.intersect_padded(before.keys, keys, before.count, count, table))
-    there, here = launch.intersect(before.keys, keys)
+        return Common(*launch.intersect_padded(before.keys, now.keys, before.count, now.count, now.table))
+    there, here = launch.intersect(before.keys, now.keys)
     return Common(there, here, None)
 
 
@@ -235,17 +232,16 @@ def _fetch_received(
 
 
 def _reductions(
-    context: Context, replicas: list[torch.Tensor], rows: int, last_use: list[torch.Tensor]
-) -> list[ReplicaReduction]:
-    """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch.
-
-    The plan is made on the host.
-    """
-    replicas, last_use = ([each.cpu() for each in part] for part in (replicas, last_use))
-    count = context.config.window_micro_batches
-    last_micro_batch = torch.full((rows,), count - 1, dtype=torch.int64)
+    context: Context,
+    replicas: list[torch.Tensor],
+    every: Distinct,
+    last_use: list[torch.Tensor],
+    padded: bool,
+) -> ReplicaReductions:
+    """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch."""
+    count, size, device = context.config.window_micro_batches, len(every.keys), every.keys.device
+    complete = torch.full((size,), count - 1, dtype=torch.int64, device=device)
     if last_use:
-        last_micro_batch.zero_()
-        for places, last in zip(replicas, last_use, strict=True):
-            last_micro_batch[places] = torch.maximum(last_micro_batch[places], last.long())
-    return plan_replica_reductions(replicas, last_micro_batch, count, context.replica)
+        complete.zero_().scatter_reduce_(0, torch.cat(replicas), torch.cat(last_use).long(), "amax")
+    complete = torch.where(valid(size, every.count, device), complete, count)
+    return plan_replica_reductions(replicas, complete, count, context.replica, padded)

@@ -155,7 +155,7 @@ def replica_reduce(
     if not mean_gradient:
         sizes = zip(owned.tables, context.tables.groups, strict=True)
         mean_gradient.extend(
-            torch.empty(len(table.keys), group.table.dim, dtype=torch.float32, device=context.device)
+            torch.zeros(len(table.keys), group.table.dim, dtype=torch.float32, device=context.device)
             for table, group in sizes
         )
     for table, sums, means in zip(owned.tables, row_gradient, mean_gradient, strict=True):
