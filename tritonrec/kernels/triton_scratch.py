@@ -38,7 +38,7 @@ def _build_kernel(
     visit = tl.full((), 0, tl.int64)
     # at most half the slots are ever taken, so a key settles before it has seen all of them
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_slots):
-        # a slot never changes its holder, so only what looks empty needs the atomic
+        # a slot never changes its key, so only what looks empty needs the atomic
         holder = tl.load(holders_ptr + slot, mask=pending, other=0)
         open_slot = pending & (holder == -1)
         if tl.max(open_slot.to(tl.int32), axis=0) > 0:
