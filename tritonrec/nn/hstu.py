@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from ..settings import setting
-from . import next_item_step
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
@@ -58,14 +57,14 @@ class HSTULayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
         """`tokens` with timestamps where there is a relative bias; `seed`: of this layer's dropout."""
-        return hstu_layer(self, x, tokens, seed, **self.tables(tokens))
+        if self.bias is not None and tokens.timestamps is None:
+            raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
+        return hstu_layer(self, x, tokens, seed, **self.tables())
 
-    def tables(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+    def tables(self) -> dict[str, torch.Tensor]:
         """The weights of the relative bias, where there is one, by their names in `hstu_layer`."""
         if self.bias is None:
             return {}
-        if tokens.timestamps is None:
-            raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
         return {"pos_weights": self.bias.pos_weights, "ts_weights": self.bias.ts_weights}
 
 
@@ -78,8 +77,3 @@ class HSTU(NextItemModel):
         """Where the batch's tokens stand, and when they ask."""
         tokens = super().place(batch)
         return tokens.with_next_query_timestamps() if self.config.relative_bias else tokens
-
-    def forward(self, batch: NextItemInput, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
-        """As `NextItemModel.forward`; in a trainer on the CPU in one step of autograd."""
-        step = next_item_step.bind(self, batch, rows["item"], seed) if type(self) is HSTU else None
-        return super().forward(batch, rows, seed) if step is None else next_item_step.run(step, rows["item"])

@@ -27,7 +27,7 @@ class Compilation:
     """
 
     def __init__(self, model: torch.nn.Module, bits: int | None):
-        self._model, self._bits, self._compiles = model, bits, _is_compiled(model)
+        self._model, self._bits, self.compiles = model, bits, _is_compiled(model)
         self._seen: tuple[set[int], set[int]] = set(), set()  # numbers of samples and of tokens
 
     @contextmanager
@@ -43,7 +43,7 @@ class Compilation:
 
         Raises ValueError naming what differs, RuntimeError where torch cannot compile.
         """
-        if not self._compiles:
+        if not self.compiles:
             yield
             return
         try:
