@@ -1,4 +1,4 @@
-"""A next-item model in a trainer: one step of autograd has the bits of its modules one by one."""
+"""A next-item model in a trainer: a call without modules and autograd has the bits of its modules."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ import torch
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer
-from tritonrec.kernels.sampled_softmax import cpu_by_sample
+from tritonrec.kernels.normed_losses import cpu_normed_losses
 from tritonrec.kernels.token_rows.cpu_token_rows import place_rows
 from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, next_item_step
 from tritonrec.nn.context import only_refuses
@@ -49,101 +49,141 @@ def make_batch(lengths=LENGTHS, negatives=NEGATIVES):
     return batch, 2 * torch.randn(tokens * (2 + negatives), CONFIG.dim, generator=generator)
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """The steps that were bound."""
-    made, bind = [], next_item_step.bind
-
-    def counted(*arguments):
-        step = bind(*arguments)
-        made.extend([] if step is None else [step])
-        return step
-
-    monkeypatch.setattr(next_item_step, "bind", counted)
-    return made
-
-
-def run(model, batch, rows, exactly=True):
+def by_modules(model, batch, rows, exactly=True):
     """Losses, the gradient of the rows, and the parameters' gradients or exact sums."""
     accumulator = GradientAccumulator(model, ops.FRACTION_BITS if exactly else None)
     rows = rows.clone().requires_grad_()
     with accumulator.active():
         losses = model(batch, {"item": rows}, SEED)
-        losses.backward(torch.linspace(0.5, 2, len(losses)))
-    named = accumulator.take()
-    model.zero_grad(set_to_none=True)
-    return {"losses": losses.detach(), "rows": rows.grad, **named}
+        losses.sum().backward()
+    return {"losses": losses.detach(), "rows": rows.grad, **accumulator.take()}
 
 
-def assert_equal(got, want):
+def by_plan(model, batch, rows, exactly=True):
+    """`by_modules` without them, None where they have to be called."""
+    accumulator = GradientAccumulator(model, ops.FRACTION_BITS if exactly else None)
+    with accumulator.active(), torch.no_grad():
+        plan = next_item_step.plan(model, accumulator)
+        step = None if plan is None else plan.step(batch, rows, SEED)
+        if step is None:
+            return None
+        losses, gradient = step.train()
+    return {"losses": losses, "rows": gradient, **accumulator.take()}
+
+
+def assert_same_bits(*arguments):
+    got, want = by_plan(*arguments), by_modules(*arguments)
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
-
-
-def one_by_one(monkeypatch):
-    monkeypatch.setattr(next_item_step, "bind", lambda *arguments: None)
+    return got
 
 
 @pytest.mark.parametrize("changes", [{}, {"relative_bias": True}, {"recompute": ()}, {"layers": 0}], ids=str)
 @pytest.mark.parametrize("exactly", [False, True])
-def test_bits_are_those_of_the_modules(changes, exactly, steps, monkeypatch):
-    model, (batch, rows) = make_model(**changes), make_batch()
-    got = run(model, batch, rows, exactly)
-    assert len(steps) == 1
+def test_bits_are_those_of_the_modules(changes, exactly):
+    got = assert_same_bits(make_model(**changes), *make_batch(), exactly)
     assert all(value.any() for value in got.values())
-    one_by_one(monkeypatch)
-    assert_equal(got, run(model, batch, rows, exactly))
 
 
 @pytest.mark.parametrize("exactly", [False, True])
-def test_bits_in_ranges_of_samples_and_with_weights_that_are_not_trained(exactly, steps, monkeypatch):
+def test_bits_in_ranges_of_samples_and_with_weights_that_are_not_trained(exactly, monkeypatch):
     model, (batch, rows) = make_model(), make_batch()
     for parameter in (model.layers[1].gate.weight, model.norm.bias, model.positions.weight):
         parameter.requires_grad_(False)
-    for module in (cpu_hstu_layer, cpu_by_sample):
+    want = by_modules(model, batch, rows, exactly)
+    for module in (cpu_hstu_layer, cpu_normed_losses):
         monkeypatch.setattr(module, "over_ranges", lambda run, count, cost: [run(0, 2), run(2, count)])
     monkeypatch.setattr(cpu_hstu_layer.Bound, "is_small", lambda self: False)
-    got = run(model, batch, rows, exactly)
-    assert len(steps) == 1
-    monkeypatch.undo()
-    one_by_one(monkeypatch)
-    assert_equal(got, run(model, batch, rows, exactly))
+    got = by_plan(model, batch, rows, exactly)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("case", [([1], 0), ([0, 0, 5], 3), ([9] * 8, 1)], ids=["one", "empty_first", "full"])
-def test_bits_of_other_batches(case, steps, monkeypatch):
-    model, (batch, rows) = make_model(relative_bias=True), make_batch(*case)
-    got = run(model, batch, rows)
-    assert len(steps) == 1
-    one_by_one(monkeypatch)
-    assert_equal(got, run(model, batch, rows))
+def test_bits_of_other_batches(case):
+    assert_same_bits(make_model(relative_bias=True), *make_batch(*case))
 
 
-def test_hooks_of_others_are_called():
-    model, (batch, rows) = make_model(), make_batch()
-    seen = []
-    for part in (model.layers[0], model.norm, model.positions):
-        for add in (part.register_forward_hook, part.register_full_backward_hook):
-            handle = add(lambda module, *rest: seen.append(module))
-            run(model, batch, rows, exactly=False)
-            assert seen.pop() is part and not seen
+def test_a_plan_serves_many_batches_and_every_value_of_the_parameters():
+    model, accumulator = make_model(relative_bias=True), None
+    accumulator = GradientAccumulator(model)
+    with torch.no_grad():
+        plan = next_item_step.plan(model, accumulator)
+        for number, case in enumerate([(LENGTHS, 2), ([1], 3), ([9, 9], 1)]):
+            batch, rows = make_batch(*case)
+            with accumulator.active():
+                losses, gradient = plan.step(batch, rows, SEED).train()
+            got = {"losses": losses, "rows": gradient, **accumulator.take()}
+            with torch.enable_grad():
+                want = by_modules(model, batch, rows)
+            assert all(torch.equal(got[name], want[name]) for name in want), number
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+            assert plan.stands()
+
+
+def test_a_plan_ends_with_the_memory_of_a_parameter():
+    model = make_model(relative_bias=True)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            plan = next_item_step.plan(model, GradientAccumulator(model))
+        assert plan.stands()
+        parameter.data = parameter.data.clone()
+        assert not plan.stands()
+
+
+def test_a_plan_ends_with_a_hook_or_another_forward():
+    model = make_model()
+    with torch.no_grad():
+        plan = next_item_step.plan(model, GradientAccumulator(model))
+    everywhere = torch.nn.modules.module.register_module_forward_hook
+    for part in (model, model.layers[0], model.norm, model.positions, model.drop):
+        for add in (part.register_forward_hook, part.register_full_backward_hook, everywhere):
+            handle = add(lambda *arguments: None)
+            assert not plan.stands()
+            assert by_plan(model, *make_batch()) is None
             handle.remove()
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module))
-    run(model, batch, rows)
-    handle.remove()
-    assert seen == [model.positions, model.drop, *model.layers, model.norm, model]
+            assert plan.stands()
+        part.forward = part.forward
+        assert not plan.stands()
+        del part.forward
 
 
-def test_guards_of_a_trainer_change_nothing(steps):
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [("nan", "gradient of norm.weight"), ("large", "gradient of norm.weight"), ("full", "norm.bias")],
+)
+def test_a_sum_of_the_norm_that_fails_is_named_as_by_the_modules(bad, named):
+    model, (batch, rows) = make_model(layers=0), make_batch()
+    errors = []
+    for by in (by_plan, by_modules):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ops.ExactSumError) as caught:
+            changed = rows.clone()
+            if bad == "nan":
+                changed[7, 3] = float("nan")
+            if bad == "large":
+                changed *= 1e9
+            if bad == "full":
+                init = GradientAccumulator.__init__
+
+                def filled(self, *arguments, init=init):
+                    init(self, *arguments)
+                    self.sums["norm.bias"].fill_(2**63 - 1)
+
+                patch.setattr(GradientAccumulator, "__init__", filled)
+            by(model, batch, changed)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1] and named in errors[0]
+
+
+def test_guards_of_a_trainer_change_nothing():
     @only_refuses
     def refuse(module, arguments):
         raise AssertionError
 
     model, (batch, rows) = make_model(), make_batch()
     model.norm.register_forward_pre_hook(refuse)
-    run(model, batch, rows)
-    assert len(steps) == 1
+    assert by_plan(model, batch, rows) is not None
 
 
 class Halved(torch.nn.Module):
@@ -177,33 +217,19 @@ def tied(model):
 
 
 @pytest.mark.parametrize("change", [wrapped, patched, encoded, tied])
-def test_models_with_parts_of_others_are_called_part_by_part(change, steps):
-    model, (batch, rows) = make_model(), make_batch()
-    plain = run(model, batch, rows)
+def test_models_with_parts_of_others_are_called_part_by_part(change):
+    model = make_model()
+    assert by_plan(model, *make_batch()) is not None
     change(model)
-    assert not torch.equal(run(model, batch, rows)["losses"], plain["losses"])
-    assert len(steps) == 1
+    assert by_plan(model, *make_batch()) is None
 
 
 @pytest.mark.parametrize("make", [
     lambda: make_model(OtherModel), lambda: make_model(input_dropout=0.4),
-    lambda: make_model(recompute=("gate",)),
+    lambda: make_model(recompute=("gate",)), lambda: make_model().double(),
 ])  # fmt: skip
-def test_models_of_other_kinds_are_called_part_by_part(make, steps):
-    run(make(), *make_batch())
-    assert not steps
-
-
-def test_without_a_trainer_or_under_autocast_there_is_no_step(steps):
-    model, (batch, rows) = make_model(), make_batch()
-    model(batch, {"item": rows.requires_grad_()}, SEED)
-    with GradientAccumulator(model).active():
-        model(batch, {"item": rows.detach()}, SEED)
-        with torch.no_grad():
-            model(batch, {"item": rows}, SEED)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(batch, {"item": rows}, SEED)
-    assert not steps
+def test_models_of_other_kinds_are_called_part_by_part(make):
+    assert by_plan(make(), *make_batch()) is None
 
 
 @pytest.mark.parametrize(
@@ -213,13 +239,23 @@ def test_without_a_trainer_or_under_autocast_there_is_no_step(steps):
         ({"offsets": torch.tensor([0, 3, 2, 12, 13, 13, 17])}, "."),
         ({"offsets": torch.tensor([1, 3, 3, 12, 13, 13, 17])}, "."),
         ({"sample_ids": torch.arange(5)}, "."),
+        ({"labels": torch.arange(16)}, "."),
     ],
 )
-def test_a_batch_that_does_not_fit_has_the_errors_of_the_modules(change, message, steps):
+def test_a_batch_that_does_not_fit_has_the_errors_of_the_modules(change, message):
     batch, rows = make_batch()
+    assert by_plan(make_model(), replace(batch, **change), rows) is None
     with pytest.raises((ValueError, RuntimeError), match=message):
-        run(make_model(), replace(batch, **change), rows)
-    assert not steps
+        by_modules(make_model(), replace(batch, **change), rows)
+
+
+@pytest.mark.parametrize("rows", [
+    lambda rows: rows[:-1], lambda rows: rows.double(), lambda rows: rows.t().contiguous().t(),
+    lambda rows: rows[:, :5].contiguous(),
+])  # fmt: skip
+def test_rows_that_do_not_fit_are_left_to_the_modules(rows):
+    batch, whole = make_batch()
+    assert by_plan(make_model(), batch, rows(whole)) is None
 
 
 @pytest.mark.parametrize("offsets", [[0, 9, 4], [0, 2, 1, 4], [1, 4], [0, 3], [0, 4, 5, 4]])
@@ -227,27 +263,3 @@ def test_offsets_that_cut_into_no_sequences_write_nothing(offsets):
     weight, ids = torch.ones(9, 2), torch.arange(len(offsets) - 1)
     rows = torch.ones(4 if offsets != [0, 3] else 2, 2)
     assert place_rows(rows, weight, 2.0, torch.tensor(offsets), ids, None) is None
-
-
-def test_a_derivative_of_the_gradient_is_refused():
-    model, (batch, rows) = make_model(), make_batch()
-    rows.requires_grad_()
-    with GradientAccumulator(model).active():
-        losses = model(batch, {"item": rows}, SEED)
-        with pytest.raises(RuntimeError, match="summed exactly and has no derivative"):
-            torch.autograd.grad(losses.sum(), rows, create_graph=True)
-    with GradientAccumulator(model, None).active():
-        losses = model(batch, {"item": rows}, SEED)
-        (gradient,) = torch.autograd.grad(losses.sum(), rows, create_graph=True)
-        with pytest.raises(NotImplementedError, match="has no derivative"):
-            (gradient * rows).sum().backward()
-
-
-def test_a_parameter_that_was_changed_before_backward_is_noticed():
-    model, (batch, rows) = make_model(), make_batch()
-    with GradientAccumulator(model).active():
-        losses = model(batch, {"item": rows.requires_grad_()}, SEED)
-        with torch.no_grad():
-            model.layers[0].uvqk.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            losses.sum().backward()

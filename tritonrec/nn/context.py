@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -197,13 +197,23 @@ def only_refuses(hook: Hook) -> Hook:
     return hook
 
 
+def hooks_of(modules: Iterable[torch.nn.Module]) -> list[Sized]:
+    """The hooks around calls of modules by kind, to count them; empty where torch keeps them elsewhere."""
+    return [getattr(module, name, ()) for module in modules for name in HOOKS]
+
+
+def has_global_hooks() -> bool:
+    """Whether all modules run hooks. torch does not list them in public; kept elsewhere, there are some."""
+    anywhere = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
+    return anywhere is None or anywhere()
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a call of the module runs hooks beside its `forward`, of its own or of all modules.
 
     A trainer's guards are none. torch lists no hooks in public; kept elsewhere, there are some.
     """
-    everywhere = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
-    if everywhere is None or everywhere():
+    if has_global_hooks():
         return True
     for name in HOOKS:
         hooks = getattr(module, name, None)

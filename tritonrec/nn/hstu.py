@@ -14,13 +14,10 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..settings import setting
-from . import next_item_step
-from .context import takes_indexed_rows
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
@@ -60,14 +57,14 @@ class HSTULayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens, seed: int) -> torch.Tensor:
         """`tokens` with timestamps where there is a relative bias; `seed`: of this layer's dropout."""
-        return hstu_layer(self, x, tokens, seed, **self.tables(tokens))
+        if self.bias is not None and tokens.timestamps is None:
+            raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
+        return hstu_layer(self, x, tokens, seed, **self.tables())
 
-    def tables(self, tokens: Tokens) -> dict[str, torch.Tensor]:
+    def tables(self) -> dict[str, torch.Tensor]:
         """The weights of the relative bias, where there is one, by their names in `hstu_layer`."""
         if self.bias is None:
             return {}
-        if tokens.timestamps is None:
-            raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
         return {"pos_weights": self.bias.pos_weights, "ts_weights": self.bias.ts_weights}
 
 
@@ -80,11 +77,3 @@ class HSTU(NextItemModel):
         """Where the batch's tokens stand, and when they ask."""
         tokens = super().place(batch)
         return tokens.with_next_query_timestamps() if self.config.relative_bias else tokens
-
-    @takes_indexed_rows
-    def forward(self, batch: NextItemInput, rows: dict[str, Any], seed: int) -> torch.Tensor:
-        """As `NextItemModel.forward`; in a trainer on the CPU in one step of autograd."""
-        item, step = rows["item"], None
-        if type(self) is HSTU and isinstance(item, torch.Tensor):
-            step = next_item_step.bind(self, batch, item, seed)
-        return super().forward(batch, rows, seed) if step is None else next_item_step.run(step, item)

@@ -16,14 +16,14 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from .. import ops
 from ..kernels.autocast import autocast_dtype, to_dtype, without_autocast
 from ..kernels.dispatch import default_impl, implementation
-from ..kernels.gradients import Accumulator, Terms, current, sum_terms, targets_of
+from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
 from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
@@ -163,20 +163,30 @@ def described(layer: Any, tokens: Tokens, seed: int, **tables: torch.Tensor) -> 
 
 def bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:
     """In a trainer on the CPU the whole layer in one call, where it takes these arguments."""
-    others = call.channels > 1 or call.norm_product or not {"norm"}.issuperset(call.recompute)
-    if accumulator is None or others:
+    if accumulator is None or implementation("auto", x) != "cpu":
         return None
-    if implementation("auto", x) != "cpu":
-        return None
-    shape = whole.Shape(
-        x.shape[-1], call.heads, call.qk_dim, call.v_dim, call.max_seq_len, call.eps, call.gate_eps,
-        call.dropout, "norm" not in call.recompute,
-    )  # fmt: skip
-    at = call.tokens
+    shape, at = _shape(call, x.shape[-1]), call.tokens
     place = whole.Place(
         at.seq_offsets, at.sample_ids, at.positions, at.timestamps, at.num_targets, at.query_timestamps
     )
-    return whole.bind(shape, place, x, p[:10], call.seed)
+    return None if shape is None else whole.bind(shape, place, x, p[:10], call.seed)
+
+
+def prepared_layer(layer: Any, dim: int) -> tuple[Parameters, whole.Layer | None]:
+    """A module's parameters, and the whole layer for many calls where it takes this one."""
+    call, own = described(layer, cast(Tokens, None), 0, **layer.tables())  # tokens come with each call
+    shape = _shape(call._replace(recompute=layer.config.recompute), dim)
+    return own, None if shape is None else whole.prepare(shape, own[:10])
+
+
+def _shape(call: Call, dim: int) -> whole.Shape | None:
+    """Sizes and numbers of the layer for calls as a whole, None for a layer with other parts."""
+    if call.channels > 1 or call.norm_product or not {"norm"}.issuperset(call.recompute):
+        return None
+    return whole.Shape(
+        dim, call.heads, call.qk_dim, call.v_dim, call.max_seq_len, call.eps, call.gate_eps, call.dropout,
+        "norm" not in call.recompute,
+    )  # fmt: skip
 
 
 def _front(x: torch.Tensor, p: Parameters, call: Call, keep_normed: bool, keep_linear: bool):
@@ -266,18 +276,17 @@ def whole_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     kept: torch.Tensor,
-    parameters: whole.Parameters,
     seq_offsets: torch.Tensor,
+    targets: Targets | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """dx, and the gradients of `own` for autograd, None where the accumulator has taken their terms.
+    """dx, and the gradients of `own`, None where the accumulator has taken their terms.
 
     Args:
-        x, kept, parameters: of the call's forward, as they were saved.
+        x, kept: of the call's forward, as they were saved. targets: of all that `own` has.
     """
-    targets = targets_of(accumulator, *(each for each in own if each is not None))
     if targets is not None and bound.is_small():
-        return bound.backward_exact(dy, x, kept, parameters, targets), [None] * len(own)
-    dx, terms = bound.backward(dy, x, kept, parameters)
+        return bound.backward_exact(dy, x, kept, targets), [None] * len(own)
+    dx, terms = bound.backward(dy, x, kept)
     gradients = _Gradients(accumulator, own)
     gradients.take_linear("output", dy, terms.gated, seq_offsets)
     for name in ("gate_weight", "gate_bias", "pos_weights", "ts_weights", "norm_weight", "norm_bias"):
@@ -301,7 +310,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx.bound = bind(accumulator, call, x, own) if ctx.low is None else None
         if ctx.bound is not None:
             with annotation("hstu_layer"):
-                out, kept = ctx.bound.forward(x, own[:10])
+                out, kept = ctx.bound.forward(x)
             ctx.save_for_backward(x, kept, *parameters)
             return out
         p, x = own.cast(ctx.low), x if ctx.low is None else to_dtype(x, torch.float32)
@@ -325,12 +334,11 @@ class _HSTULayer(torch.autograd.Function):
 
     @staticmethod
     def _whole_backward(ctx, dy):
-        x, kept, *parameters = ctx.saved_tensors
+        x, kept, *_ = ctx.saved_tensors  # which tells where a parameter has changed
         ctx.maybe_clear_saved_tensors()
         offsets = ctx.call.tokens.seq_offsets
-        dx, gradients = whole_backward(
-            ctx.accumulator, ctx.own, ctx.bound, dy, x, kept, parameters[:10], offsets
-        )
+        targets = targets_of(ctx.accumulator, *(each for each in ctx.own if each is not None))
+        dx, gradients = whole_backward(ctx.accumulator, ctx.own, ctx.bound, dy, x, kept, offsets, targets)
         return None, None, dx, *gradients
 
     @staticmethod

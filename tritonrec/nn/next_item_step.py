@@ -1,8 +1,9 @@
-"""A next-item model of HSTU layers in a trainer on the CPU: forward and backward as one step of autograd.
+"""A next-item model of HSTU layers in a trainer on the CPU: a micro-batch's forward and backward in one call.
 
-A micro-batch of a few hundred tokens pays for each module, op and node of the graph more than for its loops.
-Here the model's calls follow each other without them, with the same bits: `bind` says whether a model and a
-batch fit, and what does not fit takes the modules one by one, with their errors.
+A micro-batch of a few hundred tokens pays for each module, op and node of autograd's graph more than for its
+loops. Here kernels follow each other without them, with the same bits. `plan` says whether a model fits,
+once for many micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by
+one, with their errors.
 
 Dimensions: L tokens, B samples, K negatives, d model dimension.
 """
@@ -14,212 +15,203 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..kernels.autocast import autocast_dtype
-from ..kernels.dispatch import default_impl, implementation, is_compiling, use_impl
-from ..kernels.gradients import Accumulator, current, sum_terms, targets_of
+from ..kernels.dispatch import implementation
+from ..kernels.gradients import Accumulator, Targets, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
+from ..kernels.normed_losses import cpu_normed_losses
 from ..kernels.op import annotation
-from ..kernels.row_terms import RowTerms, add_terms
+from ..kernels.row_terms import RowTerms
 from ..kernels.rows.register import IndexedTerms
-from ..kernels.sampled_softmax import cpu_by_sample
 from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
-from .context import has_hooks
-from .hstu_layer import Parameters, described, whole_backward
-from .hstu_layer import bind as bind_layer
+from .context import has_global_hooks, has_hooks, hooks_of
+from .hstu import HSTU
+from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
-from .tokens import Tokens
 
 
 class _Layer(NamedTuple):
-    bound: cpu_hstu_layer.Bound
+    prepared: cpu_hstu_layer.Layer
     own: Parameters
+    targets: Targets | None
+
+
+class Plan:
+    """What the micro-batches of a model share, while its parts and its parameters' memory stay as they are.
+
+    Args:
+        accumulator: takes the gradients of the parameters.
+        ends: the weights of positions, and weight and bias of the norm.
+    """
+
+    def __init__(self, model: HSTU, accumulator: Accumulator, ends: list[torch.Tensor], layers: list[_Layer]):
+        self.model, self.accumulator, self.layers = model, accumulator, layers
+        self.factor, self.scale = model.config.dim**0.5, 1 / model.config.temperature
+        self.positions, *norm = ends
+        self.norm = norm[0], norm[1]
+        self.norm_targets = targets_of(accumulator, *self.norm)
+        self.parameters = [*ends, *(each for layer in layers for each in layer.own if each is not None)]
+        self._ends = [(each, each.data_ptr()) for each in ends]
+        parts = _parts(model)
+        self._own, self._hooks = list(map(vars, parts)), hooks_of(parts)
+        self._counts = list(map(len, self._hooks))
+
+    def stands(self) -> bool:
+        """Whether this holds still: no part has other hooks or another `forward`, no parameter other memory.
+
+        Modes are looked at by whoever calls.
+        """
+        return (
+            list(map(len, self._hooks)) == self._counts
+            and not has_global_hooks()
+            and not any("forward" in own for own in self._own)
+            and all(each.data_ptr() == address for each, address in self._ends)
+            and all(layer.prepared.stands() for layer in self.layers)
+        )
+
+    def step(self, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
+        """The micro-batch's call, or None where the modules have to be called one by one.
+
+        Args:
+            batch: a `NextItemInput`. rows: (L + L + L*K, d) float32, of ids, labels and negatives.
+            seed: of dropout.
+        """
+        config, negatives, times = self.model.config, batch.negatives, batch.timestamps
+        placed = place_rows(
+            rows, self.positions, self.factor, batch.offsets, batch.sample_ids,
+            times if config.relative_bias else None,
+        )  # fmt: skip
+        if placed is None or negatives.dim() != 2:
+            return None
+        tokens, count = negatives.shape
+        if len(placed.x) != tokens or batch.labels.shape != (tokens,):
+            return None
+        if len(rows) != tokens * (2 + count) or not rows.is_cpu or rows.shape[1] != config.dim:
+            return None
+        valid = (negatives != batch.labels[:, None]).contiguous()
+        at = cpu_hstu_layer.Place(
+            batch.offsets, placed.sample_ids, placed.positions, times if config.relative_bias else None, None,
+            placed.query_timestamps,
+        )  # fmt: skip
+        layers = [
+            cpu_hstu_layer.Bound(layer.prepared, at, tokens, ops.derive_seed(seed, number, 0))
+            for number, layer in enumerate(self.layers)
+        ]
+        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, batch.offsets, self.scale)
+        return Step(self, placed, layers, losses, rows, batch.offsets)
 
 
 class Step:
-    """One call of a model, whose `parameters` are those of positions, layers and norm, in this order."""
+    """The call of one micro-batch."""
 
     def __init__(
         self,
-        model: Any,
-        accumulator: Accumulator,
+        plan: Plan,
         placed: TokenRows,
-        layers: list[_Layer],
-        losses: cpu_by_sample.Bound,
+        layers: list[cpu_hstu_layer.Bound],
+        losses: cpu_normed_losses.Bound,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
     ):
-        self.impl, self.tokens = default_impl(), len(placed.x)
-        self._accumulator, self._placed, self._layers, self._losses = accumulator, placed, layers, losses
-        self._factor, self._eps = model.config.dim**0.5, model.norm.eps
-        self._ends = model.positions.weight, model.norm.weight, model.norm.bias
-        positions, *norm = self._ends
-        self.parameters = [positions, *(each for layer in layers for each in layer.own[:10]), *norm]
-        self._there = [each for each in self.parameters if each is not None]
+        self._plan, self._placed, self._layers, self._losses = plan, placed, layers, losses
+        self._rows, self._offsets, self._tokens = rows, offsets, len(placed.x)
 
-    def has_distinct_parameters(self) -> bool:
-        """Whether none is in two places, whose gradients autograd would add in an order of its own."""
-        return len(set(map(id, self._there))) == len(self._there)
+    def train(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses (B,), and the gradient of their sum by the rows.
 
-    @property
-    def of_autograd(self) -> list[torch.Tensor | None]:
-        """`parameters`, unless the accumulator takes the gradients of them all."""
-        return [] if all(map(self._accumulator.holds, self._there)) else self.parameters
+        Those of the parameters go to the accumulator, or are added to their ``.grad``.
+        """
+        losses, kept, ends = self._forward()
+        drows, found = self._backward(torch.ones_like(losses), kept, ends)
+        pairs = zip(self._plan.parameters, found, strict=True)
+        left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
+        if left:
+            torch.autograd.backward([own for own, _ in left], [each for _, each in left])
+        return losses, drows
 
-    def refuse_exact(self) -> None:
-        """Raise RuntimeError where the accumulator takes terms, whose sums have no derivative."""
-        for each in self.parameters:
-            targets_of(self._accumulator, each)
-
-    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Losses (B,), and what backward needs."""
-        from ..kernels.norm_mul_dropout.numba_norm import norm_mul_dropout
-
+    def _forward(self) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
         x, kept = self._placed.x, []
-        for layer in self._layers:
+        for bound in self._layers:
             with annotation("hstu_layer"):
-                out, of_layer = layer.bound.forward(x, layer.own[:10])
-            kept += [x, of_layer]
+                out, of_layer = bound.forward(x)
+            kept.append((x, of_layer))
             x = out
-        with annotation("norm_mul_dropout"):
-            hidden, *stats = norm_mul_dropout(x, None, *self._ends[1:], self._eps, 0.0, 0, None, None)
-        with annotation("sampled_softmax_by_sample"):
-            losses = self._losses.forward(hidden, rows[self.tokens :])
-        return losses, [*kept, x, hidden, *stats]
+        with annotation("normed_losses"):
+            losses, ends = self._losses.forward(x, self._rows[self._tokens :])
+        return losses, kept, ends
 
-    def backward(
-        self, dlosses: torch.Tensor, rows: torch.Tensor, parameters: list[torch.Tensor], kept: list[Any]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of `rows`, and of the parameters those that the accumulator has not taken."""
-        drows = torch.empty_like(rows)
-        dx, *of_norm = self._end(dlosses, rows, drows, parameters, kept)
-        of_layers: list[torch.Tensor | None] = []
-        for number in reversed(range(len(self._layers))):
-            layer, of_layer, x = self._layers[number], kept.pop(), kept.pop()
-            own = parameters[1 + 10 * number : 11 + 10 * number]
-            offsets = self._losses.offsets
-            with annotation("hstu_layer_backward"):
-                dx, found = whole_backward(
-                    self._accumulator, layer.own, layer.bound, dx, x, of_layer, tuple(own), offsets
-                )
-            of_layers[:0] = found[:10]
-        positions, weight = self._placed.positions, self._ends[0]
-        terms = IndexedTerms(dx, positions, len(weight))
-        dpositions = sum_terms(self._accumulator, weight, terms)
-        torch.mul(dx, self._factor, out=drows[: self.tokens])
-        return drows, dpositions, *of_layers, *of_norm
-
-    def _end(
+    def _backward(
         self,
         dlosses: torch.Tensor,
-        rows: torch.Tensor,
-        drows: torch.Tensor,
-        parameters: list[torch.Tensor],
-        kept: list[Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The gradient of the norm's input, and of its parameters; writes that of items in `drows`."""
-        from ..kernels.norm_mul_dropout.numba_norm import norm_mul_dropout_backward_into
+        kept: list[tuple[torch.Tensor, torch.Tensor]],
+        ends: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        plan, rows, tokens = self._plan, self._rows, self._tokens
+        drows = torch.empty_like(rows)
+        with annotation("normed_losses_backward"):
+            dx, *terms = self._losses.backward(dlosses, rows[tokens:], drows[tokens:], ends)
+            of_norm = self._take_norm(terms)
+        of_layers: list[torch.Tensor | None] = []
+        for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
+            x, of_layer = kept.pop()
+            with annotation("hstu_layer_backward"):
+                dx, found = whole_backward(
+                    plan.accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
+                )
+            of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
+        terms_of_positions = IndexedTerms(dx, self._placed.positions, len(plan.positions))
+        of_positions = sum_terms(plan.accumulator, plan.positions, terms_of_positions)
+        torch.mul(dx, plan.factor, out=drows[:tokens])
+        return drows, [of_positions, *of_norm, *of_layers]
 
-        x, hidden, means, rstds = kept[-4:]
-        del kept[-4:]
-        weight, bias = parameters[-2:]
-        with annotation("sampled_softmax_by_sample_backward"):
-            dhidden = self._losses.backward(dlosses, hidden, rows[self.tokens :], drows[self.tokens :])
-        with annotation("norm_mul_dropout_backward"):
-            dx, *terms = norm_mul_dropout_backward_into(
-                x.new_empty(0, x.shape[1]), dhidden, x, None, weight, bias, 0.0, 0, None, None, means, rstds
-            )
-        targets = targets_of(self._accumulator, *self._ends[1:])
-        if targets is not None:
-            add_terms(targets.sums, terms, targets.fraction_bits, targets.names)
-            return dx, None, None
-        pairs = zip(self._ends[1:], terms, strict=True)
-        dweight, dbias = (sum_terms(self._accumulator, own, RowTerms(values)) for own, values in pairs)
-        return dx, dweight, dbias
-
-
-class _Model(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: Step, rows, *parameters):
-        ctx.step, ctx.count = step, len(parameters)
-        losses, kept = step.forward(rows)
-        ctx.save_for_backward(rows, *step.parameters, *kept)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, dlosses):
-        rows, *saved = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()
-        step, count = ctx.step, len(ctx.step.parameters)
-        parameters, kept = saved[:count], saved[count:]
-        del saved
-        again = torch.is_grad_enabled()
-        if again:
-            step.refuse_exact()
-        with use_impl(step.impl), torch.no_grad():
-            found = step.backward(dlosses.resolve_neg().contiguous(), rows, parameters, kept)
-        if again:
-            found = tuple(each if each is None else _Last.apply(each, rows) for each in found)
-        return None, *found[: 1 + ctx.count]
+    def _take_norm(self, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        plan = self._plan
+        if plan.norm_targets is not None:
+            self._losses.add_terms(terms, plan.norm_targets)
+            return [None, None]
+        pairs = zip(plan.norm, terms, strict=True)
+        return [sum_terms(plan.accumulator, own, RowTerms(values)) for own, values in pairs]
 
 
-class _Last(torch.autograd.Function):
-    """A gradient, whose own derivative is refused."""
+def plan(model: torch.nn.Module, accumulator: Accumulator) -> Plan | None:
+    """The plan of a model, or None where its modules have to be called one by one.
 
-    @staticmethod
-    def forward(ctx: Any, gradient, rows):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *given):
-        raise NotImplementedError("the gradient of a next-item model in a trainer has no derivative")
-
-
-def run(step: Step, rows: torch.Tensor) -> torch.Tensor:
-    """Losses (B,) of the call that `bind` made."""
-    return _Model.apply(step, rows, *step.of_autograd)
-
-
-def bind(model: Any, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
-    """The call of a `NextItemModel`, or None where the modules have to be called one by one.
-
-    That is outside of a trainer, under autocast or torch.compile, on an accelerator, and with modules or
-    hooks of others; and for arguments of other kinds or of other shapes.
+    That is on an accelerator, and with modules or hooks of others, or a parameter in two places.
     """
-    if is_compiling() or (accumulator := current()) is None or not torch.is_grad_enabled():
+    if type(model) is not HSTU or not _has_plain_parts(model):
         return None
-    config, layers = model.config, list(model.layers)
-    if autocast_dtype(rows.device) is not None:
+    config, ends = model.config, list[torch.Tensor]()
+    if implementation("auto", model.positions.weight) != "cpu" or config.temperature <= 0:
         return None
-    if implementation("auto", rows) != "cpu" or config.temperature <= 0 or not _has_plain_parts(model):
-        return None
-    offsets, times, negatives = batch.offsets, batch.timestamps, batch.negatives
-    asked = times if config.relative_bias else None
-    weight = model.positions.weight
-    if weight.shape[0] != config.max_seq_len or not rows.requires_grad:
-        return None
-    placed = place_rows(rows.detach(), weight, config.dim**0.5, offsets, batch.sample_ids, asked)
-    if placed is None or batch.labels.shape != (len(placed.x),) or negatives.shape[:1] != batch.labels.shape:
-        return None
-    tokens = Tokens(offsets, placed.sample_ids, placed.positions, times, None, placed.query_timestamps)
-    bound = []
-    for number, layer in enumerate(layers):
-        call, own = described(layer, tokens, ops.derive_seed(seed, number, 0), **layer.tables(tokens))
-        of_layer = bind_layer(accumulator, call, placed.x, own)
-        if of_layer is None:
+    shapes = (config.max_seq_len, config.dim), (config.dim,), (config.dim,)
+    parameters = model.positions.weight, model.norm.weight, model.norm.bias
+    for each, shape in zip(parameters, shapes, strict=True):
+        if each is None or each.shape != shape or each.dtype != torch.float32 or not each.is_contiguous():
             return None
-        bound.append(_Layer(of_layer, own))
-    valid = negatives != batch.labels[:, None]
-    losses = cpu_by_sample.bind(placed.x, rows[len(placed.x) :], valid, offsets, 1 / config.temperature)
-    step = None if losses is None else Step(model, accumulator, placed, bound, losses)
-    return step if step is not None and step.has_distinct_parameters() else None
+        ends.append(each)
+    layers = []
+    for module in model.layers:
+        own, prepared = prepared_layer(module, config.dim)
+        if prepared is None:
+            return None
+        targets = targets_of(accumulator, *(each for each in own if each is not None))
+        layers.append(_Layer(prepared, own, targets))
+    found = Plan(model, accumulator, ends, layers)
+    return found if len(set(map(id, found.parameters))) == len(found.parameters) else None
 
 
-def _has_plain_parts(model: Any) -> bool:
-    """Whether a call of each part of the model is that of its class, with nothing around it."""
+def _has_plain_parts(model: HSTU) -> bool:
+    """Whether a call of the model and of each part is that of its class, with nothing around it."""
     if not isinstance(model.norm.weight, torch.nn.Parameter) or {"encode", "place"} & vars(model).keys():
         return False
-    kinds = (model.positions, PositionalEmbedding), (model.drop, TokenDropout), (model.norm, LayerNorm)
-    parts = [*kinds, *((layer, model.layer) for layer in model.layers)]
     if model.drop.training and model.drop.p:
         return False
-    return all(type(part) is kind and "forward" not in vars(part) for part, kind in parts) and not any(
-        has_hooks(part) for part, _ in parts
+    kinds = HSTU, PositionalEmbedding, TokenDropout, LayerNorm, *(model.layer for _ in model.layers)
+    return all(
+        type(part) is kind and "forward" not in vars(part) and not has_hooks(part)
+        for part, kind in zip(_parts(model), kinds, strict=True)
     )
+
+
+def _parts(model: HSTU) -> list[torch.nn.Module]:
+    """The modules that a call of the model calls in turn, itself first."""
+    return [model, model.positions, model.drop, model.norm, *model.layers]

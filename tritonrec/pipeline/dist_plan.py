@@ -40,14 +40,22 @@ class RowDist:
         rows: [i] (n,) int64, rows of the requesting rank's embeddings or of the owner's buffer, grouped by
             the other rank.
         splits: [i][r] how many of them are exchanged with rank r.
+        in_order: whether they are 0, 1, 2, ... through all micro-batches.
     """
 
     rows: list[torch.Tensor]
     splits: Splits
+    in_order: bool = False
 
     def to(self, device: torch.device) -> RowDist:
         """The same plan with its rows on `device`."""
-        return RowDist([to_device(rows, device) for rows in self.rows], self.splits)
+        return RowDist([to_device(rows, device) for rows in self.rows], self.splits, self.in_order)
+
+    def of(self, values: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """The rows of `values` that are exchanged with a micro-batch: a view where they are in order."""
+        if self.in_order:
+            return values[slots(self.splits, micro_batch)]
+        return launch.gather_rows(values, self.rows[micro_batch])
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,7 @@ class InputDist:
 
     def slots(self, micro_batch: int) -> slice:
         """Stored rows that are received with a micro-batch."""
-        start = sum(map(sum, self.splits[:micro_batch]))
-        return slice(start, start + sum(self.splits[micro_batch]))
+        return slots(self.splits, micro_batch)
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,13 @@ class Lookups:
         """The plan, with `sizes` on the host."""
         splits, gradient_splits = sizes[0], sizes[-1]
         size = sum(map(sum, splits))
-        rows = self.gradient_rows
+        rows, in_order = self.gradient_rows, self.gradient_rows is None
         if rows is None:
             rows = torch.arange(size, device=self.keys.device)
         blocks = list(rows[:size].split([sum(row) for row in gradient_splits]))
+        gradients = RowDist(blocks, gradient_splits, in_order)
         last_use = None if self.last_use is None else self.last_use[:size]
-        return InputDist(self.inverse, splits, RowDist(blocks, gradient_splits), self.keys[:size], last_use)
+        return InputDist(self.inverse, splits, gradients, self.keys[:size], last_use)
 
 
 def plan_lookups(
@@ -200,6 +208,12 @@ def plan_output_dist(
     order, _counts = launch.counting_sort(last_use.long() * world + from_rank, count * world)
     blocks = rows[order].split([sum(row) for row in gradient_splits])
     return sent, RowDist(list(blocks), gradient_splits)
+
+
+def slots(splits: Splits, micro_batch: int) -> slice:
+    """Where the rows of a micro-batch are among those of all, one micro-batch after the other."""
+    start = sum(map(sum, splits[:micro_batch]))
+    return slice(start, start + sum(splits[micro_batch]))
 
 
 def column_sums(splits: Splits) -> list[int]:

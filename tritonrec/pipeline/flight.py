@@ -19,11 +19,11 @@ from ..data import Batch
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
-from ..nn import GradientAccumulator
+from ..nn import GradientAccumulator, next_item_step
 from ..nn.context import only_refuses, reads_indexed_rows
 from .compiled import Compilation
 from .dense import DenseModel
-from .model_call import CallerSettings, train_micro_batch
+from .model_call import CallerSettings, accumulate, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -62,6 +62,7 @@ class Flight:
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
         self._compilation = Compilation(dense.model, bits)
+        self._plan: next_item_step.Plan | None = None
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
     @property
@@ -104,7 +105,7 @@ class Flight:
 
     def end(self) -> None:
         """Give model, tables and optimizer back as they were, but for what was trained."""
-        self.under_way = False
+        self.under_way, self._plan = False, None
         self._inside.close()
 
     def train_micro_batch(
@@ -120,8 +121,10 @@ class Flight:
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
-            with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
-                losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
+            losses = self.train_by_plan(batch, rows, seed, settings)
+            if losses is None:
+                with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
+                    losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
             raise
@@ -132,6 +135,25 @@ class Flight:
     def reads_indexed_rows(self) -> bool:
         """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`)."""
         return not self._compilation.compiles and reads_indexed_rows(self.model)
+
+    def train_by_plan(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> torch.Tensor | None:
+        """`train_micro_batch` without modules and autograd; None where the model or the batch needs them."""
+        accumulator = self.accumulator
+        if accumulator.scale_exponent or not (settings.plain and batch.loss_terms):
+            return None
+        if self._compilation.compiles or self.dense.shards is not None:
+            return None
+        with torch.no_grad(), accumulator.active():
+            if self._plan is None or self._plan.accumulator is not accumulator or not self._plan.stands():
+                self._plan = next_item_step.plan(self.model, accumulator)
+            step = None if self._plan is None else self._plan.step(batch, rows["item"], seed)
+            if step is None:
+                return None
+            losses, gradient = step.train()
+            accumulate(rows["item"], gradient)
+        return losses
 
     @contextmanager
     def beside(self, random: torch.Tensor) -> Iterator[GradientAccumulator]:

@@ -30,6 +30,11 @@ class CallerSettings:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     device: torch.device | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether they are torch's own."""
+        return not self.autocast and self.device is None
+
     @classmethod
     def of_precision(cls, precision: Precision, device: torch.device) -> CallerSettings:
         """Autocast on `device` to the dtype of `precision`."""
@@ -112,6 +117,14 @@ def train_micro_batch(
             with settings.backward():
                 losses.backward(torch.full_like(losses, 2.0**scale_exponent))
     return losses.detach()
+
+
+def accumulate(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient as a backward pass does: to the ``.grad`` of the leaves that `tensor` was made of."""
+    if tensor.is_leaf and tensor.grad is None:
+        tensor.grad = gradient
+    else:
+        tensor.backward(gradient)
 
 
 def check_losses(losses: object, batch: Batch) -> None:

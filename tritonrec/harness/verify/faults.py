@@ -189,6 +189,12 @@ FAULTS = [
         Injection(injections.dropout_by_position),
     ),
     Fault(
+        "plan-of-the-first-window",
+        "a model called without its modules draws the dropout of the first window again",
+        _case(),
+        Injection(injections.plan_of_the_first_window),
+    ),
+    Fault(
         "merged-tables-share-ids",
         "equal ids of two merged tables share a row",
         replace(_case(), variant="merged"),

@@ -23,10 +23,12 @@ from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
+from ...pipeline.model_call import CallerSettings
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
     Context,
+    Dense,
     DenseMeans,
     Embeddings,
     GradientNorm,
@@ -273,6 +275,19 @@ def dropout_by_position(program: Program) -> None:
         return forward(replace(batch, sample_ids=torch.arange(batch.num_samples)), rows, seed)
 
     program.model.forward = by_position
+
+
+def plan_of_the_first_window(program: Program) -> None:
+    flight, seeds = program.run_places[Dense].flight, []
+    train_by_plan = flight.train_by_plan
+
+    def by_the_first(
+        batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> torch.Tensor | None:
+        seeds.append(seed)
+        return train_by_plan(batch, rows, seeds[0], settings)
+
+    flight.train_by_plan = by_the_first
 
 
 def padded_to_the_longest(program: Program) -> None:

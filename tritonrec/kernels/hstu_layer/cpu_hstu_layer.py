@@ -99,104 +99,132 @@ class Terms(NamedTuple):
     ts_weights: torch.Tensor
 
 
+class Layer:
+    """A layer with its parameters, and what the tables of its calls share."""
+
+    def __init__(self, shape: Shape, parameters: Parameters):
+        from tritonrec.kernels.hstu_layer import numba_hstu_layer as at
+
+        self.kernels = at  # of tables
+        self.shape, self.parameters, self.numbers = shape, parameters, _numbers(shape)
+        pos, ts = parameters[8:]
+        self.entries = 0 if pos is None else len(pos), 0 if ts is None else len(ts)
+        one_sided = self.entries[0] == shape.max_seq_len and shape.max_seq_len > 1
+        base, sign = (0, -1) if one_sided or pos is None else (shape.max_seq_len - 1, 1)
+        self.widths = shape.kept_widths
+        self.starts = np.cumsum([0, *self.widths])  # of what is kept, in columns
+        self._addresses = list(map(_address, parameters))
+        self._sums: tuple[Any, Any] = None, None  # of the last targets, and their addresses
+        self.table = np.zeros(at.SUM_UVQK_BIAS + 1, np.int64)
+        self.table[at.DIM : at.POS_ENTRIES] = shape.dim, shape.heads, shape.qk_dim, shape.v_dim
+        self.table[at.POS_ENTRIES : at.KEY_0] = *self.entries, base, 0 if pos is None else sign
+        self.table[at.TAG : at.OFFSETS] = DROPOUT, int(shape.dropout * 2**32)
+        self.table[at.NORM_WEIGHT : at.X] = self._addresses
+        self.table[at.HAS_NORMED] = shape.keep_normed
+
+    def stands(self) -> bool:
+        """Whether the memory of the parameters is where it was when this was made."""
+        return self._addresses == list(map(_address, self.parameters))
+
+    def sums_of(self, targets: Targets) -> np.ndarray:
+        """Addresses of the sums, in the order of the table."""
+        if targets.sums is not self._sums[0]:
+            into = iter(targets.sums)
+            sums = [0 if each is None else next(into).data_ptr() for each in self.parameters]
+            norm, uvqk, gate, output, tables = (sums[at : at + 2] for at in range(0, 10, 2))
+            self._sums = targets.sums, np.array([*output, *gate, *tables, *norm, *uvqk], np.int64)
+        return self._sums[1]
+
+
 class Bound:
     """One call of a layer: `forward`, then `backward` or `backward_exact`.
 
-    `forward` returns what these need of it, one tensor; the caller keeps it, x and the parameters.
+    `forward` returns what these need of it, one tensor; the caller keeps it and x.
     """
 
-    def __init__(self, shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, seed: int):
-        self._shape, self._place = shape, place  # the addresses of whose tensors are taken
-        self._tokens, self._samples = x.shape[0], place.seq_offsets.shape[0] - 1
-        self._widths = shape.kept_widths
-        self._starts, self._size = _layout(self._tokens, self._widths)
-        pos, ts = parameters[8:]
-        self._entries = 0 if pos is None else len(pos), 0 if ts is None else len(ts)
-        one_sided = self._entries[0] == shape.max_seq_len and shape.max_seq_len > 1
-        base, sign = (0, -1) if one_sided or pos is None else (shape.max_seq_len - 1, 1)
-        times = place.timestamps if ts is not None else None
+    def __init__(self, layer: Layer, place: Place, tokens: int, seed: int):
+        at = layer.kernels
+        self._layer, self._place = layer, place  # the addresses of whose tensors are taken
+        self._tokens, self._samples = tokens, place.seq_offsets.shape[0] - 1
+        self._room = -(-tokens // ALIGNED) * ALIGNED
+        drops = layer.shape.dropout > 0
+        times = place.timestamps if layer.entries[1] else None
         asked = times if place.query_timestamps is None or times is None else place.query_timestamps
-        drops = shape.dropout > 0
-        self._numbers = _numbers(shape)
-        self._described = [
-            self._samples, self._tokens, shape.dim, shape.heads, shape.qk_dim, shape.v_dim, *self._entries,
-            base, 0 if pos is None else sign, *halves(seed), DROPOUT, int(shape.dropout * 2**32),
+        self._table = table = layer.table.copy()
+        table[: at.DIM] = self._samples, tokens
+        table[at.KEY_0 : at.TAG] = halves(seed)
+        table[at.OFFSETS : at.NORM_WEIGHT] = (
             place.seq_offsets.data_ptr(), _address(place.num_targets), place.sample_ids.data_ptr() * drops,
             place.positions.data_ptr() * drops, _address(times), _address(asked),
-        ]  # fmt: skip
+        )  # fmt: skip
 
-    def _table(self, x: torch.Tensor, kept: torch.Tensor, parameters: Parameters, out: torch.Tensor) -> list:
-        first = kept.data_ptr()
-        places = [first + 4 * start for start in self._starts]
-        normed = places[8] if self._shape.keep_normed else 0
-        return [
-            *self._described, *map(_address, parameters), x.data_ptr(), *places[:8], out.data_ptr(),
-            int(self._shape.keep_normed), normed,
-        ]  # fmt: skip
+    def _place_kept(self, x: torch.Tensor, kept: torch.Tensor) -> None:
+        layer, table, at = self._layer, self._table, self._layer.kernels
+        places = kept.data_ptr() + 4 * self._room * layer.starts
+        table[at.X] = x.data_ptr()
+        table[at.Z : at.OUT] = places[:8]
+        table[at.NORMED] = places[8] if layer.shape.keep_normed else 0
 
     def saved(self, kept: torch.Tensor) -> Saved:
         """Views of what `forward` kept."""
+        starts = (self._room * self._layer.starts).tolist()
         parts = [
             kept[start : start + self._tokens * width].view(self._tokens, width)
-            for start, width in zip(self._starts, self._widths, strict=True)
+            for start, width in zip(starts, self._layer.widths, strict=False)
         ]
         z, uvqk, attended, gated = parts[:4]
         means, rstds, gate_means, gate_rstds = (each.view(-1) for each in parts[4:8])
-        normed = parts[8] if self._shape.keep_normed else None
+        normed = parts[8] if self._layer.shape.keep_normed else None
         return Saved(means, rstds, gate_means, gate_rstds, normed, z, uvqk, attended, gated)
 
-    def forward(self, x: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (L, d), the residual added; and what backward needs."""
-        from tritonrec.kernels.hstu_layer.numba_hstu_layer import forward
-
-        out, kept = torch.empty_like(x), x.new_empty(self._size)
-        table = np.array(self._table(x, kept, parameters, out), np.int64)
-        self._over_samples(lambda start, stop: forward(table, self._numbers, start, stop), 1.0)
+        at = self._layer.kernels
+        out, kept = torch.empty_like(x), x.new_empty(self._room * int(self._layer.starts[-1]))
+        table, numbers = self._table, self._layer.numbers
+        self._place_kept(x, kept)
+        table[at.OUT] = out.data_ptr()
+        self._over_samples(lambda start, stop: at.forward(table, numbers, start, stop), 1.0)
         return out, kept
 
-    def backward(
-        self, dy: torch.Tensor, x: torch.Tensor, kept: torch.Tensor, parameters: Parameters
-    ) -> tuple[torch.Tensor, Terms]:
+    def backward(self, dy: torch.Tensor, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, Terms]:
         """dx, and the terms of the parameters' gradients."""
-        from tritonrec.kernels.hstu_layer.numba_hstu_layer import backward
-
-        shape, dx = self._shape, torch.empty_like(x)
+        at = self._layer.kernels
+        shape, dx = self._layer.shape, torch.empty_like(x)
         duvqk = x.new_empty(self._tokens, shape.columns)
         gate_weight, gate_bias = (x.new_empty(self._tokens, shape.values) for _ in range(2))
         norm_weight, norm_bias = (x.new_empty(x.shape) for _ in range(2))
-        pos, ts = (x.new_empty(self._samples, entries) for entries in self._entries)
+        pos, ts = (x.new_empty(self._samples, entries) for entries in self._layer.entries)
         of = self.saved(kept)
         normed = x.new_empty(x.shape) if of.normed is None else of.normed
-        table = self._table(x, kept, parameters, dx)
-        table[-1] = normed.data_ptr()
         left = duvqk, gate_weight, gate_bias, norm_weight, norm_bias, pos, ts
-        addresses = np.array([*table, dy.data_ptr(), dx.data_ptr(), *map(_address, left)], np.int64)
-        self._over_samples(lambda start, stop: backward(addresses, self._numbers, start, stop), 2.5)
+        self._place_kept(x, kept)
+        table, numbers = self._table, self._layer.numbers
+        table[at.NORMED] = normed.data_ptr()
+        table[at.DY : at.DUVQK] = dy.data_ptr(), dx.data_ptr()
+        table[at.DUVQK : at.DTS + 1] = list(map(_address, left))
+        self._over_samples(lambda start, stop: at.backward(table, numbers, start, stop), 2.5)
         return dx, Terms(duvqk, normed, of.gated, *left[1:])
 
     def backward_exact(
-        self, dy: torch.Tensor, x: torch.Tensor, kept: torch.Tensor, parameters: Parameters, targets: Targets
+        self, dy: torch.Tensor, x: torch.Tensor, kept: torch.Tensor, targets: Targets
     ) -> torch.Tensor:
         """dx; exact gradients are added to the sums of `targets`, of all parameters that are not None."""
-        from tritonrec.kernels.hstu_layer.numba_hstu_layer import SUMS, backward_exact
-
-        dx = torch.empty_like(x)
-        into = iter(targets.sums)
-        sums = [0 if each is None else next(into).data_ptr() for each in parameters]
-        norm, uvqk, gate, output, tables = (sums[at : at + 2] for at in range(0, 10, 2))
-        order = [*output, *gate, *tables, *norm, *uvqk]
-        table = [*self._table(x, kept, parameters, dx), dy.data_ptr(), dx.data_ptr(), *order]
-        bits = targets.fraction_bits
-        bad, values = np.full((SUMS, 3), -1, np.int64), np.zeros(SUMS, np.float32)
+        at = self._layer.kernels
+        dx, table, bits = torch.empty_like(x), self._table, targets.fraction_bits
+        self._place_kept(x, kept)
+        table[at.DY : at.DUVQK] = dy.data_ptr(), dx.data_ptr()
+        table[at.SUM_OUTPUT_WEIGHT :] = self._layer.sums_of(targets)
+        bad, values = np.full((at.SUMS, 3), -1, np.int64), np.zeros(at.SUMS, np.float32)
         scale, limit = 2.0**bits, np.float32(2.0 ** (62 - bits))
-        if backward_exact(np.array(table, np.int64), self._numbers, scale, limit, bad, values):
-            self._report(bad, values, parameters, targets)
+        if at.backward_exact(table, self._layer.numbers, scale, limit, bad, values):
+            self._report(bad, values, targets)
         return dx
 
-    def _report(self, bad: Any, values: Any, parameters: Parameters, targets: Targets) -> None:
+    def _report(self, bad: Any, values: Any, targets: Targets) -> None:
         """Refuse the values that sums could not take, in the order of the ops."""
         into = iter(targets.names)
-        names = ["" if each is None else next(into) for each in parameters]
+        names = ["" if each is None else next(into) for each in self._layer.parameters]
         order = [6, 7, 4, 5, 8, 9, 0, 1, 2, 3]
         for at, (first, row, column), value in zip(order, bad.tolist(), values.tolist(), strict=True):
             if first < 0:
@@ -208,12 +236,11 @@ class Bound:
                 refuse(sum_error(name, (first, row), value, 0, targets.fraction_bits))
 
     def _over_samples(self, run: Callable[[int, int], None], weight: float) -> None:
-        shape = self._shape
-        over_ranges(run, self._samples, weight * _cost(shape, self._tokens))
+        over_ranges(run, self._samples, weight * _cost(self._layer.shape, self._tokens))
 
     def is_small(self) -> bool:
         """Whether one thread does it all."""
-        return torch.get_num_threads() == 1 or 2.5 * _cost(self._shape, self._tokens) < 20_000_000
+        return torch.get_num_threads() == 1 or 2.5 * _cost(self._layer.shape, self._tokens) < 20_000_000
 
 
 def _cost(shape: Shape, tokens: int) -> float:
@@ -230,18 +257,30 @@ def _numbers(shape: Shape) -> Any:
     )
 
 
-@lru_cache(maxsize=256)
-def _layout(tokens: int, columns: tuple[int, ...]) -> tuple[list[int], int]:
-    """Starts of parts (tokens, columns) of a buffer, each on a cache line, and its size."""
-    starts, end = [], 0
-    for each in columns:
-        starts.append(end)
-        end += -(-tokens * each // ALIGNED) * ALIGNED
-    return starts, end
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def prepare(shape: Shape, parameters: Parameters) -> Layer | None:
+    """The layer, or None where its parameters are of other kinds than those it takes, or do not fit."""
+    dim, values, columns, most = shape.dim, shape.values, shape.columns, shape.max_seq_len
+    if min(dim, shape.heads, shape.qk_dim, shape.v_dim, most) < 1:
+        return None
+    *given, pos, ts = parameters
+    shapes = (dim,), (dim,), (columns, dim), (columns,), (values,), (values,), (dim, values), (dim,)
+    for parameter, wanted in zip(given, shapes, strict=True):
+        if parameter is None or parameter.shape != wanted:
+            return None
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous() or not parameter.is_cpu:
+            return None
+    if pos is not None and pos.shape not in ((most,), (2 * most - 1,)):
+        return None
+    if ts is not None and (ts.dim() != 1 or ts.numel() == 0):
+        return None
+    return Layer(shape, parameters)
 
 
 def bind(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, seed: int) -> Bound | None:
@@ -249,13 +288,14 @@ def bind(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters, se
 
     Offsets, lengths and counts are checked as by the ops, with their errors.
     """
-    if not _fits(shape, place, x, parameters):
+    layer = prepare(shape, parameters)
+    if layer is None or not _fits(layer, place, x):
         return None
     check_offsets("seq_offsets", place.seq_offsets, x.shape[0])
     check_lengths(place.seq_offsets, shape.max_seq_len)
     if place.num_targets is not None:
         _check_targets(place.num_targets, place.seq_offsets)
-    return Bound(shape, place, x, parameters, seed)
+    return Bound(layer, place, x.shape[0], seed)
 
 
 def _check_targets(counts: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -268,26 +308,11 @@ def _check_targets(counts: torch.Tensor, offsets: torch.Tensor) -> None:
         remembered(counts, ("targets", id(offsets), offsets._version), check)
 
 
-def _fits(shape: Shape, place: Place, x: torch.Tensor, parameters: Parameters) -> bool:
-    dim, values, columns = shape.dim, shape.values, shape.columns
-    most, tokens, samples = shape.max_seq_len, x.shape[0], place.seq_offsets.numel() - 1
-    if min(dim, shape.heads, shape.qk_dim, shape.v_dim, most, tokens) < 1:
+def _fits(layer: Layer, place: Place, x: torch.Tensor) -> bool:
+    tokens, samples = x.shape[0], place.seq_offsets.numel() - 1
+    if tokens < 1 or x.shape != (tokens, layer.shape.dim) or x.dtype != torch.float32:
         return False
-    if x.shape != (tokens, dim) or x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg():
-        return False
-    *given, pos, ts = parameters
-    shapes = (dim,), (dim,), (columns, dim), (columns,), (values,), (values,), (dim, values), (dim,)
-    for parameter, wanted in zip(given, shapes, strict=True):
-        if parameter is None or parameter.shape != wanted:
-            return False
-    for parameter in parameters:
-        if parameter is None:
-            continue
-        if parameter.dtype != torch.float32 or not parameter.is_contiguous() or not parameter.is_cpu:
-            return False
-    if pos is not None and pos.shape not in ((most,), (2 * most - 1,)):
-        return False
-    if ts is not None and (ts.dim() != 1 or ts.numel() == 0 or place.timestamps is None):
+    if not x.is_contiguous() or x.is_neg() or (layer.entries[1] and place.timestamps is None):
         return False
     of_tokens = place.sample_ids, place.positions, place.timestamps, place.query_timestamps
     for tensor, count in (

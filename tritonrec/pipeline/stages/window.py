@@ -58,9 +58,12 @@ def exchange(
             rows.new_empty(table.num_rows, dim, dtype=DTYPES[precision]) for rows, table, dim in sizes
         )
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
-        sent = owned.tables[number].sent
+        sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
+        if communication.world_size == 1 and slots.is_cpu and precision == "float32":
+            torch.index_select(buffer[number][:, :dim], 0, sent.rows[micro_batch], out=slots)
+            continue
         rows = rounded_rows(launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch]), precision)
-        splits, slots = sent.splits[micro_batch], embeddings[number][table.slots(micro_batch)]
+        splits = sent.splits[micro_batch]
         counted_all_to_all(counts, communication, rows, splits, table.splits[micro_batch], out=slots)
         counts.rows += sum(splits) - splits[communication.rank]
     counts.embedding_bytes = counts.row_bytes
@@ -131,6 +134,10 @@ def gradient_exchange(
     """Send gradient rows to their owners and add them up there."""
     for number, sums in enumerate(gradients):
         sent, received = routes.tables[number].gradients, owned.tables[number].gradients
+        if communication.world_size == 1:
+            own = sent.of(sums, micro_batch)
+            context.sums.add(own, received.rows[micro_batch], row_gradient[number], NAME)
+            continue
         splits = sent.splits[micro_batch]
         context.sums.send_to_owners(
             counts, communication,

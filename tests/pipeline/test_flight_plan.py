@@ -1,0 +1,116 @@
+"""Promise: a trainer computes HSTU without modules and autograd wherever that has the bits of the modules."""
+
+import pytest
+import torch
+from trainer_parts import DIM, batches, optimizer_of, same, state, trainer
+
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.nn import HSTU, HSTUConfig, next_item_step
+from tritonrec.pipeline.model_call import accumulate
+
+CONFIG = HSTUConfig(dim=DIM, layers=2, heads=2, qk_dim=3, v_dim=4, max_seq_len=20, dropout=0.3)
+
+
+def parts():
+    torch.manual_seed(5)
+    model = HSTU(CONFIG)
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam", lr=0.05), seed=2)
+    return model, tables, optimizer_of(model)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Micro-batches that were computed by a plan."""
+    seen, train = [], next_item_step.Step.train
+
+    def counted(self):
+        seen.append(self)
+        return train(self)
+
+    monkeypatch.setattr(next_item_step.Step, "train", counted)
+    return seen
+
+
+def losses_of(training, given=None):
+    return torch.cat([result.losses for result in training.run(batches(4) if given is None else given)])
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
+def test_bits_are_those_of_the_modules(mode, consistency, steps, monkeypatch):
+    found = []
+    for _ in range(2):
+        made = parts()
+        with trainer(made, mode, consistency) as training:
+            losses = losses_of(training)
+        found.append([*state(made), losses])
+        monkeypatch.setattr(next_item_step, "plan", lambda *arguments: None)
+    assert len(steps) == 4 * 3
+    assert same(*found)
+
+
+def test_the_reference_calls_the_modules(steps):
+    found = []
+    for mode in ("reference", "sequential"):
+        made = parts()
+        with trainer(made, mode) as training:
+            losses = losses_of(training)
+        found.append([*state(made), losses])
+        assert len(steps) == (0 if mode == "reference" else 12)
+    assert same(*found)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
+def test_a_hook_added_between_results_is_called(mode, steps):
+    model, seen = (made := parts())[0], []
+    with trainer(made, mode, depth=2 if mode == "nestpipe" else 0) as training:
+        results = training.run(batches(6))
+        next(results)
+        model.layers[1].register_forward_hook(lambda *arguments: seen.append(1))
+        before = len(steps)
+        list(results)
+    assert 3 <= before <= 9
+    assert len(seen) + len(steps) == 6 * 3
+    assert len(seen) >= 6
+
+
+def test_parameters_in_new_memory_are_found_again(steps):
+    def run(moves):
+        made = parts()
+        with trainer(made, "sequential") as training:
+            results = training.run(batches(4))
+            for _ in results:
+                for parameter in made[0].parameters() if moves else ():
+                    parameter.data = parameter.data.clone()
+        return state(made)
+
+    assert same(run(True), run(False))
+    assert len(steps) == 24
+
+
+def test_bfloat16_calls_the_modules(steps):
+    with trainer(parts(), "sequential", precision="bf16") as training:
+        losses_of(training)
+    assert not steps
+
+
+def test_hooks_of_parameters_are_called_where_gradients_are_theirs(steps):
+    made, seen = parts(), []
+    for parameter in made[0].parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    with trainer(made, "sequential", "window") as training:
+        losses_of(training)
+    assert len(steps) == 12
+    assert len(seen) == 12 * len(list(made[0].parameters()))
+
+
+def test_a_gradient_reaches_the_leaf_and_is_added_to_what_it_has():
+    leaf = torch.randn(5, 3, requires_grad=True)
+    gradient = torch.randn(5, 3)
+    accumulate(leaf, gradient.clone())
+    assert torch.equal(leaf.grad, gradient)
+    accumulate(leaf, 2 * gradient)
+    assert torch.equal(leaf.grad, gradient + 2 * gradient)
+    leaf.grad = None
+    accumulate(leaf[1:3], gradient[1:3])
+    assert torch.equal(leaf.grad[1:3], gradient[1:3]) and not leaf.grad[3:].any() and not leaf.grad[0].any()
