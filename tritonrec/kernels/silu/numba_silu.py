@@ -38,7 +38,9 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     """See `tritonrec.kernels.silu.op.silu`."""
     y = x.new_empty(x.shape)
     arrays = flat(x), flat(y)
-    over_ranges(lambda start, stop: forward(*arrays, start, stop), x.numel(), 10.0 * x.numel())
+    over_ranges(
+        lambda start, stop: forward(*arrays, np.uintp(start), np.uintp(stop)), x.numel(), 10.0 * x.numel()
+    )
     return y
 
 
