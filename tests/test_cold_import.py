@@ -38,5 +38,14 @@ def test_importing_a_package_loads_nothing_heavy():
     assert heavy == ["numba", "matplotlib"], "a heavy import is not seen"
 
 
+def test_a_first_call_loads_no_compiler_of_torch():
+    """torch._dynamo takes longer to import than all else of a first call."""
+    first = "import torch; from tritonrec import ops; _ = ops.unique(torch.tensor([5, 3, 5]))"
+    dynamo = ("torch._dynamo",)
+    assert loaded_by([first, "torch.compile(torch.sin)"], dynamo) == [[], [*dynamo]], (
+        "or a heavy import is not seen"
+    )
+
+
 def test_the_command_line_starts_without_torch():
     assert loaded_by(["import tritonrec.harness.cli"], ("torch", *HEAVY)) == [[]]

@@ -113,6 +113,24 @@ def test_negated_views_are_read():
     )
 
 
+def test_a_compiled_functions_graphs_hold_no_part_of_an_implementation():
+    """After a break of the graph a kernel runs under dynamo, which would trace tensors that it makes."""
+    found = []
+
+    def backend(graph, _inputs):
+        found.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def between(x):
+        torch._dynamo.graph_break()
+        return torch.ops.tritonrec.unique(KEYS, None, "cpu"), x * 2
+
+    torch._dynamo.reset()
+    (keys, *_), doubled = torch.compile(between, backend=backend)(x := some(3))
+    assert torch.equal(doubled, x * 2) and torch.equal(keys, ops.unique(KEYS)[0])
+    assert found == ["mul"]
+
+
 def test_fake_tensors_have_shapes_only():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         found = ops.gather_rows(mode.from_tensor(some(7, 3)), mode.from_tensor(ROWS))

@@ -23,19 +23,19 @@ def pointer(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True)
 def floats(address, count):
     """A flat float32 array of `count` elements."""
     return carray(pointer(address), (count,), np.float32)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True)
 def integers(address, count):
     """A flat int64 array of `count` elements."""
     return carray(pointer(address), (count,), np.int64)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True)
 def booleans(address, count):
     """A flat array of `count` booleans."""
     return carray(pointer(address), (count,), np.bool_)

@@ -159,8 +159,10 @@ class Op:
             f"tritonrec::{self.name}",
             body,
             mutates_args=[each.name for _, each in self._written],
+            device_types=(),
             schema=f"({symbolic}, str impl) -> {results}",
         ).register_fake(fake_kernel)
+        torch.library.impl(f"tritonrec::{self.name}", "default", _untraced(body))
         self.registered = getattr(torch.ops.tritonrec, self.name)
         self.has_derivative = backward is not None
         self._validate = validate
@@ -321,6 +323,24 @@ def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tupl
         return lambda inputs: function(inputs[only])
     chosen = itemgetter(*at.values())
     return lambda inputs: function(*chosen(inputs))
+
+
+def _untraced(body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body`, which dynamo does not trace where it is loaded.
+
+    `custom_op` registers kernels that import torch._dynamo at their first call, for more than a second.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    def kernel(*inputs: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return body(*inputs)
+        if disabled is None:
+            disabled = torch.compiler.disable(body)
+        return disabled(*inputs)
+
+    return kernel
 
 
 def _function(

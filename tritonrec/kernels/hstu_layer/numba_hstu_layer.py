@@ -23,7 +23,6 @@ from ..caches import njit
 F32 = np.float32
 I = np.int64
 U = np.uintp
-NONE = np.empty(0, F32)
 CHUNK = 256  # tokens that pass through the layer together, unless one sequence has more
 MOST_SAMPLES = 64  # of a chunk
 
@@ -179,7 +178,8 @@ def _backward_rows(
     gate_weight, gate_bias = floats(a[GATE_WEIGHT], I(values)), floats(a[GATE_BIAS], I(values))
 
     output_weight = floats(a[OUTPUT_WEIGHT], I(dim * values))
-    rows_times(dy, dim, output_weight, NONE, dgated, U(0), rows, dim, values)
+    no_bias = np.empty(0, F32)  # a constant would be a type of its own, which cannot be written to
+    rows_times(dy, dim, output_weight, no_bias, dgated, U(0), rows, dim, values)
     norm.backward(
         dgated, values, attended, values, uvqk, columns, gate_weight, gate_bias, _dropout(a, numbers), ids,
         positions, gate_means, gate_rstds, dattended, duvqk, columns, dgate_weight, dgate_bias, U(0), rows,
@@ -193,7 +193,7 @@ def _backward_rows(
         qk, uvqk[values:], columns, v_dim, offsets, offsets, targets, contexts, mask, scales, U(0),
         numbers[ALPHA], pos, a[BASE], a[SIGN], ts, row_times, times, numbers[BIAS_FACTOR],
         duvqk[U(2) * values :], columns, qk, duvqk[U(2) * values + keys :], columns, qk, duvqk[values:],
-        columns, v_dim, dpos, dts, U(0), U(count), heads, qk, v_dim, U(_longest(offsets, 0, count)),
+        columns, v_dim, dpos, dts, U(0), U(count), heads, qk, v_dim, U(_longest(offsets, I(0), count)),
     )  # fmt: skip
     front.backward(
         duvqk, x, dim, norm_weight, norm_bias, numbers[EPS], np.empty(0, F32),
@@ -273,7 +273,7 @@ def backward_exact(a, numbers, scale, limit, bad, bad_values):
     values, keys = heads * U(a[V_DIM]), heads * U(a[QK_DIM])
     columns = U(2) * (values + keys)
     offsets = integers(a[OFFSETS], samples + 1)
-    most = U(max(CHUNK, _longest(offsets, 0, samples)))
+    most = U(max(CHUNK, _longest(offsets, I(0), samples)))
     dgated, dattended = np.empty(most * values, F32), np.empty(most * values, F32)
     dgate_weight, dgate_bias = np.empty(most * values, F32), np.empty(most * values, F32)
     duvqk, some_normed = np.empty(most * columns, F32), np.empty(most * dim, F32)
@@ -298,34 +298,34 @@ def backward_exact(a, numbers, scale, limit, bad, bad_values):
         cut = some_offsets[: e - b + 1]
         dy, gated = all_dy[first * dim :], all_gated[first * values :]
         failed += _add_products(
-            bad, bad_values, 0, b, integers(a[SUM_OUTPUT_WEIGHT], I(dim * values)), dy, gated, cut, dim,
+            bad, bad_values, I(0), b, integers(a[SUM_OUTPUT_WEIGHT], I(dim * values)), dy, gated, cut, dim,
             values, scale, limit,
         )  # fmt: skip
         failed += _add_rows(
-            bad, bad_values, 1, first, integers(a[SUM_OUTPUT_BIAS], I(dim)), dy, rows, dim, scale, limit
+            bad, bad_values, I(1), first, integers(a[SUM_OUTPUT_BIAS], I(dim)), dy, rows, dim, scale, limit
         )
         failed += _add_rows(
-            bad, bad_values, 2, first, integers(a[SUM_GATE_WEIGHT], I(values)), dgate_weight, rows, values,
+            bad, bad_values, I(2), first, integers(a[SUM_GATE_WEIGHT], I(values)), dgate_weight, rows, values,
             scale, limit,
         )  # fmt: skip
         failed += _add_rows(
-            bad, bad_values, 3, first, integers(a[SUM_GATE_BIAS], I(values)), dgate_bias, rows, values, scale,
-            limit,
+            bad, bad_values, I(3), first, integers(a[SUM_GATE_BIAS], I(values)), dgate_bias, rows, values,
+            scale, limit,
         )  # fmt: skip
         if a[POS_ENTRIES]:
             failed += _add_rows(
-                bad, bad_values, 4, b, integers(a[SUM_POS], a[POS_ENTRIES]), dpos.reshape(-1), e - b,
+                bad, bad_values, I(4), U(b), integers(a[SUM_POS], a[POS_ENTRIES]), dpos.reshape(-1), U(e - b),
                 U(a[POS_ENTRIES]), scale, limit,
             )  # fmt: skip
         if a[TS_ENTRIES]:
             failed += _add_rows(
-                bad, bad_values, 5, b, integers(a[SUM_TS], a[TS_ENTRIES]), dts.reshape(-1), e - b,
+                bad, bad_values, I(5), U(b), integers(a[SUM_TS], a[TS_ENTRIES]), dts.reshape(-1), U(e - b),
                 U(a[TS_ENTRIES]), scale, limit,
             )  # fmt: skip
         failed += _add_rows(
             bad,
             bad_values,
-            6,
+            I(6),
             first,
             integers(a[SUM_NORM_WEIGHT], I(dim)),
             dnorm_weight,
@@ -335,16 +335,25 @@ def backward_exact(a, numbers, scale, limit, bad, bad_values):
             limit,
         )
         failed += _add_rows(
-            bad, bad_values, 7, first, integers(a[SUM_NORM_BIAS], I(dim)), dnorm_bias, rows, dim, scale, limit
+            bad,
+            bad_values,
+            I(7),
+            first,
+            integers(a[SUM_NORM_BIAS], I(dim)),
+            dnorm_bias,
+            rows,
+            dim,
+            scale,
+            limit,
         )
         failed += _add_products(
-            bad, bad_values, 8, b, integers(a[SUM_UVQK_WEIGHT], I(dim * columns)), duvqk, normed, cut,
+            bad, bad_values, I(8), b, integers(a[SUM_UVQK_WEIGHT], I(dim * columns)), duvqk, normed, cut,
             columns, dim, scale, limit,
         )  # fmt: skip
         failed += _add_rows(
             bad,
             bad_values,
-            9,
+            I(9),
             first,
             integers(a[SUM_UVQK_BIAS], I(columns)),
             duvqk,

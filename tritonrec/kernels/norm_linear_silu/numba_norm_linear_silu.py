@@ -24,7 +24,6 @@ F32 = np.float32
 U = np.uintp
 ROWS = U(32)
 NONE = np.empty(0, F32)
-NO_IDS = np.empty(0, np.int64)
 NO_DROPOUT = np.uint32(0), np.uint32(0), np.int64(0), np.uint64(0), F32(1.0)
 FORWARD, BACKWARD_INTO = one_by_one("cpu")
 
@@ -39,13 +38,14 @@ def forward(
     weight (dim, columns), bias (columns,) or empty.
     """
     some_z, some_normed = np.empty(ROWS * columns, F32), np.empty(ROWS * dim, F32)
+    none, no_ids = np.empty(0, F32), np.empty(0, np.int64)  # as arguments; constants are types of their own
     t = start
     while t < stop:
         rows = min(ROWS, stop - t)
         of_z = z[t * columns :] if z.shape[0] else some_z
         of_normed = normed[t * dim :] if normed.shape[0] else some_normed
         norm.forward(
-            x[t * x_stride :], x_stride, NONE, U(0), norm_weight, norm_bias, eps, NO_DROPOUT, NO_IDS, NO_IDS,
+            x[t * x_stride :], x_stride, none, U(0), norm_weight, norm_bias, eps, NO_DROPOUT, no_ids, no_ids,
             of_normed, means[t:], rstds[t:], U(0), rows, dim,
         )  # fmt: skip
         rows_times(of_normed, dim, weight, bias, of_z, U(0), rows, dim, columns)
@@ -65,22 +65,23 @@ def backward(
     """
     some_z, dnormed = np.empty(ROWS * columns, F32), np.empty(ROWS * dim, F32)
     some_means, some_rstds = np.empty(ROWS, F32), np.empty(ROWS, F32)
+    none, no_ids = np.empty(0, F32), np.empty(0, np.int64)
     t = start
     while t < stop:
         rows = min(ROWS, stop - t)
         of_x, of_normed, of_dz = x[t * x_stride :], normed[t * dim :], dy[t * columns :]
         if not has_normed:
             norm.forward(
-                of_x, x_stride, NONE, U(0), norm_weight, norm_bias, eps, NO_DROPOUT, NO_IDS, NO_IDS,
+                of_x, x_stride, none, U(0), norm_weight, norm_bias, eps, NO_DROPOUT, no_ids, no_ids,
                 of_normed, some_means, some_rstds, U(0), rows, dim,
             )  # fmt: skip
         of_z = z[t * columns :] if z.shape[0] else some_z
         if not z.shape[0]:
             rows_times(of_normed, dim, inner_weight, bias, of_z, U(0), rows, dim, columns)
         silu.backward_in_place(of_dz, of_z, U(0), rows * columns)
-        rows_times(of_dz, columns, weight, NONE, dnormed, U(0), rows, columns, dim)
+        rows_times(of_dz, columns, weight, none, dnormed, U(0), rows, columns, dim)
         norm.backward(
-            dnormed, dim, of_x, x_stride, NONE, U(0), norm_weight, norm_bias, NO_DROPOUT, NO_IDS, NO_IDS,
+            dnormed, dim, of_x, x_stride, none, U(0), norm_weight, norm_bias, NO_DROPOUT, no_ids, no_ids,
             means[t:], rstds[t:], dx[t * dim :], dnormed[:0], U(0), dnorm_weight[t * dim :],
             dnorm_bias[t * dim :], U(0), rows, dim,
         )  # fmt: skip
