@@ -5,7 +5,12 @@ steps), so that a change of the machine's speed meets all; the median of the rat
 of the slowest rank and by processor time of all. The waterfall is the recorder's: milliseconds of each
 stage, summed over micro-batches.
 
-    python ci/benchmarks/measure_step.py --batch-size 64 --json ci/baselines/step.json
+    python ci/benchmarks/measure_step.py --batch-size 64
+    git worktree add /tmp/before COMMIT
+    python ci/benchmarks/measure_step.py --before /tmp/before --json ci/baselines/step.json
+
+With ``--before`` the package of another tree and this one take turns, each `--rounds` times in a process of
+its own after one that compiles its kernels, and medians over the rounds are written.
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ import argparse
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -183,19 +191,30 @@ def measure(batch_size: int, steps: int, ranks: int) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    """Print, and write where a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    if options.steps < 2 * RUN:
-        parser.error(f"--steps: {2 * RUN} or more, got {options.steps}")
-    results = measure(options.batch_size, options.steps, options.ranks)
-    load = os.getloadavg()[0]
-    print(f"batch size {options.batch_size}, {options.ranks} ranks, {os.cpu_count()} cores, load {load:.1f}")
+def medians(found: list[Any]) -> Any:
+    """Of equally nested numbers, number by number."""
+    if isinstance(found[0], dict):
+        return {name: medians([each[name] for each in found]) for name in found[0]}
+    return type(found[0])(round(median(found), 3))
+
+
+def measure_trees(before: str, rounds: int, options: list[str]) -> dict[str, Any]:
+    """Medians of this script's results with the package of the tree `before` and of its own."""
+    trees = {"before": Path(before), "now": Path(__file__).parents[2]}
+    found: dict[str, list[Any]] = {name: [] for name in trees}
+    for number in range(rounds + 1):
+        for name in trees if number % 2 else reversed(trees):
+            with NamedTemporaryFile(suffix=".json") as file:
+                command = [sys.executable, __file__, *options, "--json", file.name]
+                environment = {**os.environ, "PYTHONPATH": str(trees[name])}
+                subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+                if number:  # the first one compiles
+                    found[name].append(json.load(file))
+    return {name: medians(each) for name, each in found.items()}
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print one tree's results."""
     for kind in ("ms", "ratios"):
         for name, found in results[kind].items():
             print(f"{name:40s} wall {found['wall']:8.3f}  cpu {found['cpu']:8.3f}")
@@ -204,6 +223,32 @@ def main() -> None:
     one, eight = results["waterfall_ms"].values()
     for name in one:
         print(f"{name:20s} N = 1 {one[name]:7.2f}  N = {MANY} {eight[name]:7.2f} ms")
+
+
+def main() -> None:
+    """Print, and write where a file is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--json")
+    parser.add_argument("--before", help="a tree of an older commit, to measure in turns with this one")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.steps < 2 * RUN:
+        parser.error(f"--steps: {2 * RUN} or more, got {options.steps}")
+    sizes = options.batch_size, options.steps, options.ranks
+    if options.before:
+        names = ("--batch-size", "--steps", "--ranks")
+        given = [str(part) for pair in zip(names, sizes, strict=True) for part in pair]
+        results = measure_trees(options.before, options.rounds, given)
+    else:
+        results = measure(*sizes)
+    load = os.getloadavg()[0]
+    print(f"batch size {sizes[0]}, {sizes[2]} ranks, {os.cpu_count()} cores, load {load:.1f}")
+    for name, each in results.items() if options.before else [("", results)]:
+        print(name)
+        show(each)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -12,6 +12,7 @@ from tritonrec.kernels.checksums import (
     first_other_row,
     part_checksums,
     row_checksums,
+    sums_of_bits,
     write_row_checksums,
 )
 
@@ -92,3 +93,15 @@ def test_a_row_is_compared_by_its_handle():
     assert first_other_row(sums, handles, rows, torch.tensor([2, -1])) == 3
     assert first_other_row(sums, handles, rows, torch.tensor([3, 2])) == -1
     assert first_other_row(sums, handles[:0], rows[:0], nothing) == -1
+
+
+def test_sums_of_bits_are_those_of_torch_and_see_every_bit():
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 7), (1,), (0,), (33, 5))]
+    tensors += [torch.randn(4, 6, generator=generator).t(), torch.tensor([float("nan"), -0.0, 3e38])]
+    for parts in (tensors, tensors[:4], [torch.full((5000,), -(2**31), dtype=torch.int32)]):
+        want = [int(each.contiguous().view(torch.int32).to(torch.int64).sum()) for each in parts]
+        assert sums_of_bits(parts).tolist() == want
+    before = sums_of_bits(tensors[:4])
+    tensors[3].view(torch.int32)[32, 4] ^= 1
+    assert (sums_of_bits(tensors[:4]) != before).tolist() == [False, False, False, True]

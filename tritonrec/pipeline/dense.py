@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ..embedding.in_flight import InFlight
+from ..kernels.checksums import sums_of_bits
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
@@ -304,8 +305,7 @@ class DenseModel:
 
     def _sum_bits(self) -> torch.Tensor:
         """(P,) int64, for each parameter the sum of its values' bits."""
-        held = (_local(parameter).detach() for parameter in self.parameters.values())
-        return torch.stack([parameter.view(torch.int32).sum() for parameter in held])
+        return sums_of_bits([_local(parameter) for parameter in self.parameters.values()])
 
 
 def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:

@@ -9,9 +9,11 @@ on their order: devices and threads agree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 CHUNK = 1024
@@ -28,6 +30,21 @@ def row_checksums(values: torch.Tensor) -> torch.Tensor:
 
     sums = torch.empty(len(words), dtype=torch.int64)
     add_words(words.numpy(), weights.numpy(), sums.numpy())
+    return sums
+
+
+def sums_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(P,) int64, for each of P tensors, of a dtype of four bytes, the sum of its signed 32-bit words.
+
+    Two changes may cancel out, which they do not in a `checksum`; in turn many small tensors are one call.
+    """
+    if not all(each.is_cpu and each.is_contiguous() for each in tensors):
+        return torch.stack([each.detach().view(torch.int32).sum() for each in tensors])
+    from .numba_checksums import add_bits
+
+    sums = torch.empty(len(tensors), dtype=torch.int64)
+    table = [(each.data_ptr(), each.numel()) for each in tensors]
+    add_bits(np.array(table, np.int64).reshape(-1, 2), sums.numpy())
     return sums
 
 

@@ -2,6 +2,9 @@
 """The loops of checksums on the CPU."""
 
 import numpy as np
+from numba import carray
+
+from tritonrec.kernels.numba_addresses import pointer
 
 from ..caches import njit
 
@@ -57,3 +60,13 @@ def add_chunks(words, rest, of_words, of_chunks):
             of_chunk += last * of_words[len(words) - first]
         total += of_chunk * of_chunks[chunk]
     return total + 4 * len(words) + len(rest)
+
+
+@njit(cache=True, nogil=True)
+def add_bits(table, sums):
+    """The sum of each array's int32 words; `table` (P, 2) has addresses and numbers of words."""
+    for i in range(len(table)):
+        words, total = carray(pointer(table[i, 0]), (table[i, 1],), np.int32), 0
+        for word in words:
+            total += word
+        sums[i] = total
