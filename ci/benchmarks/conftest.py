@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from tritonrec.host_memory import keep_freed_memory
+
+keep_freed_memory()  # as commands and ranks do: no contender pays for pages that a call before it gave back
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):

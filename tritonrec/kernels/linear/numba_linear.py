@@ -16,7 +16,7 @@ from ..caches import njit
 
 U = np.uintp
 ROWS = U(32)
-"""Rows of a product that are made together: inputs and outputs stay in the first- and second-level cache."""
+"""Rows of a product made together: their inputs and outputs stay in the first two levels of cache."""
 SUMS = U(2**15)
 """Elements of an int64 accumulator that stay in the second-level cache while all samples add to them."""
 NO_BIAS = np.empty(0, np.float32)

@@ -76,7 +76,7 @@ def bounded(word, upper):
 
 @njit(cache=True, nogil=True)
 def _initial_rows(k0, k1, table, tag, keys, scale, rows, dim):
-    """rows is flat (keys, dim). Positions are unsigned: with a sign they could wrap: no loop vectorises."""
+    """rows is flat (keys, dim). Positions have no sign: one that could wrap around does not vectorise."""
     blocks = dim // U(4)
     for i in range(keys.shape[0]):
         low = np.uint32(keys[i] & 0xFFFFFFFF)

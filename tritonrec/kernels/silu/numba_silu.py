@@ -16,7 +16,7 @@ U = np.uintp
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def forward(x, y, start, stop):
-    """start and stop are uintp: with a sign positions could wrap, and the loop would not vectorise."""
+    """start and stop are uintp: positions with a sign could wrap around, and the loop would not vectorise."""
     for i in range(start, stop):
         y[i] = x[i] / (ONE + exp(-x[i]))
 

@@ -1,0 +1,359 @@
+"""Keys and rows beside the strongest peers: hash maps of C++, Polars, DuckDB and FBGEMM's embedding tables.
+
+    bash ci/benchmarks/torchrec.sh                    # FBGEMM's CPU build, into out/torchrec
+    pip install polars duckdb
+    python ci/benchmarks/strong_peers.py --include DIR --include DIR --json FILE
+
+`--include` names folders of headers: boost (1.81 or later; Debian's libboost1.81-dev) and
+github.com/martinus/unordered_dense. A peer that is not there is skipped, and the report says why.
+
+One thread and its processor time, which other processes on the machine disturb least. Contenders take turns;
+a figure is the median of its calls. Every output is checked before a call is timed. A peer may do less work:
+Polars and DuckDB count distinct keys and give no inverse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+os.environ["POLARS_MAX_THREADS"] = "1"  # read when it is imported
+
+import numpy as np
+import torch
+from honest import poison
+from kernel_cases import zipf
+
+from tritonrec import ops
+from tritonrec.embedding.key_index import KeyIndex
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE, DIM, LOOKUPS, BAG = 200_000, 64, 65_536, 8
+MAP_KEYS, QUESTIONS = 3 << 18, 1 << 18
+RATE, EPS = 0.1, 1e-8
+Calls = dict[str, Callable[[], object]]
+
+
+class Skipped(Exception):
+    """A peer that cannot be measured here; says why."""
+
+
+def processor() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(": ")[2] if names else platform.processor()
+
+
+class CppMap:
+    """One of the maps of hash_maps.cpp, compiled for this processor."""
+
+    def __init__(self, name: str, folder: Path, include: list[Path]):
+        library = folder / f"{name}.so"
+        command = ["g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", f"-D{name.upper()}"]
+        command += [f"-I{each}" for each in include]
+        command += [str(Path(__file__).with_name("hash_maps.cpp")), "-o", str(library)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise Skipped("there is no g++") from None
+        if done.returncode:
+            raise Skipped(next(line for line in done.stderr.splitlines() if "error" in line))
+        self._calls = ctypes.CDLL(str(library))
+        self._calls.make.restype = ctypes.c_void_p
+        self._calls.unique.restype = ctypes.c_int64
+
+    def _call(self, name: str, map_: int | None, keys: np.ndarray, *outputs: np.ndarray) -> int:
+        first = () if map_ is None else (ctypes.c_void_p(map_),)
+        pointers = [ctypes.c_void_p(each.ctypes.data) for each in outputs]
+        size = ctypes.c_int64(len(keys))
+        return getattr(self._calls, name)(*first, ctypes.c_void_p(keys.ctypes.data), size, *pointers)
+
+    def filled(self, keys: np.ndarray) -> tuple[int, np.ndarray]:
+        """A map that took the keys, to be released, and the rows they got."""
+        map_, rows = self._calls.make(), np.empty(len(keys), np.int64)
+        self._call("insert", map_, keys, rows)
+        return map_, rows
+
+    def find(self, map_: int, keys: np.ndarray) -> np.ndarray:
+        rows = np.empty(len(keys), np.int64)
+        self._call("find", map_, keys, rows)
+        return rows
+
+    def inserted(self, keys: np.ndarray) -> np.ndarray:
+        map_, rows = self.filled(keys)
+        self._calls.release(ctypes.c_void_p(map_))
+        return rows
+
+    def unique(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        distinct, inverse, counts = (np.empty(len(keys), np.int64) for _ in range(3))
+        count = self._call("unique", None, keys, distinct, inverse, counts)
+        return distinct[:count], inverse, counts[:count]
+
+
+def by_turns(calls: Calls, rounds: int) -> dict[str, float]:
+    """Median milliseconds of processor time of each call."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            began = time.thread_time()
+            calls[name]()
+            seconds[name].append(time.thread_time() - began)
+    return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+
+
+def random_keys(count: int) -> np.ndarray:
+    keys = np.unique(np.random.default_rng(3).integers(-(2**63), 2**63 - 1, count + 100))
+    return np.random.default_rng(4).permutation(keys)[:count]
+
+
+def inserts(maps: dict[str, CppMap], rounds: int) -> dict[str, float]:
+    keys = random_keys(MAP_KEYS)
+    given = torch.from_numpy(keys)
+    calls: Calls = {"tritonrec": lambda: KeyIndex().find_or_insert(given)[0]}
+    calls |= {name: lambda map_=map_: map_.inserted(keys) for name, map_ in maps.items()}
+    for name, call in calls.items():
+        assert np.array_equal(np.asarray(call()), np.arange(MAP_KEYS)), name
+    return by_turns(calls, rounds)
+
+
+def finds(maps: dict[str, CppMap], hit: bool, rounds: int) -> dict[str, float]:
+    keys = random_keys(MAP_KEYS + QUESTIONS)
+    places = np.random.default_rng(5).integers(0, MAP_KEYS, QUESTIONS)
+    wanted = keys[places] if hit else keys[MAP_KEYS:]
+    keys = keys[:MAP_KEYS]
+    index, given = KeyIndex(), torch.from_numpy(wanted)
+    index.find_or_insert(torch.from_numpy(keys))
+    calls: Calls = {"tritonrec": lambda: index.find(given)}
+    for name, map_ in maps.items():
+        full = map_.filled(keys)[0]  # ends with the process
+        calls[name] = lambda map_=map_, full=full: map_.find(full, wanted)
+    for name, call in calls.items():
+        assert np.array_equal(np.asarray(call()), places if hit else np.full(QUESTIONS, -1)), name
+    return by_turns(calls, rounds)
+
+
+def polars_call(keys: np.ndarray) -> Callable[[], object]:
+    try:
+        import polars
+    except ImportError as error:
+        raise Skipped(str(error)) from None
+    frame = polars.DataFrame({"key": keys})
+
+    def call():
+        counted = frame.group_by("key", maintain_order=True).len()
+        return counted["key"].to_numpy(), None, counted["len"].to_numpy()
+
+    return call
+
+
+def duckdb_call(keys: np.ndarray) -> Callable[[], object]:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise Skipped(str(error)) from None
+    connection = duckdb.connect(config={"threads": 1})
+    connection.register("given", {"key": keys})
+
+    def call():
+        counted = connection.execute("select key, count(*) as n from given group by key").fetchnumpy()
+        return counted["key"], None, counted["n"]
+
+    return call
+
+
+def uniques(
+    maps: dict[str, CppMap], skipped: dict[str, str], keys: np.ndarray, rounds: int
+) -> dict[str, float]:
+    given = torch.from_numpy(keys)
+    calls: Calls = {"tritonrec": lambda: ops.unique(given)}
+    calls |= {name: lambda map_=map_: map_.unique(keys) for name, map_ in maps.items()}
+    for name, make in (("polars", polars_call), ("duckdb", duckdb_call)):
+        try:
+            calls[name] = make(keys)
+        except Skipped as error:
+            skipped[name] = str(error)
+    expected, counts = np.unique(keys, return_counts=True)
+    for name, call in calls.items():
+        distinct, inverse, number = (None if each is None else np.asarray(each) for each in call())
+        order = np.argsort(distinct)
+        assert np.array_equal(distinct[order], expected) and np.array_equal(number[order], counts), name
+        assert inverse is None or np.array_equal(distinct[inverse], keys), name
+    return by_turns(calls, rounds)
+
+
+def fbgemm_table(pooling: str, weight: torch.Tensor):
+    """A table of FBGEMM with the given weights and row-wise Adagrad, on the CPU."""
+    sys.path.append(str(ROOT / "out" / "torchrec"))
+    try:
+        from fbgemm_gpu import split_embedding_configs as configs
+        from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+    except ImportError as error:
+        raise Skipped(str(error)) from None
+    place = common.EmbeddingLocation.HOST, training.ComputeDevice.CPU
+    table = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(*weight.shape, *place)], optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=RATE,
+        eps=EPS, pooling_mode=training.PoolingMode[pooling],
+    )  # fmt: skip
+    table.split_embedding_weights()[0].copy_(weight)
+    return table
+
+
+def lookups(rounds: int) -> dict[str, float]:
+    """Rows of ids, one by one."""
+    weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
+    table, offsets = fbgemm_table("NONE", weight), torch.arange(LOOKUPS + 1)
+    calls: Calls = {
+        "tritonrec": lambda: ops.gather_rows(weight, ids),
+        "fbgemm": lambda: table(ids, offsets),
+        "torch": lambda: torch.nn.functional.embedding(ids, weight),
+    }
+    with torch.no_grad():
+        for name, call in calls.items():
+            got = call()
+            assert torch.equal(got, weight[ids]), name
+            poison(got)
+        return by_turns(calls, rounds)
+
+
+def pooled(rounds: int) -> dict[str, float]:
+    """Sums of bags of eight rows: ours gathers the rows and adds them by bag, in two calls."""
+    weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
+    table, offsets = fbgemm_table("SUM", weight), torch.arange(0, LOOKUPS + 1, BAG)
+    bags = torch.arange(LOOKUPS) // BAG
+    calls: Calls = {
+        "tritonrec": lambda: ops.segment_sum(ops.gather_rows(weight, ids), bags, LOOKUPS // BAG),
+        "fbgemm": lambda: table(ids, offsets),
+        "torch": lambda: torch.nn.functional.embedding_bag(ids, weight, offsets[:-1], mode="sum"),
+    }
+    exact = weight.double()[ids].view(-1, BAG, DIM).sum(1).float()
+    with torch.no_grad():
+        for name, call in calls.items():
+            got = call()
+            torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5, msg=name)
+            poison(got)
+        return by_turns(calls, rounds)
+
+
+class FusedUpdate:
+    """The gradient of each looked-up row, summed by id, then one row-wise Adagrad update of each row."""
+
+    def __init__(self, name: str, weight: torch.Tensor, ids: torch.Tensor):
+        self.name, self.ids, self.weight = name, ids, weight.clone()
+        self.state = torch.zeros(len(weight), 1)
+        if name == "fbgemm":
+            self.table = fbgemm_table("NONE", weight)
+            self.weight = self.table.split_embedding_weights()[0]
+            self.offsets = torch.arange(len(ids) + 1)
+
+    def forward(self) -> torch.Tensor | None:
+        """What comes before the clock starts."""
+        return self.table(self.ids, self.offsets) if self.name == "fbgemm" else None
+
+    def update(self, output: torch.Tensor | None, gradient: torch.Tensor) -> None:
+        if output is not None:
+            output.backward(gradient)
+            return
+        distinct, inverse, _ = ops.unique(self.ids)
+        consistency = "batch" if self.name.endswith("exact") else "window"
+        sums = ops.segment_sum(gradient, inverse, len(distinct), consistency=consistency)
+        if consistency == "batch":
+            sums = ops.from_fixed_point(sums)
+        ops.sparse_rowwise_adagrad(self.weight, self.state, distinct, sums, RATE, EPS)
+
+
+def updates(rounds: int) -> dict[str, float]:
+    weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
+    sides = {name: FusedUpdate(name, weight, ids) for name in ("tritonrec", "fbgemm", "tritonrec, exact")}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(rounds + 1):
+        gradient = torch.randn(LOOKUPS, DIM, generator=torch.Generator().manual_seed(number)) * 0.1
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            output = sides[name].forward()
+            began = time.thread_time()
+            sides[name].update(output, gradient)
+            seconds[name].append(time.thread_time() - began)
+        for name, side in sides.items():
+            torch.testing.assert_close(side.weight, sides["tritonrec"].weight, rtol=1e-3, atol=1e-4, msg=name)
+    return {name: 1e3 * statistics.median(each[1:]) for name, each in seconds.items()}
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--include", type=Path, action="append", default=[], help="a folder of C++ headers")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    skipped: dict[str, str] = {}
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        maps = {}
+        for name in ("boost", "ankerl"):
+            try:
+                maps[name] = CppMap(name, Path(folder), arguments.include)
+            except Skipped as error:
+                skipped[name] = str(error)
+        rounds = arguments.rounds
+        rows[f"inserting {MAP_KEYS:,} keys into an empty map"] = inserts(maps, rounds)
+        for asked in ("hits", "misses"):
+            rows[f"{QUESTIONS:,} {asked} among {MAP_KEYS:,} keys"] = finds(maps, asked == "hits", rounds)
+        for workload, keys in (
+            ("1,000,000 Zipf keys", zipf(1_000_000, 10_000_000)),
+            ("1,000,000 distinct keys", torch.from_numpy(random_keys(1_000_000))),
+        ):
+            rows[f"`unique`, {workload}"] = uniques(maps, skipped, keys.numpy(), rounds)
+    for workload, measure in (
+        (f"lookup, {LOOKUPS:,} Zipf rows of {TABLE:,}, dim {DIM}", lookups),
+        (f"pooled sums of {BAG} rows, {LOOKUPS:,} ids", pooled),
+        (f"gradients of {LOOKUPS:,} rows into a row-wise Adagrad update", updates),
+    ):
+        try:
+            rows[workload] = measure(rounds)
+        except Skipped as error:
+            skipped["fbgemm"] = str(error)
+    for workload, times in rows.items():
+        peers = ", ".join(f"{name} {each / times['tritonrec']:.2f}" for name, each in times.items())
+        print(f"{workload}: {times['tritonrec']:.3g} ms; time over ours: {peers}")
+    for name, reason in skipped.items():
+        print(f"{name} skipped: {reason}")
+    if arguments.json:
+        report = {
+            "environment": {
+                "processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+                "versions": {
+                    name: version(name)
+                    for name in ("tritonrec", "torch", "numba", "polars", "duckdb", "fbgemm-gpu-cpu")
+                },
+                "load": os.getloadavg(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+            "milliseconds": rows, "skipped": skipped,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
