@@ -1,5 +1,6 @@
 """Promise: whatever goes wrong on a rank, one message names it, its stage and batch, and the cause."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
 sys.path.insert(0, str(ATTACK))
 
 import fault_matrix  # noqa: E402
-from fault_matrix import FAULTS, IN_A_STAGE, Cell, cells, expected, run  # noqa: E402
+from fault_matrix import FAULTS, IN_A_STAGE, NEVER, Cell, Outcome, cells, expected, run  # noqa: E402
 
 from tritonrec.distributed import RankDiedError, RankPool  # noqa: E402
 
@@ -69,6 +70,48 @@ def test_a_damaged_checkpoint_and_an_error_that_comes_late_are_problems(monkeypa
     monkeypatch.setattr(RankPool, "close", lambda pool: None)
     damaged, late = run(KILLED).problems
     assert damaged.startswith("checkpoint 2 does not load") and late == "it took 6.0 s"
+
+
+@pytest.mark.parametrize(("misses", "runs", "problems"), [(0, 1, ()), (2, 3, ()), (5, 3, (NEVER,))])
+def test_a_cell_whose_fault_never_happened_is_run_again(monkeypatch, misses, runs, problems):
+    ran = []
+
+    def timed_out_at_first(cell):
+        ran.append(cell)
+        return Outcome(cell, "", 0.0, None, (NEVER,) if len(ran) <= misses else ())
+
+    monkeypatch.setattr(fault_matrix, "run", timed_out_at_first)
+    assert fault_matrix.run_until_it_happens(KILLED).problems == problems and ran == [KILLED] * runs
+
+
+def test_missing_cells_are_added_to_the_sound_ones_of_a_file(monkeypatch, tmp_path):
+    """The first run has a cell that is not sound, the second one runs that cell alone."""
+    bad, ran, file = Cell("ends early", 3, 2), [], tmp_path / "matrix.json"
+
+    def broken_once(cell):
+        first = cell not in ran
+        ran.append(cell)
+        return Outcome(cell, "message", float(len(ran)), 4, ("late",) if cell == bad and first else ())
+
+    monkeypatch.setattr(fault_matrix, "run", broken_once)
+    words = ["fault_matrix.py", "--world-size", "3", "--only", "ends", "--json", str(file)]
+    statuses = []
+    for more in ([], ["--missing"], ["--missing"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(SystemExit) as ended:
+            fault_matrix.main()
+        statuses.append(ended.value.code)
+    assert statuses == [1, 0, 0]
+    assert ran == [Cell("ends early", 3, rank) for rank in (0, 1, 2)] + [bad]
+    found = json.loads(file.read_text())["cells"]
+    assert [(each["cell"]["victim"], each["seconds"]) for each in found] == [(0, 1.0), (1, 2.0), (2, 4.0)]
+    assert not any(each["problems"] for each in found)
+
+
+def test_every_cell_is_recorded_and_sound():
+    recorded = json.loads((ATTACK.parent / "baselines" / "fault_matrix.json").read_text())["cells"]
+    assert [Cell(**each["cell"]) for each in recorded] == list(cells([2, 3, 4]))
+    assert not any(each["problems"] for each in recorded)
 
 
 def test_every_fault_is_in_the_matrix():
