@@ -22,21 +22,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import case_runner
 import torch
 from damage import DAMAGES
 
@@ -45,10 +42,6 @@ from tritonrec.checkpoint import CheckpointError, Saved, load, save, slices, ste
 
 Table = dict[str, torch.Tensor]
 
-MEMORY = 1 << 30
-"""Bytes that a load may take beyond those of the process before it."""
-
-SECONDS = 20
 STEPS = (10, 20, 30)
 
 
@@ -130,9 +123,9 @@ def _save(
     def work(rank: int) -> Saved:
         def gather(text: str) -> list[str]:
             texts[rank] = text
-            barrier.wait(SECONDS)
+            barrier.wait(case_runner.SECONDS)
             found = list(texts)
-            barrier.wait(SECONDS)
+            barrier.wait(case_runner.SECONDS)
             return found
 
         def mine(keys: torch.Tensor) -> torch.Tensor:
@@ -234,52 +227,15 @@ def _same(left: Table, right: Table) -> bool:
 # Many of them, in a process of their own.
 
 
-class TooLong(BaseException):
-    """A case takes longer than `SECONDS`; nothing on the way may take it for an error of a file."""
-
-
-def _too_long(number: int, frame: object) -> None:
-    raise TooLong(f"{SECONDS} seconds are over")
-
-
 def work(numbers: range, seed: int) -> None:
     """Print the number of each case before it begins, and its line after."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_long)
     with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
         made = originals(Path(name))
         for original in made:
             for step in original.states:
                 assert _end(original.directory, step, 2, original.states, False) == "equal", original.name
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
-        for number in numbers:
-            print(json.dumps({"begins": number}), flush=True)
-            signal.alarm(SECONDS)
-            case = run_case(number, seed, made, Path(name))
-            signal.alarm(0)
-            print(json.dumps(case), flush=True)
-
-
-def attack(numbers: range, seed: int) -> Iterator[dict[str, Any]]:
-    """The lines of all cases; a worker that dies is a defect of the case it was at, and another goes on."""
-    while numbers:
-        command = [sys.executable, __file__, "--seed", str(seed), "--work", f"{numbers.start}:{numbers.stop}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-            assert worker.stdout is not None
-            at = None
-            for line in worker.stdout:
-                case = json.loads(line)
-                at = case.get("begins")
-                if at is None:
-                    numbers = range(case["number"] + 1, numbers.stop)
-                    yield case
-        if at is None and worker.returncode:
-            raise SystemExit(f"the worker ended with {worker.returncode} before its first case")
-        if at is not None:
-            numbers = range(at + 1, numbers.stop)
-            end = {"crash": f"the process ended with {worker.returncode}"}
-            yield {"number": at, "seed": seed, "kind": "?", "fits": None, "ends": end, "defect": True}
+        case_runner.run_all(numbers, lambda number: run_case(number, seed, made, Path(name)))
 
 
 def main() -> int:
@@ -293,14 +249,13 @@ def main() -> int:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        first, last = map(int, args.work.split(":"))
-        work(range(first, last), args.seed)
+        work(case_runner.range_of(args.work), args.seed)
         return 0
     numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
     ends: Counter[str] = Counter()
     defects = 0
     lines = []
-    for case in attack(numbers, args.seed):
+    for case in case_runner.attack([__file__, "--seed", str(args.seed)], numbers):
         lines.append(json.dumps(case))
         ends.update(f"{end.partition(':')[0]}" for end in case["ends"].values())
         defects += case["defect"]

@@ -23,7 +23,7 @@ Damage = Callable[[Path, random.Random, bool, list[Path]], str | None]
 """(directory, draw, whether checksums are to fit, other directories) -> what was done, or None."""
 
 
-def _files(directory: Path) -> list[Path]:
+def files_of(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
@@ -72,7 +72,7 @@ BYTES = (_flip, _cut, _zero, _double, _exchange, _grow)
 
 def damage_bytes(directory: Path, draw: random.Random, fits: bool, others: list[Path]) -> str | None:
     """Bytes of any file; where checksums are to fit, those of a header or of a manifest's text."""
-    path = draw.choice(_files(directory))
+    path = draw.choice(files_of(directory))
     data, change = bytearray(path.read_bytes()), draw.choice(BYTES)
     name = change.__name__.strip("_")
     if not fits:
@@ -100,7 +100,7 @@ def damage_bytes(directory: Path, draw: random.Random, fits: bool, others: list[
 
 def damage_length(directory: Path, draw: random.Random, fits: bool, others: list[Path]) -> str | None:
     """A file that a disk holds for nothing, longer than any memory; or the length that its entry says."""
-    path = draw.choice(_files(directory))
+    path = draw.choice(files_of(directory))
     size = draw.choice([0, 1, 1 << 33, 1 << 40])
     os.truncate(path, size)
     if fits and path.suffix != ".json":
@@ -156,7 +156,7 @@ def damage_header(directory: Path, draw: random.Random, fits: bool, others: list
 
 def damage_files(directory: Path, draw: random.Random, fits: bool, others: list[Path]) -> str | None:
     """Files swapped, renamed, copied, removed, from elsewhere, or no files at all."""
-    path, other = draw.choice(_files(directory)), draw.choice(_files(directory))
+    path, other = draw.choice(files_of(directory)), draw.choice(files_of(directory))
     kind = draw.choice(
         ["swap", "copy", "remove", "rename", "foreign", "folder", "fifo", "loop", "link", "nothing"]
     )
@@ -176,7 +176,7 @@ def damage_files(directory: Path, draw: random.Random, fits: bool, others: list[
         )
         draw.choice([shutil.copy, os.rename])(path, renamed)
     elif kind == "foreign":
-        shutil.copy(draw.choice(_files(draw.choice(others))), path)
+        shutil.copy(draw.choice(files_of(draw.choice(others))), path)
     else:
         path.unlink()
         if kind == "folder":
@@ -209,22 +209,12 @@ def damage_values(directory: Path, draw: random.Random, fits: bool, others: list
     """One value of a manifest, by its type."""
     manifest = manifest_of(directory, draw.choice(steps(directory)))
     body = json.loads(manifest.read_text())
-    places = list(_places(body))
+    places = list(places_of(body))
     holder, key, path = draw.choice(places)
     if path[0] == "meta" and len(path) > 1 and fits:
         return None
     value = holder[key]
-    strange: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**400, 1.0, float("nan"), float("inf")]
-    strange += ["", "x", "\ud800", [], {}, [[]], {"": 0}, "0" * 64, "../../x", [None] * 3, "float32", "int64"]
-    if isinstance(value, int):
-        strange += [value + 1, value - 1, -value, float(value), str(value), 2 * value]
-    elif isinstance(value, str):
-        strange += [value[:-1], value + "0", value.upper(), value.replace("0", "1", 1), f"./{value}", [value]]
-    elif isinstance(value, list):
-        strange += [value[1:], value[:-1], value[::-1], value + value[:1], value * 2, dict(enumerate(value))]
-    elif isinstance(value, dict):
-        strange += [list(value), {**value, "more": 0}, dict(list(value.items())[1:]), [value]]
-    chosen = draw.choice([*strange, "gone", "renamed"])
+    chosen = draw.choice([*strange_values(value), "gone", "renamed"])
     if path == ("meta",) and fits and isinstance(chosen, dict):
         return None  # another `meta`, which only the checksum protects
     if chosen == "gone":
@@ -242,13 +232,28 @@ DAMAGES: tuple[Damage, ...] = (
 )  # fmt: skip
 
 
-def _places(value: Any, path: tuple = ()) -> Iterator[tuple[Any, Any, tuple]]:
+def strange_values(value: Any) -> list[Any]:
+    """What may stand in the place of a value of JSON."""
+    strange: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**400, 1.0, float("nan"), float("inf")]
+    strange += ["", "x", "\ud800", [], {}, [[]], {"": 0}, "0" * 64, "../../x", [None] * 3, "float32", "int64"]
+    if isinstance(value, int):
+        strange += [value + 1, value - 1, -value, float(value), str(value), 2 * value]
+    elif isinstance(value, str):
+        strange += [value[:-1], value + "0", value.upper(), value.replace("0", "1", 1), f"./{value}", [value]]
+    elif isinstance(value, list):
+        strange += [value[1:], value[:-1], value[::-1], value + value[:1], value * 2, dict(enumerate(value))]
+    elif isinstance(value, dict):
+        strange += [list(value), {**value, "more": 0}, dict(list(value.items())[1:]), [value]]
+    return strange
+
+
+def places_of(value: Any, path: tuple = ()) -> Iterator[tuple[Any, Any, tuple]]:
     """Every value inside, as its holder, its key there and its path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         if (*path, key) != ("manifest_sha256",):
             yield value, key, (*path, key)
-            yield from _places(inner, (*path, key))
+            yield from places_of(inner, (*path, key))
 
 
 def _entries_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:

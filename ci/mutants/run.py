@@ -7,9 +7,10 @@
 
 Each mutant (`edits.py`) is written into a copy of the repository, where a forked process runs tests of its
 line, of the map that `coverage_map.py` makes: the fastest of each test file first, `MOST_TESTS` and
-`MOST_SECONDS` at most. With ``--again`` the survivors of the file have to stand all tests of their line, and
-`RANKS`, which train on two ranks. One JSON line a run of a mutant, of which the last counts; it goes on
-where the file ends. Linux only.
+`MOST_SECONDS` at most. The fork is one of a session that has collected the tests (`warm.py`), or, where the
+edit changes an import, one that has imported nothing of ours. With ``--again`` the survivors of the file have
+to stand the tests of their line up to `MOST_SECONDS_AGAIN`, and `RANKS`, which train on two ranks. One JSON
+line a run of a mutant, of which the last counts; it goes on where the file ends. Linux only.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from chosen import chosen_files
 from edits import Mutant, is_one, mutants_of
+from warm import MEMORY, Task, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_TESTS, MOST_SECONDS = 40, 8.0
+MOST_TESTS, MOST_SECONDS, MOST_SECONDS_AGAIN = 40, 8.0, 60.0
 PATIENCE, CPU_SECONDS = 400.0, 90
 """Seconds beyond ten times what the tests take, and of the processor; a mutant that takes longer hangs."""
-MEMORY = 12 << 30
-"""Bytes of address space of a mutant."""
 RANKS = [
     "tests/harness/test_contract.py::test_a_mode_is_bit_identical_to_its_reference"
     "[nestpipe batch world_size=2 N=3 clustering=off rowwise_adagrad steps=5]"
@@ -75,11 +77,11 @@ class CoverageMap:
         """Tests of the line, and their seconds; of a line that runs at import, those of its file."""
         lines = self.lines.get(mutant.file, {})
         covering = lines.get(mutant.line) or sorted({test for each in lines.values() for test in each})
-        chosen = sorted(covering, key=lambda test: self.seconds[test]) if every else self.chosen(covering)
-        names, predicted = [self.names[test] for test in chosen], sum(self.seconds[test] for test in chosen)
-        return (names + RANKS, predicted + 20.0) if every else (names, predicted)
+        most = (len(covering), MOST_SECONDS_AGAIN) if every else (MOST_TESTS, MOST_SECONDS)
+        chosen = self.chosen(covering, *most)
+        return [self.names[test] for test in chosen], sum(self.seconds[test] for test in chosen)
 
-    def chosen(self, covering: list[int]) -> list[int]:
+    def chosen(self, covering: list[int], most: int, most_seconds: float) -> list[int]:
         by_file: dict[str, int] = {}
         rank = {}
         for test in sorted(covering, key=lambda test: self.seconds[test]):
@@ -87,7 +89,7 @@ class CoverageMap:
             rank[test] = by_file[file] = by_file.get(file, -1) + 1
         order, taken, total = sorted(rank, key=lambda test: (rank[test], self.seconds[test])), [], 0.0
         for test in order:
-            if len(taken) < MOST_TESTS and total + self.seconds[test] <= MOST_SECONDS:
+            if len(taken) < most and total + self.seconds[test] <= most_seconds:
                 taken.append(test)
                 total += self.seconds[test]
         return taken
@@ -136,19 +138,52 @@ def _child(copy: Path, names: list[str], failure: Path) -> None:
 
 
 def judge(copy: Path, mutant: Mutant, names: list[str], predicted: float) -> dict:
-    """Run tests on a mutant; its JSON line."""
+    """Run tests on a mutant in a process that imports it; its JSON line."""
     path, source = copy / mutant.file, (ROOT / mutant.file).read_text()
-    started, status, by, cpu = time.monotonic(), "no test", "", 0.0
+    status, by, cpu = "no test", "", 0.0
     try:
         _write(path, mutant.applied(source))
         if names:
             status, by, cpu = run_tests(copy, names, 10 * predicted + PATIENCE)
     finally:
         _write(path, source)
-    return {
-        "name": mutant.name, **asdict(mutant), "status": status, "by": "" if status == "survived" else by,
-        "tests": len(names), "cpu_seconds": round(cpu, 2), "seconds": round(time.monotonic() - started, 2),
-    }  # fmt: skip
+    return line_of(mutant, status, by, len(names), cpu)
+
+
+def line_of(mutant: Mutant, status: str, by: str, tests: int, cpu: float) -> dict:
+    by = "" if status == "survived" else by
+    ends = {"status": status, "by": by, "tests": tests, "cpu_seconds": round(cpu, 2)}
+    return {"name": mutant.name, **asdict(mutant), **ends}
+
+
+def judge_warm(
+    copy: Path, left: list[Mutant], tests: CoverageMap, every: bool, end: float, put: Callable[[dict], None]
+) -> None:
+    """Judge mutants of functions in a forked `WarmSession`, until the time `end`; the others are left."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        by_name = {mutant.name: mutant for mutant in left}
+        sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
+        with open(copy.parent / "warm.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+
+        def task(mutant: Mutant) -> Task:
+            source = (ROOT / mutant.file).read_text()
+            names, predicted = tests.of(mutant, every)
+            return mutant.name, copy / mutant.file, source, mutant.applied(source), names, predicted
+
+        def done(name: str, status: str, by: str, count: int, cpu: float) -> None:
+            if status != "at import":
+                put(line_of(by_name[name], status, by, count, cpu))
+
+        run_warm(copy, [task(mutant) for mutant in left], done, every, copy.parent, end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _write(path: Path, text: str) -> None:
@@ -181,7 +216,7 @@ def report(lines: list[dict]) -> None:
             print(f"{line['file']}:{line['line']}  {line['operator']}: {before}  ->  {after}")
     print(f"{len(lines)} mutants: {dict(counts)}")
     print("killed by: " + ", ".join(f"{name} {count}" for name, count in by.most_common()))
-    print(f"CPU seconds: {sum(line['cpu_seconds'] for line in lines):.0f}")
+    print(f"seconds of the processor: {sum(line['cpu_seconds'] for line in lines):.0f}")
 
 
 def main() -> None:
@@ -208,23 +243,35 @@ def main() -> None:
     else:
         chosen = every if args.all or args.only else every[: args.sample]
         left = [mutant for mutant in chosen if mutant.name not in last]
+    left = [mutant for mutant in left if is_one(mutant, (ROOT / mutant.file).read_text())]
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
     tests = CoverageMap(args.map)
     warm_up()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, args.out.open("a") as out:
-        copy = Path(scratch, "repository")
+        copy = Path(scratch, "repository").resolve()
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "out", ".venv"))
+
+        def put(line: dict) -> None:
+            print(json.dumps(line | {"every_test": args.again}), file=out, flush=True)
+
+        judge_warm(copy, left, tests, args.again, end, put)
+        judged = {line["name"]: line for line in map(json.loads, args.out.read_text().splitlines())}
         for mutant in left:
             if time.monotonic() > end:
                 break
-            if not is_one(mutant, (ROOT / mutant.file).read_text()):
+            done = judged.get(mutant.name)
+            if done is not None and done["every_test"] == args.again:
                 continue
             names, predicted = tests.of(mutant, every=args.again)
-            last[mutant.name] = judge(copy, mutant, names, predicted) | {"every_test": args.again}
-            print(json.dumps(last[mutant.name]), file=out, flush=True)
-    report(list(last.values()))
+            put(judge(copy, mutant, names + RANKS * args.again, predicted + 20.0 * args.again))
+    report(_last(args.out))
+
+
+def _last(file: Path) -> list[dict]:
+    """The last line of each mutant."""
+    return list({line["name"]: line for line in map(json.loads, file.read_text().splitlines())}.values())
 
 
 def _survives_a_few(line: dict | None) -> bool:

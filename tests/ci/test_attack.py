@@ -94,10 +94,10 @@ def test_a_call_that_ends_its_process_is_reported_and_the_rest_goes_on(attack, m
     worker = tmp_path / "worker.py"
     worker.write_text("""
 import json, os, pathlib, signal, sys
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-first, place = int(given["--index"]), pathlib.Path(given["--progress"])
-for name in given["--work"].split(","):
-    if name == "silu" and first <= 3:
+names, seed, stop, first, begin, place = sys.argv[2:]
+place = pathlib.Path(place)
+for name in names.split(","):
+    if name == "silu" and int(begin) <= 3:
         place.write_bytes(bytes(8) + (3).to_bytes(8, "little"))
         os.kill(os.getpid(), signal.SIGSEGV)
     print(json.dumps({"op": name, "accepted": 2, "seen": []}), flush=True)
@@ -106,3 +106,29 @@ for name in given["--work"].split(","):
     silu, linear = attack.supervise(["silu", "linear"], 7, 9, tmp_path / "progress")
     assert silu["crashes"] == [[3, "signal 11"]] and silu["accepted"] == 2 and attack.bad(silu)
     assert linear["crashes"] == [] and linear["accepted"] == 2 and not attack.bad(linear)
+    silu, _ = attack.supervise(["silu", "linear"], 7, 9, tmp_path / "progress", first=4)
+    assert silu["crashes"] == []
+
+
+def test_a_record_goes_on_where_it_ends_with_the_ops_that_are_behind_first(attack, tmp_path, monkeypatch):
+    turns = []
+
+    def supervise(names, seed, stop, progress, first=0):
+        turns.append((names, first, stop))
+        ends = {"accepted": stop - first - 1, "refused": 1, "seen": [], "crashes": []}
+        return [{"op": name, **ends} for name in names]
+
+    monkeypatch.setattr(attack, "supervise", supervise)
+    monkeypatch.setattr(attack, "TURN", 10)
+    file = tmp_path / "attack.json"
+    assert attack.run_turns(["silu"], 7, 15, attack.Record(file, 7), 9.0)
+    assert attack.run_turns(["silu", "linear"], 7, 20, attack.Record(file, 7), 9.0)
+    both = ["silu", "linear"]
+    assert turns == [
+        (["silu"], 0, 10), (["silu"], 10, 15), (["linear"], 0, 10), (["linear"], 10, 15), (both, 15, 20),
+    ]  # fmt: skip
+    found = attack.Record(file, 7).document["ops"]
+    assert found == {name: {"calls": 20, "accepted": 17, "refused": 3} for name in both}
+    with pytest.raises(SystemExit, match="has the calls of seed 7, not of 8"):
+        attack.Record(file, 8)
+    assert attack.run_turns(both, 7, 99, attack.Record(file, 7), 0.0) and len(turns) == 5

@@ -46,12 +46,21 @@ def test_ids_stand_in_the_places_of_their_fields(tmp_path):
         (["1,2,0,u1,0,"], "line 1: click is '2', expected 0 or 1"),
         ([SKELETON[0], "1,0,0,u9,0,"], "line 2: there are no common features 'u9'"),
         (["1,0,0,u1,1,216\x02x\x031.0"], "is no field, id and weight"),
+        (["1,0,0,u1,1,216\x029223372036854775808\x031"], "is no field, id and weight"),
         (["1,0,0,u1"], "line 1: 4 fields, expected 6"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, skeleton, message):
     with pytest.raises(ValueError, match=message):
         read(write(tmp_path, skeleton))
+
+
+def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(tmp_path):
+    file = write(tmp_path) / "sample_skeleton_train.csv"
+    file.write_bytes(file.read_bytes() + b"\x88\n")
+    with pytest.raises(ValueError, match=r"sample_skeleton_train\.csv: not UTF-8 text") as raised:
+        read(tmp_path)
+    assert not isinstance(raised.value, UnicodeDecodeError)
 
 
 def test_a_folder_without_the_files_is_named(tmp_path):

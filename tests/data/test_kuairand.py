@@ -122,6 +122,15 @@ def test_a_bad_log_is_named(folder, old, new, message):
         load(f"kuairand:{folder}")
 
 
+@pytest.mark.parametrize("old, new", [(b",tab", b",t\xe1b"), (b",15,", b",\xe15,")])
+def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(folder, old, new):
+    path = folder / "data" / "log_standard_4_08_to_4_21_pure.csv"
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"4_08_to_4_21_pure\.csv: ") as raised:
+        load(f"kuairand:{folder}")
+    assert not isinstance(raised.value, UnicodeDecodeError)
+
+
 def test_a_missing_or_empty_log_is_named(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
         load(f"kuairand:{tmp_path / 'nowhere'}")

@@ -207,6 +207,27 @@ def test_a_shard_that_is_damaged_later_is_named(tmp_path):
         next(found)
 
 
+def test_a_damaged_file_of_features_is_named(tmp_path):
+    features = UserFeatures(np.array([-4, 7]), {"age": np.array([3, 1])})
+    genres = ItemGenres(np.array([-1, 5]), np.array([0, 2, 3]), np.array([4, 1, 1]))
+    write(replace(made_log(), user_features=features, genres=genres), tmp_path / "out")
+    for name in ("_users.parquet", "_items.parquet"):
+        path = tmp_path / "out" / name
+        whole = path.read_bytes()
+        numbers = pa.table({"user": [1, 0], "item": [2, 3], "genres": [1, 1]})
+        for change in (
+            lambda path, whole: path.write_bytes(whole[:-7]),
+            lambda path, whole: path.write_bytes(b""),
+            lambda path, whole: pq.write_table(pa.table({"x": [1]}), path),
+            lambda path, whole, table=numbers: pq.write_table(table, path),
+        ):
+            change(path, whole)
+            with pytest.raises(ValueError, match=f"{name} cannot be read: "):
+                load(f"parquet:{tmp_path / 'out'}")
+        path.write_bytes(whole)
+    assert load(f"parquet:{tmp_path / 'out'}").genres.genres.tolist() == [4, 1, 1]
+
+
 def test_an_output_with_anything_in_it_is_refused(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

@@ -99,12 +99,15 @@ def _files(folder: Path, kind: str) -> list[Path]:
 def _lines(folder: Path, kind: str, count: int) -> Iterator[tuple[Path, int, list[str]]]:
     """File, number and fields of each line of the files of a kind, of `count` fields."""
     for file in _files(folder, kind):
-        with file.open() as lines:
-            for number, line in enumerate(lines, 1):
-                fields = line.rstrip("\n").split(",")
-                if len(fields) != count:
-                    raise ValueError(f"{file}, line {number}: {len(fields)} fields, expected {count}")
-                yield file, number, fields
+        try:
+            with file.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    fields = line.rstrip("\n").split(",")
+                    if len(fields) != count:
+                        raise ValueError(f"{file}, line {number}: {len(fields)} fields, expected {count}")
+                    yield file, number, fields
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: not UTF-8 text: {error}") from error
 
 
 def _ids(file: Path, line: int, features: str, base: list[int]) -> list[int]:
@@ -114,8 +117,8 @@ def _ids(file: Path, line: int, features: str, base: list[int]) -> list[int]:
         try:
             field, rest = feature.split("\x02")
             id, weight = rest.split("\x03")
-            number, weighed = int(id), float(weight)
-        except ValueError:
+            number, weighed = int(np.int64(int(id))), float(weight)
+        except (ValueError, OverflowError):
             raise ValueError(f"{file}, line {line}: {feature!r} is no field, id and weight") from None
         place = _PLACES.get(field)
         if place is not None and weighed > best[place]:

@@ -120,7 +120,7 @@ def _tables(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> It
                     name: batch.column(name).to_numpy(zero_copy_only=False)
                     for name in options.include_columns
                 }
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -132,7 +132,7 @@ def _columns(path: Path) -> list[str]:
     try:
         with pc.open_csv(path, _options()) as reader:
             return reader.schema.names
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

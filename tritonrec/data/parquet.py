@@ -13,9 +13,10 @@ keeps its order. Other columns are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,8 @@ USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores n
 _IDS = ("user", "item", "timestamp")
 FRACTION = "timestamp_fraction"
 
+Made = TypeVar("Made")
+
 
 def read(path: Path | str) -> Interactions:
     """The whole log, with features of users and items; raises the errors of `parts`."""
@@ -40,9 +43,11 @@ def read(path: Path | str) -> Interactions:
 
 
 def features_beside(path: Path | str) -> tuple[UserFeatures | None, ItemGenres | None]:
-    """Features of users and items in the folder of a dataset; None for those that are not there."""
-    users, items = (_beside(path, name) for name in (USERS_FILE, ITEMS_FILE))
-    return None if users is None else _users(*users), None if items is None else _genres(*items)
+    """Features of users and items in the folder of a dataset; None for those that are not there.
+
+    Raises ValueError naming a file that cannot be read, or is of another form.
+    """
+    return _beside(path, USERS_FILE, _users), _beside(path, ITEMS_FILE, _genres)
 
 
 def parts(path: Path | str) -> Iterator[Interactions]:
@@ -120,14 +125,19 @@ def write_features(log: Interactions, folder: Path) -> None:
         pq.write_table(pa.table({"item": log.genres.item_ids, "genres": genres}), folder / ITEMS_FILE)
 
 
-def _beside(path: Path | str, name: str) -> tuple[str, pa.Table] | None:
-    """A file in the folder of a dataset; None where there is none."""
+def _beside(path: Path | str, name: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
+    """What is `made` of a file in the folder of a dataset; None where there is none."""
     filesystem, place = filesystem_of(str(path))
     file = f"{place.rstrip('/')}/{name}"
     if filesystem.get_file_info(file).type != pafs.FileType.File:
         return None
-    with filesystem.open_input_file(file) as source:
-        return file, pq.read_table(source)
+    try:
+        with filesystem.open_input_file(file) as source:
+            table = pq.read_table(source)
+        return made(file, table)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        known = str(error).startswith(file)
+        raise ValueError(str(error) if known else f"{file} cannot be read: {error}") from error
 
 
 def _users(file: str, table: pa.Table) -> UserFeatures:
@@ -138,6 +148,8 @@ def _users(file: str, table: pa.Table) -> UserFeatures:
 
 def _genres(file: str, table: pa.Table) -> ItemGenres:
     bags = table.column("genres").combine_chunks()
+    if not (pa.types.is_list(bags.type) or pa.types.is_large_list(bags.type)):
+        raise ValueError(f"column 'genres' must hold lists, got {bags.type}")
     lengths = bags.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     genres = bags.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
     items = _values(file, "item", table.column("item"))

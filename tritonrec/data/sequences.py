@@ -97,7 +97,14 @@ class NextItemStream(Stream[JaggedBatch]):
 
     def tokens_of(self, table: pa.Table) -> np.ndarray:
         """(b,) int64: tokens of each row's sample."""
-        return self._tokens(lists_of(table)[3])[1].numpy()
+        return self._tokens(self._lists(table)[3])[1].numpy()
+
+    def _lists(self, table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of `lists_of`, whose errors name the dataset."""
+        try:
+            return lists_of(table)
+        except ValueError as error:
+            raise ValueError(f"{self.rows.path}: {error}") from error
 
     def _tokens(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row (b,): training items, and tokens."""
@@ -105,7 +112,7 @@ class NextItemStream(Stream[JaggedBatch]):
         return trained, (trained - 1).clamp(min=0, max=self.max_seq_len)
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
-        items, timestamps, starts, lengths = lists_of(table)
+        items, timestamps, starts, lengths = self._lists(table)
         trained, kept = self._tokens(lengths)
         tokens, offsets = token_indices(starts + trained - 1 - kept, kept)
         ids = items[tokens]
@@ -128,7 +135,7 @@ class NextItemStream(Stream[JaggedBatch]):
         """All rows with a held-out item, in their order, read again; at most `batch_size` at a time."""
         check_at_least("batch_size", batch_size, 1)
         for numbers, table in self.rows.batches(batch_size):
-            items, timestamps, starts, lengths = lists_of(table)
+            items, timestamps, starts, lengths = self._lists(table)
             chosen = lengths >= 2
             if not bool(chosen.any()):
                 continue

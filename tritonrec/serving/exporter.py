@@ -34,11 +34,10 @@ from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..kernels.autocast import DTYPES, Precision
 from ..version import __version__
+from .manifest import FORMAT, MANIFEST, VERSION
 from .programs import SCORER, Arguments, Scorer, check_compiler, compile_program, save_program, scorer_of
 from .shards import SUFFIXES, Format, write_shard
 
-FORMAT, VERSION = "tritonrec-export", 1
-MANIFEST = "manifest.json"
 SHARD_BYTES = 64 << 20
 """Of a shard whose rows nobody has counted."""
 

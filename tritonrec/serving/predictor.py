@@ -6,7 +6,6 @@ history and Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..checkpoint.files import sha256_of
-from ..checkpoint.manifest import add_checksum
 from ..data.impressions import ImpressionBatch
 from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..embedding.features import pool
 from ..nn import sigmoid
-from .exporter import FORMAT, MANIFEST, VERSION
+from .manifest import checked_file, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import top_k
 from .shards import read_shard
@@ -88,15 +85,15 @@ class Predictor:
         if unknown not in ("initial", "zeros"):
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
         folder = Path(path)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         tables = {name: _load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
         if compiled:
-            program = load_compiled(_checked(folder, dense["compiled"]))
+            program = load_compiled(checked_file(folder, dense["compiled"]))
         elif dense:
-            program = load_program(_checked(folder, dense["program"]))
+            program = load_program(checked_file(folder, dense["program"]))
         return cls(manifest, tables, program)
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -255,33 +252,6 @@ def _history(history: Any) -> tuple[Tensor, Tensor]:
     return history.ids, history.offsets
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        body = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
-        named, version = manifest["format"], manifest["version"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{folder} is no export: {path} cannot be read ({error})") from error
-    if named != FORMAT or version != VERSION:
-        raise ValueError(f"{path} is {named} version {version}, and this tritonrec reads {FORMAT} {VERSION}")
-    if add_checksum(body) != manifest:
-        raise ValueError(f"{path} was altered: its own checksum does not fit")
-    return manifest
-
-
-def _checked(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """The path of a file of the manifest, if its checksum fits."""
-    path = folder / entry["file"]
-    try:
-        digest = sha256_of(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read, but the manifest names it: {error.strerror}") from error
-    if digest != entry["sha256"]:
-        raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
-    return path
-
-
 def load_tables(
     path: Path | str, features: Sequence[str], unknown: UnknownIds = "initial"
 ) -> tuple[dict[str, int], dict[str, ExportedTable]]:
@@ -290,7 +260,7 @@ def load_tables(
     Raises ValueError as `Predictor.load`, and for a feature that is not there.
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     names = {feature: described["table"] for feature, described in manifest["features"].items()}
     missing = [feature for feature in features if feature not in names]
     if missing:
@@ -308,10 +278,15 @@ def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> 
     weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
     at = 0
     for entry in table["files"]:
-        columns = read_shard(_checked(folder, entry), table["format"])
-        here = slice(at, at + entry["rows"])
+        file, rows = checked_file(folder, entry), entry["rows"]
+        columns = read_shard(file, table["format"])
+        expected = {"ids": ((rows,), ids.dtype), "weights": ((rows, table["dim"]), weights.dtype)}
+        found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
+        if not expected.items() <= found.items():
+            raise ValueError(f"{file} has columns {found}, the manifest describes {expected}")
+        here = slice(at, at + rows)
         ids[here], weights[here] = columns["ids"], columns["weights"]
-        at += entry["rows"]
+        at += rows
     ids, order = ids.sort()
     return ExportedTable(
         ids, ops.gather_rows(weights, order), table["seed"], table["table_id"], table["scale"], unknown

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,9 +36,14 @@ def write_shard(path: Path, columns: Mapping[str, Tensor], format: Format) -> No
 
 
 def read_shard(path: Path, format: Format) -> dict[str, Tensor]:
-    """The columns of a file that `write_shard` wrote."""
-    if format == "safetensors":
-        return load_file(path)
+    """The columns of a file that `write_shard` wrote; ValueError naming one that cannot be read."""
+    try:
+        return load_file(path) if format == "safetensors" else _read_parquet(path)
+    except (SafetensorError, OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        raise ValueError(f"{path} cannot be read as {format}: {error}") from error
+
+
+def _read_parquet(path: Path) -> dict[str, Tensor]:
     import pyarrow
     import pyarrow.parquet as parquet
 

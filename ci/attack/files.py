@@ -1,0 +1,249 @@
+"""Damaged files of every format but checkpoints: each is refused by name, equal, or legibly another file.
+
+Exports, Parquet logs, shards of sequences, text and traces (`formats.py`) are damaged: bits, ranges and ends
+of files, files swapped, copied, removed or replaced by what is no file, fields of text, values of the
+manifest. In half of the cases of a format with checksums they are made to fit again. Then the files are read:
+
+    refused     an error that names a file or the folder
+    equal       the content of the original, bit for bit
+    other       another content: only where no checksum could tell, such as a digit of a CSV file
+
+Anything else is a defect: another content under a checksum, an error of a library that names no file, a
+crash, a wait, more memory than a limit.
+
+    python ci/attack/files.py [--format NAME] [--count 1000] [--seed 0] [--only NUMBER] [--json FILE]
+
+A case is a function of format, seed and number. With ``--json`` counts are added to those of the file, and
+the numbers go on where it ends. After a defect the exit status is 1. Checkpoints: `corruptions.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import case_runner
+import torch
+from damage import BYTES, files_of, places_of, strange_values
+from formats import FORMATS, Format
+
+from tritonrec.checkpoint.manifest import add_checksum
+from tritonrec.files import save_json
+from tritonrec.harness.environment import environment
+from tritonrec.serving.exporter import MANIFEST
+
+WORDS = [
+    "",
+    "nan",
+    "inf",
+    "-1",
+    "1e400",
+    "9" * 30,
+    "0x10",
+    "\0",
+    "\ufeff",
+    '"',
+    "1.5",
+    "-9223372036854775809",
+]
+"""In the place of a field of text."""
+
+
+def damage_bytes(folder: Path, draw: random.Random, others: list[Path]) -> str | None:
+    path, change = draw.choice(files_of(folder)), draw.choice(BYTES)
+    data = bytearray(path.read_bytes())
+    if not data:
+        return None
+    change(data, draw)
+    path.write_bytes(data)
+    return f"{change.__name__.strip('_')} in {path.name}"
+
+
+def damage_length(folder: Path, draw: random.Random, others: list[Path]) -> str:
+    path = draw.choice(files_of(folder))
+    size = draw.choice([0, 1, path.stat().st_size // 2, path.stat().st_size + 4096])
+    os.truncate(path, size)
+    return f"{path.name} has {size} bytes"
+
+
+def damage_files(folder: Path, draw: random.Random, others: list[Path]) -> str | None:
+    path, other = draw.choice(files_of(folder)), draw.choice(files_of(folder))
+    kind = draw.choice(["swap", "copy", "remove", "foreign", "folder", "loop", "nothing"])
+    if path == other and kind in ("swap", "copy"):
+        return None
+    if kind == "swap":
+        left, right = path.read_bytes(), other.read_bytes()
+        path.write_bytes(right)
+        other.write_bytes(left)
+    elif kind == "copy":
+        shutil.copy(path, other)
+    elif kind == "foreign":
+        shutil.copy(draw.choice(files_of(draw.choice(others))), path)
+    else:
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "loop":
+            path.symlink_to(path)
+        elif kind == "nothing":
+            path.touch()
+    return f"{kind}: {path.name}"
+
+
+def damage_fields(folder: Path, draw: random.Random, others: list[Path]) -> str:
+    """A field of text becomes another word."""
+    path = draw.choice(files_of(folder))
+    lines = path.read_text().split("\n")
+    at = draw.randrange(len(lines))
+    mark = "\t" if "\t" in lines[at] else ","
+    fields = lines[at].split(mark)
+    place, word = draw.randrange(len(fields)), draw.choice(WORDS)
+    fields[place] = word
+    lines[at] = mark.join(fields)
+    path.write_text("\n".join(lines))
+    return f"line {at + 1} of {path.name}: field {place + 1} is {word!r}"
+
+
+def damage_manifest(folder: Path, draw: random.Random, others: list[Path]) -> str:
+    """A value of an export's manifest."""
+    path = folder / MANIFEST
+    body = json.loads(path.read_text())
+    holder, key, place = draw.choice(list(places_of(body)))
+    value = draw.choice([*strange_values(holder[key]), "gone"])
+    if value == "gone":
+        del holder[key]
+    else:
+        holder[key] = value
+    path.write_text(json.dumps(body))
+    return f"{'.'.join(map(str, place))} = {str(value)[:40]!r} in the manifest"
+
+
+def seal(folder: Path) -> bool:
+    """Make the checksums of an export fit; whether its manifest allows it."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_text())
+        for table in body["tables"].values():
+            for entry in table["files"]:
+                if (file := folder / entry["file"]).is_file():
+                    entry["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        body.pop("manifest_sha256", None)
+        path.write_text(json.dumps(add_checksum(body)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return True
+
+
+def run_case(format: Format, number: int, seed: int, made: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """Damage a copy of the original and read it; the case in words, and how it ended."""
+    draw = random.Random(f"{format.name} {seed} {number}")
+    copy, original = folder / "copy", made[format.name]
+    damages: list[Callable[..., str | None]] = [damage_bytes, damage_bytes, damage_length, damage_files]
+    damages += [damage_fields] * format.text + [damage_manifest] * format.sealed
+    fits = format.sealed and draw.random() < 0.5
+    words = None
+    while words is None:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(original, copy)
+        change = draw.choice(damages)
+        words = change(copy, draw, list(made.values()))
+    fits = fits and seal(copy)
+    end = _end(format, copy, original, changes_allowed=fits or not format.sealed)
+    kind = change.__name__.removeprefix("damage_")
+    return {
+        "number": number, "seed": seed, "format": format.name, "kind": kind, "fits": fits, "damage": words,
+        "end": end, "defect": end.partition(":")[0] not in ("refused", "equal", "other"),
+    }  # fmt: skip
+
+
+def _end(format: Format, folder: Path, original: Path, changes_allowed: bool) -> str:
+    try:
+        found = format.read(folder)
+    except (ValueError, OSError) as error:
+        named = str(folder) in str(error) and not isinstance(error, UnicodeError)
+        text = f"{type(error).__name__}: {error}".replace(str(folder), "")
+        return f"refused: {text[:300]}" if named else f"no file named: {text[:300]} {_where(error)}"
+    except Exception as error:
+        return f"library: {type(error).__name__}: {str(error)[:300]} {_where(error)}"
+    if found == format.read(original):
+        return "equal"
+    return "other" if changes_allowed else "accepted: another content"
+
+
+def _where(error: Exception) -> str:
+    """The last lines of the project and of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [each for each in frames if "/tritonrec/" in each.filename]
+    return "at " + ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in [*ours[-2:], frames[-1]])
+
+
+def work(format: Format, numbers: range, seed: int) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
+        made = {}
+        for each in FORMATS.values():
+            if each in (format, FORMATS["csv"], FORMATS["export-parquet"]):  # the others: foreign files
+                made[each.name] = Path(name, each.name)
+                made[each.name].mkdir()
+                each.write(made[each.name], random.Random(seed))
+        assert _end(format, made[format.name], made[format.name], False) == "equal"
+        case_runner.run_all(numbers, lambda number: run_case(format, number, seed, made, Path(name)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--format", action="append", choices=list(FORMATS), help="by default all")
+    parser.add_argument("--count", type=int, default=1000, help="of cases of each format")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="this case alone")
+    parser.add_argument("--json", type=Path, help="counts, to which this run adds")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = args.format or list(FORMATS)
+    if args.work:
+        work(FORMATS[names[0]], case_runner.range_of(args.work), args.seed)
+        return 0
+    document: dict[str, Any] = {"seed": args.seed, "formats": {}}
+    if args.json and args.json.exists():
+        document = json.loads(args.json.read_text())
+    defects = 0
+    for name in names:
+        before = document["formats"].get(name, {"cases": 0, "ends": {}, "defects": 0, "seconds": 0.0})
+        first = before["cases"] if args.only is None else args.only
+        numbers = range(first, first + args.count if args.only is None else first + 1)
+        ends, began = Counter(before["ends"]), time.monotonic()
+        for case in case_runner.attack(
+            [__file__, "--format", name, "--seed", str(document["seed"])], numbers
+        ):
+            end = case.get("end") or case["ends"]["crash"]
+            ends[end.partition(":")[0]] += 1
+            if case["defect"] or args.only is not None:
+                print(json.dumps(case), flush=True)
+            defects += case["defect"]
+            before["defects"] += case["defect"]
+        document["formats"][name] = {
+            "cases": numbers.stop, "ends": dict(ends), "defects": before["defects"],
+            "seconds": round(before["seconds"] + time.monotonic() - began, 1),
+        }  # fmt: skip
+        print(f"{name}: {len(numbers):,} damaged, {dict(ends)}", flush=True)
+        if args.json and args.only is None:
+            save_json({**document, "environment": environment()}, args.json)
+    return 1 if defects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
