@@ -23,6 +23,7 @@ from ..nn import GradientAccumulator
 from ..nn.context import only_refuses
 from .compiled import Compilation
 from .dense import DenseModel
+from .graphs import MicroBatchGraphs
 from .model_call import CallerSettings, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -36,6 +37,7 @@ class Flight:
         bits: fraction bits of the dense gradients, None for float32 ones.
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
+        graphs: run the model's calls; None: they run one kernel after the other.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Flight:
         bits: int | None,
         shared: bool,
         steps: Callable[[], str],
+        graphs: MicroBatchGraphs | None = None,
     ):
+        self._graphs = graphs
         self.model, self.dense, self._bits, self._shared, self._steps = (
             dense.model,
             dense,
@@ -120,6 +124,8 @@ class Flight:
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
+            if self._graphs is not None:
+                return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
