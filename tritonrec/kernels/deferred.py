@@ -68,6 +68,17 @@ class Deferred:
             if code := int(first_bad(positions)):
                 self.refuse(error(code))
 
+    def repeat(self) -> None:
+        """Put the same errors off again, to what collects them on this thread, by what the positions are now.
+
+        For work that wrote the same tensors a second time. Where nothing collects, errors are raised.
+        """
+        collecting = current() or Deferred()
+        for positions, error in self._found:
+            collecting.add(positions.clone(), error)
+        if collecting is not current():
+            collecting.check()
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, on this thread, ops put their errors off to this object."""

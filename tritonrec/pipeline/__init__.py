@@ -5,6 +5,7 @@ from .dense import DenseModel
 from .evaluation import next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
+from .graphs import MicroBatchGraphs
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .peer_copies import PeerCopies
 from .places import WindowPlaces
@@ -50,6 +51,7 @@ __all__ = [
     "Executor",
     "LookupCounts",
     "LossScaling",
+    "MicroBatchGraphs",
     "Mode",
     "Model",
     "PeerCopies",

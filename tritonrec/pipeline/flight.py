@@ -23,6 +23,7 @@ from ..nn import GradientAccumulator, next_item_step
 from ..nn.context import only_refuses, reads_indexed_rows
 from .compiled import Compilation
 from .dense import DenseModel
+from .graphs import MicroBatchGraphs
 from .model_call import CallerSettings, accumulate, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -36,6 +37,7 @@ class Flight:
         bits: fraction bits of the dense gradients, None for float32 ones.
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
+        graphs: run the model's calls; None: they run one kernel after the other.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Flight:
         bits: int | None,
         shared: bool,
         steps: Callable[[], str],
+        graphs: MicroBatchGraphs | None = None,
     ):
+        self._graphs = graphs
         self.model, self.dense, self._bits, self._shared, self._steps = (
             dense.model,
             dense,
@@ -121,6 +125,8 @@ class Flight:
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
+            if self._graphs is not None:
+                return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
             losses = self.train_by_plan(batch, rows, seed, settings)
             if losses is None:
                 with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
@@ -134,7 +140,9 @@ class Flight:
     @property
     def reads_indexed_rows(self) -> bool:
         """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`)."""
-        return not self._compilation.compiles and reads_indexed_rows(self.model)
+        if self._graphs is not None or self._compilation.compiles:
+            return False
+        return reads_indexed_rows(self.model)
 
     def train_by_plan(
         self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings

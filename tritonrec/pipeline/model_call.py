@@ -96,6 +96,7 @@ def train_micro_batch(
     seed: int,
     settings: CallerSettings,
     scale_exponent: int = 0,
+    dlosses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forward, and backward of the losses' sum times ``2**scale_exponent``; returns the losses (B,) float32.
 
@@ -103,6 +104,7 @@ def train_micro_batch(
 
     Args:
         rows: by feature, as `tritonrec.pipeline.Model` takes them. seed: of dropout.
+        dlosses: (B,) float32, gradients of the losses in the place of ``2**scale_exponent``.
 
     Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a
     backward pass can start from.
@@ -115,7 +117,7 @@ def train_micro_batch(
         now.backward = True
         if batch.loss_terms:
             with settings.backward():
-                losses.backward(torch.full_like(losses, 2.0**scale_exponent))
+                losses.backward(torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses)
     return losses.detach()
 
 

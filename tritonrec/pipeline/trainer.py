@@ -29,6 +29,7 @@ from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
+from .graphs import MicroBatchGraphs
 from .model_call import CallerSettings, check_gradients_are_on
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
@@ -112,6 +113,7 @@ class Trainer:
         checked: False skips the check, for injected faults only.
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
+        graphs: of the model's calls; None: kernels are launched one after the other.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -140,6 +142,7 @@ class Trainer:
         impl: ops.Impl = "auto",
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
+        graphs: MicroBatchGraphs | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -184,7 +187,9 @@ class Trainer:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         bits = self.config.fraction_bits if self.config.consistency == "batch" else None
         shared = self._schedule is not None and self._schedule.overlaps_batches
-        self._flight = Flight(tables, self.dense, bits, shared, self._steps_in_flight)
+        if graphs is not None:
+            graphs.validate(model, self.config, self._device)
+        self._flight = Flight(tables, self.dense, bits, shared, self._steps_in_flight, graphs)
         self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
             mode=mode,

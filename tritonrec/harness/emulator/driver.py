@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class Session:
 
 
 _session: Session | None = None
+_listener = threading.local()
 _ONE_AT_A_TIME = threading.Lock()
 """Threads take turns: launches share the emulator's memory, as the kernels of one stream share a GPU."""
 
@@ -63,6 +64,8 @@ class Launcher:
     def __call__(self, x: int, y: int, z: int, _stream: int, ptx: Any, *rest: Any) -> None:
         with _ONE_AT_A_TIME:
             self._launch((x, y, z), ptx, rest)
+        if (hear := getattr(_listener, "hear", None)) is not None:
+            hear(self, (x, y, z, _stream, ptx, *rest))
 
     def _launch(self, grid: tuple[int, int, int], ptx: Any, rest: tuple[Any, ...]) -> None:
         session = _session
@@ -90,6 +93,16 @@ class Launcher:
         row.seconds += time.perf_counter() - began
         if session.keep_history:
             session.history.append((name_of(kernel), counts))
+
+
+@contextlib.contextmanager
+def listening(hear: Callable[[Launcher, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, on this thread, ``hear(launcher, arguments)`` follows each launch."""
+    _listener.hear = hear
+    try:
+        yield
+    finally:
+        _listener.hear = None
 
 
 def name_of(kernel: Any) -> str:

@@ -1,0 +1,220 @@
+"""Promise: a micro-batch replayed from a recorded graph has the bits of the model's call.
+
+`test_plugin.py` runs this file with ``--emulate``. The GPU is pretended, and the graph is the emulator's
+stand-in for an accelerator's.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
+from pretended import pretended  # noqa: E402
+from speeds import slow_except  # noqa: E402
+
+from tritonrec.data import NextItemLoader, load  # noqa: E402
+from tritonrec.distributed import Communicators  # noqa: E402
+from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer  # noqa: E402
+from tritonrec.harness.emulator.graph import EmulatedRecorder  # noqa: E402
+from tritonrec.harness.job import dense_optimizer  # noqa: E402
+from tritonrec.kernels import dispatch  # noqa: E402
+from tritonrec.kernels.deferred import Deferred  # noqa: E402
+from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig  # noqa: E402
+from tritonrec.ops import ExactSumError, use_impl  # noqa: E402
+from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
+from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.0)
+LOG, DIM = load("zipf:users=60,items=80,seed=1"), 6
+MICRO_BATCHES = {"one": [2], "some": [0, 4, 5], "all": list(range(7)), "none": []}
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with pretended() as made, made.stage("test"):
+        yield made
+
+
+def model(**changes):
+    torch.manual_seed(3)
+    return HSTU(HSTUConfig(**{**vars(SIZES), **changes})).to("cuda")
+
+
+def batch(samples, step=0):
+    whole = NextItemLoader(LOG, 7, 9, 2, 3).batch(step)
+    return whole.select(torch.tensor(samples, dtype=torch.int64)).to("cuda")
+
+
+def rows_of(part):
+    generator = torch.Generator().manual_seed(part.num_tokens)
+    count = part.num_tokens * (2 + part.negatives.shape[1])
+    return torch.randn(count, DIM, generator=generator).to("cuda").requires_grad_()
+
+
+def graphs(samples=8, tokens=70):
+    recorders = []
+    made = MicroBatchGraphs(samples, tokens, lambda: recorders.append(EmulatedRecorder()) or recorders[-1])
+    return made, recorders
+
+
+def called(net, parts, run):
+    """Losses and gradients of rows of each part, and the sums of the model's gradients."""
+    accumulator, found = GradientAccumulator(net), []
+    with use_impl("triton"):
+        for part in parts:
+            rows = rows_of(part)
+            found.append((run(accumulator, part, rows), rows.grad))
+    return found, accumulator.take()
+
+
+def plain(net):
+    def run(accumulator, part, rows):
+        with accumulator.active():
+            return train_micro_batch(net, part, {"item": rows}, 7, CallerSettings())
+
+    return run
+
+
+def replayed(net, made):
+    return lambda accumulator, part, rows: made.train(
+        net, accumulator, part, {"item": rows}, 7, CallerSettings()
+    )
+
+
+def same(a, b):
+    if a is None or b is None:
+        return all(each is None or not each.numel() for each in (a, b))
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bias", slow_except([True], [True, False]))
+def test_every_size_has_the_bits_of_the_model_s_call(bias):
+    net, (made, recorders) = model(relative_bias=bias), graphs()
+    parts = [batch(samples) for samples in MICRO_BATCHES.values()] + [batch([3, 1], step=1)]
+    expected, sums = called(net, parts, plain(net))
+    found, got = called(net, parts, replayed(net, made))
+    for (losses, rows), (other, others) in zip(expected, found, strict=True):
+        assert torch.equal(losses, other) and same(rows, others)
+    assert all(torch.equal(sums[name], got[name]) for name in sums) and any(map(torch.any, sums.values()))
+    assert (made.recorded, made.replayed, len(recorders)) == (1, 4, 1)
+
+
+def test_a_graph_that_is_full_has_no_padding_and_the_same_bits():
+    part, net = batch(MICRO_BATCHES["all"]), model()
+    made, _ = graphs(part.num_samples, part.num_tokens)
+    expected, sums = called(net, [part], plain(net))
+    found, got = called(net, [part], replayed(net, made))
+    assert torch.equal(expected[0][0], found[0][0]) and torch.equal(expected[0][1], found[0][1])
+    assert all(torch.equal(sums[name], got[name]) for name in sums)
+
+
+def test_no_constant_of_the_recorded_work_depends_on_the_samples():
+    net, work = model(), []
+    for samples in MICRO_BATCHES["one"], MICRO_BATCHES["all"]:
+        made, recorders = graphs()
+        called(net, [batch(samples)], replayed(net, made))
+        recorder = recorders[0]
+        recorded = list(recorder.work)
+        # recorded once more, when the fixed tensors have samples
+        made._graph.record(recorder, CallerSettings())
+        assert recorder.work == recorded
+        work.append(recorded)
+    assert work[0] == work[1]
+    launches = [each for each in work[0] if "." in each[0]]
+    assert 15 < len(launches) <= 40, [each[0] for each in launches]
+
+
+def test_a_micro_batch_is_recorded_and_replayed_without_a_wait(gpu):
+    net, (made, _), errors = model(), graphs(), Deferred()
+    parts = [batch(MICRO_BATCHES["some"]), batch(MICRO_BATCHES["all"])]
+    rows = [rows_of(part) for part in parts]
+    accumulator = GradientAccumulator(net)
+    with use_impl("triton"), errors.active(), gpu.stage("micro-batches"):
+        for part, each in zip(parts, rows, strict=True):
+            made.train(net, accumulator, part, {"item": each}, 7, CallerSettings())
+    # the stand-in makes tensors of constants on the host, and copies them
+    waits = [line for stage, line in gpu.waits if stage == "micro-batches" and "old.copy_(new)" not in line]
+    assert not waits, waits
+    assert gpu.launches["micro-batches"] and all(each.grad.is_cuda for each in rows)
+    errors.check()
+
+
+def test_a_wait_inside_is_refused_when_it_is_recorded():
+    net, (made, _) = model(), graphs()
+    encode = net.encode
+    net.encode = lambda batch, rows, seed=0: encode(batch, rows * float(rows.abs().max() >= 0), seed)
+    with pytest.raises(RuntimeError, match="aten::_local_scalar_dense reads values"):
+        called(net, [batch([1])], replayed(net, made))
+
+
+def test_an_error_of_a_replay_is_put_off_with_its_name():
+    net, (made, _) = model(), graphs()
+    accumulator, errors, part = GradientAccumulator(net), Deferred(), batch([0, 4])
+    with use_impl("triton"), errors.active():
+        for scale in 1.0, float("inf"), 1.0:
+            rows = (rows_of(part).detach() * scale).requires_grad_()
+            made.train(net, accumulator, part, {"item": rows}, 7, CallerSettings())
+    with pytest.raises(ExactSumError):
+        errors.check()
+
+
+def trained(gpu, made):
+    net, rule = model(), RowOptimizer("adam", lr=0.05)
+    placement = Placement("device", "cuda")
+    feature = FeatureConfig("item", DIM)
+    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
+    optimizer = dense_optimizer(net.parameters(), "adam", 0.05)
+    parts = [NextItemLoader(LOG, 7, 9, 2, 3).batch(step) for step in range(4)]
+    config = WindowConfig(2, first_use=True)
+    parts_of = net, tables, optimizer, Communicators.local(), "nestpipe", config
+    with Trainer(*parts_of, device="cuda", graphs=made) as trainer:
+        actions = trainer.program.actions
+
+        def seen(action):
+            def stage(places, micro_batch=None):
+                with gpu.stage("trainer"):
+                    action(places, micro_batch)
+
+            return stage
+
+        actions.update({name: seen(action) for name, action in actions.items()})
+        losses = [result.loss for result in trainer.run(parts[:2])] + [trainer.step(parts[2]).loss]
+    return losses, [*tables.export()["item"], *net.state_dict().values()]
+
+
+def test_a_trainer_replays_its_micro_batches_and_ends_at_the_same_bits(gpu):
+    made, recorders = graphs()
+    (losses, state), (others, same_state) = trained(gpu, None), trained(gpu, made)
+    assert losses == others and all(map(torch.equal, state, same_state))
+    assert made.replayed == 6 and made.recorded == len(recorders) == 2  # a run and a step
+
+
+REFUSED = {
+    "dropout": (lambda: model(dropout=0.1), WindowConfig(), "dropout draws from a seed of the step"),
+    "window": (model, WindowConfig(consistency="window"), "consistency 'batch'"),
+    "precision": (model, WindowConfig(precision="bf16"), "precision 'float32', got 'batch' and 'bf16'"),
+    "another": (lambda: torch.nn.Linear(2, 2), WindowConfig(), "next-item model, got Linear"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_its_reason(case):
+    make, config, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        graphs()[0].validate(make(), config, torch.device("cpu"))
+
+
+def test_hooks_devices_and_batches_beyond_the_sizes_are_refused():
+    hooked = model()
+    hooked.norm.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="norm has hooks"):
+        graphs()[0].validate(hooked, WindowConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
+        MicroBatchGraphs(2, 9).validate(model(), WindowConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"it has 1 samples and 70 tokens, and a micro-batch has 3 and"):
+        called(model(), [batch([0, 1, 2])], replayed(model(), graphs(1)[0]))
+    with pytest.raises(ValueError, match="at least 1, got 0 and 9"):
+        MicroBatchGraphs(0, 9)

@@ -1,0 +1,230 @@
+"""Forward and backward of a micro-batch as one recorded graph, which a device replays for every micro-batch.
+
+A graph has fixed addresses, shapes and constants. So each micro-batch is copied to the beginning of fixed
+tensors of S samples and T tokens, and what is left of T are tokens of samples that nobody has: their losses
+have gradient 0. A sample's loss depends on no other sample, and sums of gradients are integers, to which the
+padding adds 0. No bit changes.
+
+    samples = 2, tokens = 8, sequences of at most 4, and a micro-batch of 3 tokens in 2 samples
+
+    offsets    0 2 3 | 7 8        two samples of padding, 4 = 2 + 8 / 4 samples in all
+    loss's gradient  1 1 | 0 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from ..data import Batch, JaggedBatch
+from ..kernels.deferred import Deferred
+from ..nn import GradientAccumulator
+from ..nn.context import has_hooks
+from ..nn.next_item import NextItemModel
+from .model_call import CallerSettings, train_micro_batch
+from .window import WindowConfig
+
+Result = TypeVar("Result")
+
+
+class Recorder(Protocol):
+    """Records the work that a function queues on a device, and queues it again."""
+
+    def record(self, work: Callable[[], Result]) -> Result:
+        """Record `work`, which may run here any number of times; its result has the tensors of `replay`."""
+
+    def replay(self) -> None:
+        """Queue the recorded work: the same kernels with the same constants on the same addresses."""
+
+
+class CudaRecorder:
+    """`torch.cuda.graph`. It has not been run: no test of ours has a GPU."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, work: Callable[[], Result]) -> Result:
+        """See `Recorder`."""
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()  # kernels are compiled before a graph is recorded
+        torch.cuda.current_stream().wait_stream(beside)
+        # other lanes go on meanwhile, and may allocate
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        """See `Recorder`."""
+        self._graph.replay()
+
+
+class MicroBatchGraphs:
+    """Runs forward and backward of a `NextItemModel` by one graph, for ``Trainer(..., graphs=...)``.
+
+    The graph is recorded at the first micro-batch of each run of the pipeline.
+
+    Args:
+        samples, tokens: of a micro-batch at most.
+        recorder: makes what records a graph.
+
+    Attributes:
+        recorded, replayed: how often.
+
+    Raises ValueError for a size below 1.
+    """
+
+    def __init__(self, samples: int, tokens: int, recorder: Callable[[], Recorder] = CudaRecorder):
+        if samples < 1 or tokens < 1:
+            raise ValueError(f"samples and tokens of a graph must be at least 1, got {samples} and {tokens}")
+        self.samples, self.tokens = samples, tokens
+        self.recorded = self.replayed = 0
+        self._recorder = recorder
+        self._graph: _Graph | None = None
+
+    def validate(self, model: torch.nn.Module, config: WindowConfig, device: torch.device) -> None:
+        """Raise ValueError, with the reason, where a graph cannot have the bits of the model's calls."""
+        if not isinstance(model, NextItemModel):
+            raise _refusal(f"it pads batches of a tritonrec.nn next-item model, got {type(model).__name__}")
+        if config.consistency != "batch" or config.precision != "float32":
+            raise _refusal(
+                "padding changes no bit with consistency 'batch' and precision 'float32', got "
+                f"{config.consistency!r} and {config.precision!r}"
+            )
+        if drops := [name for name, share in vars(model.config).items() if "dropout" in name and share]:
+            raise _refusal(
+                f"{drops[0]} draws from a seed of the step, which a graph would repeat: set it to 0"
+            )
+        if hooked := [name for name, module in model.named_modules() if has_hooks(module)]:
+            raise _refusal(f"{hooked[0] or 'the model'} has hooks, which a graph would not call")
+        if device.type != "cuda" and self._recorder is CudaRecorder:
+            raise _refusal(f"torch.cuda.graph records on CUDA, and the trainer works on {device}")
+
+    def train(
+        self,
+        model: torch.nn.Module,
+        accumulator: GradientAccumulator,
+        batch: Batch,
+        rows: dict[str, torch.Tensor],
+        seed: int,
+        settings: CallerSettings,
+    ) -> torch.Tensor:
+        """`train_micro_batch` by the graph.
+
+        Raises ValueError for a batch of another kind, or with more samples or tokens than the graph has.
+        """
+        if type(batch) is not JaggedBatch:
+            raise _refusal(f"it pads a JaggedBatch, got {type(batch).__name__}")
+        if batch.num_samples > self.samples or batch.num_tokens > self.tokens:
+            raise _refusal(
+                f"it has {self.samples} samples and {self.tokens} tokens, and a micro-batch has "
+                f"{batch.num_samples} and {batch.num_tokens}"
+            )
+        assert isinstance(model, NextItemModel)
+        if settings.autocast:
+            raise _refusal("a batch was read under torch.autocast: read it outside")
+        if not batch.num_samples:
+            return train_micro_batch(model, batch, rows, seed, settings)
+        leaf = rows["item"]
+        if self._graph is None or not self._graph.fits(accumulator, batch, leaf):
+            self._graph = _Graph(self, model, accumulator, batch, leaf)
+            self._graph.record(self._recorder(), settings)
+            self.recorded += 1
+        self.replayed += 1
+        return self._graph.replay(batch, leaf)
+
+
+class _Graph:
+    """A graph and the tensors that it reads and writes."""
+
+    def __init__(
+        self,
+        sizes: MicroBatchGraphs,
+        model: NextItemModel,
+        accumulator: GradientAccumulator,
+        like: JaggedBatch,
+        rows: torch.Tensor,
+    ):
+        self._model, self._accumulator = model, accumulator
+        self._longest: int = model.config.max_seq_len
+        self._samples, self._tokens = sizes.samples + -(-sizes.tokens // self._longest), sizes.tokens
+        self._negatives, device = like.negatives.shape[1], rows.device
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._batch = JaggedBatch.from_sequences(
+            0,
+            sample_ids=zeros(self._samples),
+            offsets=zeros(self._samples + 1),
+            ids=zeros(self._tokens),
+            timestamps=zeros(self._tokens),
+            labels=zeros(self._tokens),
+            negatives=zeros(self._tokens, self._negatives),
+        )
+        self._rows = rows.new_zeros(self._tokens * (2 + self._negatives), rows.shape[1])
+        self._dlosses = rows.new_zeros(self._samples)
+        self._pad_offsets(zeros(1))
+        self._errors = Deferred()
+
+    def fits(self, accumulator: GradientAccumulator, batch: JaggedBatch, rows: torch.Tensor) -> bool:
+        """Whether the graph adds to this accumulator, and its tensors take the batch."""
+        return (
+            self._accumulator is accumulator
+            and self._negatives == batch.negatives.shape[1]
+            and self._rows.shape[1] == rows.shape[1]
+        )
+
+    def record(self, recorder: Recorder, settings: CallerSettings) -> None:
+        """Record the call for a batch of padding alone, which adds 0 to every sum."""
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            self._errors = Deferred()
+            leaf = self._rows.detach().requires_grad_()
+            with self._errors.active(), self._accumulator.active():
+                losses = train_micro_batch(
+                    self._model, self._batch, {"item": leaf}, 0, settings, dlosses=self._dlosses
+                )
+            assert leaf.grad is not None
+            return losses, leaf.grad
+
+        self._recorder = recorder
+        self._losses, self._drows = recorder.record(call)
+
+    def replay(self, batch: JaggedBatch, rows: torch.Tensor) -> torch.Tensor:
+        """Losses (B,) of the batch; ``rows.grad`` is set."""
+        samples, tokens = batch.num_samples, batch.num_tokens
+        fixed = self._batch
+        for name in ("sample_ids", "timestamps", "labels", "negatives"):
+            values, target = getattr(batch, name), getattr(fixed, name)
+            target[: len(values)].copy_(values)
+            target[len(values) :].zero_()
+        self._pad_offsets(batch.offsets)
+        for given, target in zip(self._parts(rows.detach(), tokens), self._parts(self._rows), strict=True):
+            target[:tokens].copy_(given)
+            target[tokens:].zero_()
+        self._dlosses[:samples].fill_(1.0)
+        self._dlosses[samples:].zero_()
+        self._recorder.replay()
+        self._errors.repeat()
+        rows.grad = torch.cat([each[:tokens].flatten(0, -2) for each in self._parts(self._drows)])
+        return self._losses[:samples].clone()
+
+    def _parts(self, rows: torch.Tensor, tokens: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Rows of items and labels (tokens, d), and of negatives (tokens, K, d)."""
+        tokens = self._tokens if tokens is None else tokens
+        items, labels, negatives = rows.split([tokens, tokens, tokens * self._negatives])
+        return items, labels, negatives.view(tokens, self._negatives, -1)
+
+    def _pad_offsets(self, offsets: torch.Tensor) -> None:
+        """Put `offsets` (B + 1,) first, and samples of padding up to the last token behind them."""
+        fixed, size = self._batch.offsets, len(offsets)
+        fixed[:size].copy_(offsets)
+        more = torch.arange(1, len(fixed) - size + 1, device=fixed.device) * self._longest
+        torch.clamp(offsets[-1:] + more, max=self._tokens, out=fixed[size:])
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"a graph of micro-batches: {reason}")
