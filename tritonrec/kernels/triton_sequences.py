@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""What Triton kernels over jagged (L, H, D) tensors share: where a tile lies, and its rows."""
+"""What Triton kernels over jagged (L, H, D) tensors share: where a tile lies, and its rows.
+
+Strides are single arguments: the Triton of triton-ascend takes no tuples.
+"""
 
 import triton
 import triton.language as tl
@@ -20,22 +23,24 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 
 
 @triton.jit
-def tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+def tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
     feature = tl.arange(0, BLOCK_D)
     # begin is int64, and so is the product with the stride; features lie side by side
-    address = ptr + head * strides[1] + (begin + row)[:, None] * strides[0] + feature[None, :]
+    address = ptr + head * head_stride + (begin + row)[:, None] * row_stride + feature[None, :]
     return address, (row < length)[:, None] & (feature < dim)[None, :]
 
 
 @triton.jit
-def load_rows(ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+def load_rows(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
     """Rows of a sequence, zero where there is none."""
-    address, exists = tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D)
+    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D)
     return tl.load(address, mask=exists, other=0.0)
 
 
 @triton.jit
-def store_rows(value, ptr, strides, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
-    address, exists = tile_of(ptr, strides, begin, head, row, length, dim, BLOCK_D)
+def store_rows(
+    value, ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D)
     tl.store(address, value.to(ptr.dtype.element_ty), mask=exists)

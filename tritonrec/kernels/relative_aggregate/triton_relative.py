@@ -68,8 +68,8 @@ def bucket_of(query, key, query_time, key_time, buckets, HAS_TIMES: tl.constexpr
 
 @triton.jit
 def forward_kernel(
-    v_ptr, out_ptr, v_strides, out_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
-    num_heads, dim, buckets,
+    v_ptr, out_ptr, v_row, v_head, out_row, out_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
+    num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out for BLOCK_M query rows at a time."""
@@ -90,15 +90,15 @@ def forward_kernel(
                 seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
                 # a hidden pair's bucket may be negative: the mask keeps it from memory and makes its weight 0
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
-                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
+                v = load_rows(v_ptr, v_row, v_head, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
                 acc += tl.dot(weight, v, input_precision="ieee")
-            store_rows(acc, out_ptr, out_strides, begin, head, row, length, dim, BLOCK_D)
+            store_rows(acc, out_ptr, out_row, out_head, begin, head, row, length, dim, BLOCK_D)
 
 
 @triton.jit
 def values_kernel(
-    do_ptr, dv_ptr, do_strides, dv_strides, table_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
-    num_heads, dim, buckets,
+    do_ptr, dv_ptr, do_row, do_head, dv_row, dv_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
+    num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dv for BLOCK_M key rows at a time; keys are the rows of every matrix here."""
@@ -118,15 +118,15 @@ def values_kernel(
                 )
                 seen = (column[:, None] <= row[None, :]) & (row < length)[None, :]
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
-                do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
+                do = load_rows(do_ptr, do_row, do_head, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
                 acc += tl.dot(weight, do, input_precision="ieee")
-            store_rows(acc, dv_ptr, dv_strides, begin, head, column, length, dim, BLOCK_D)
+            store_rows(acc, dv_ptr, dv_row, dv_head, begin, head, column, length, dim, BLOCK_D)
 
 
 @triton.jit
 def table_kernel(
-    do_ptr, v_ptr, do_strides, v_strides, dtable_ptr, times_ptr, offsets_ptr, num_tiles, num_sequences,
-    num_heads, dim, buckets,
+    do_ptr, v_ptr, do_row, do_head, v_row, v_head, dtable_ptr, times_ptr, offsets_ptr, num_tiles,
+    num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def table_kernel(
         for top in range(0, length, BLOCK_M):
             row = top + tl.arange(0, BLOCK_M)
             row_time = load_times(times_ptr, begin, row, length, HAS_TIMES)
-            do = load_rows(do_ptr, do_strides, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
+            do = load_rows(do_ptr, do_row, do_head, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
             left = 0
             right = tl.minimum(top + BLOCK_M, length)
             if not HAS_TIMES:
@@ -152,7 +152,7 @@ def table_kernel(
             for start in range(left, right, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
                 column_time = load_times(times_ptr, begin, column, length, HAS_TIMES)
-                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
+                v = load_rows(v_ptr, v_row, v_head, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
                 bucket = bucket_of(
                     row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
                 )
@@ -195,7 +195,7 @@ def launch(kernel, one, other, table, seq_offsets, timestamps, blocks, config) -
     if tiles == 0:
         return
     kernel[(min(tiles, MOST_PROGRAMS),)](
-        one, other, one.stride()[:2], other.stride()[:2], table,
+        one, other, *one.stride()[:2], *other.stride()[:2], table,
         seq_offsets if timestamps is None else timestamps.contiguous(), seq_offsets.contiguous(), tiles,
         sequences, heads, one.shape[2], table.shape[-1], HAS_TIMES=timestamps is not None, **config,
     )  # fmt: skip

@@ -43,15 +43,18 @@ def other_sequence(sequence, offsets_ptr):
 
 
 @triton.jit
-def mask_scores(s, bias_ptr, bias_strides, sequence, head, row, column, queries, keys, causal: tl.constexpr):
+def mask_scores(
+    s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head, row, column, queries, keys,
+    causal: tl.constexpr,
+):  # fmt: skip
     """Scores with the bias added, -inf where query `row` does not see key `column`; all of one shape."""
     seen = (row < queries) & (column < keys)
     if causal:
         seen = seen & (column <= row)
     if bias_ptr is not None:
-        place = sequence * bias_strides[0] + head * bias_strides[1]
+        place = sequence * bias_sequence + head * bias_head
         # widened first: a place times a stride may pass 2**31
-        place = place + row.to(tl.int64) * bias_strides[2] + column.to(tl.int64) * bias_strides[3]
+        place = place + row.to(tl.int64) * bias_row + column.to(tl.int64) * bias_column
         s = s + tl.load(bias_ptr + place, mask=seen, other=0.0)
     return tl.where(seen, s, float("-inf"))
 
@@ -85,9 +88,9 @@ def draw_pairs(samples_ptr, sequence, head, row, block, seed, tag, threshold, fa
 
 @jit_for_any_alignment
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, most_ptr, total_ptr, q_strides, k_strides, v_strides, out_strides,
-    q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_strides, samples_ptr, seed, tag, threshold, factor,
-    num_tiles, num_sequences, num_heads, dim, dim_v, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, most_ptr, total_ptr, q_row, q_head, k_row, k_head, v_row, v_head, out_row,
+    out_head, q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_sequence, bias_head, bias_row, bias_column,
+    samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +104,7 @@ def forward_kernel(
         if first < queries:
             k_begin, keys = other_sequence(sequence, k_offsets_ptr)
             row = first + tl.arange(0, BLOCK_M)
-            q = load_rows(q_ptr, q_strides, begin, head, row, queries, dim, BLOCK_D)
+            q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D)
             acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
             most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
@@ -110,11 +113,11 @@ def forward_kernel(
                 stop = tl.minimum(first + BLOCK_M, keys)
             for start in range(0, stop, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
-                k = load_rows(k_ptr, k_strides, k_begin, head, column, keys, dim, BLOCK_D)
+                k = load_rows(k_ptr, k_row, k_head, k_begin, head, column, keys, dim, BLOCK_D)
                 s = product(q, tl.trans(k), INTERPRETED) * scale
                 s = mask_scores(
-                    s, bias_ptr, bias_strides, sequence, head, row[:, None], column[None, :], queries, keys,
-                    CAUSAL,
+                    s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
+                    row[:, None], column[None, :], queries, keys, CAUSAL,
                 )  # fmt: skip
                 # what was summed below the old maximum is brought below the new one; -inf is below all
                 higher = tl.maximum(most, tl.max(s, axis=1))
@@ -128,13 +131,13 @@ def forward_kernel(
                         samples_ptr, sequence, head, row[:, None], four[None, :], seed, tag, threshold,
                         factor, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
-                v = load_rows(v_ptr, v_strides, k_begin, head, column, keys, dim_v, BLOCK_E)
+                v = load_rows(v_ptr, v_row, v_head, k_begin, head, column, keys, dim_v, BLOCK_E)
                 acc = acc * shrink[:, None] + product(p.to(v.dtype), v, INTERPRETED)
                 most = higher
             most = tl.where(most == float("-inf"), 0.0, most)
             total = tl.where(total == 0.0, 1.0, total)
             out = tl.div_rn(acc, tl.zeros((BLOCK_M, BLOCK_E), tl.float32) + total[:, None])
-            store_rows(out, out_ptr, out_strides, begin, head, row, queries, dim_v, BLOCK_E)
+            store_rows(out, out_ptr, out_row, out_head, begin, head, row, queries, dim_v, BLOCK_E)
             to = (begin + row) * num_heads + head
             tl.store(most_ptr + to, most, mask=row < queries)
             tl.store(total_ptr + to, total, mask=row < queries)
@@ -142,9 +145,10 @@ def forward_kernel(
 
 @jit_for_any_alignment
 def queries_kernel(
-    do_ptr, result_ptr, most_ptr, total_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, do_strides, result_strides,
-    q_strides, k_strides, v_strides, dq_strides, q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_strides,
-    samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
+    do_ptr, result_ptr, most_ptr, total_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, do_row, do_head, result_row,
+    result_head, q_row, q_head, k_row, k_head, v_row, v_head, dq_row, dq_head, q_offsets_ptr, k_offsets_ptr,
+    bias_ptr, bias_sequence, bias_head, bias_row, bias_column, samples_ptr, seed, tag, threshold, factor,
+    num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -157,9 +161,9 @@ def queries_kernel(
         if first < queries:
             k_begin, keys = other_sequence(sequence, k_offsets_ptr)
             row = first + tl.arange(0, BLOCK_M)
-            q = load_rows(q_ptr, q_strides, begin, head, row, queries, dim, BLOCK_D)
-            do = load_rows(do_ptr, do_strides, begin, head, row, queries, dim_v, BLOCK_E)
-            result = load_rows(result_ptr, result_strides, begin, head, row, queries, dim_v, BLOCK_E)
+            q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D)
+            do = load_rows(do_ptr, do_row, do_head, begin, head, row, queries, dim_v, BLOCK_E)
+            result = load_rows(result_ptr, result_row, result_head, begin, head, row, queries, dim_v, BLOCK_E)
             along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
             at = (begin + row) * num_heads + head
             most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
@@ -170,12 +174,12 @@ def queries_kernel(
                 stop = tl.minimum(first + BLOCK_M, keys)
             for start in range(0, stop, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
-                k = load_rows(k_ptr, k_strides, k_begin, head, column, keys, dim, BLOCK_D)
-                v = load_rows(v_ptr, v_strides, k_begin, head, column, keys, dim_v, BLOCK_E)
+                k = load_rows(k_ptr, k_row, k_head, k_begin, head, column, keys, dim, BLOCK_D)
+                v = load_rows(v_ptr, v_row, v_head, k_begin, head, column, keys, dim_v, BLOCK_E)
                 s = product(q, tl.trans(k), INTERPRETED) * scale
                 s = mask_scores(
-                    s, bias_ptr, bias_strides, sequence, head, row[:, None], column[None, :], queries, keys,
-                    CAUSAL,
+                    s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
+                    row[:, None], column[None, :], queries, keys, CAUSAL,
                 )  # fmt: skip
                 p = tl.div_rn(
                     exponential(s, most[:, None]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[:, None]
@@ -189,15 +193,16 @@ def queries_kernel(
                     )  # fmt: skip
                 ds = p * (slope - along[:, None]) * scale
                 acc += product(ds.to(k.dtype), k, INTERPRETED)
-            store_rows(acc, dq_ptr, dq_strides, begin, head, row, queries, dim, BLOCK_D)
+            store_rows(acc, dq_ptr, dq_row, dq_head, begin, head, row, queries, dim, BLOCK_D)
 
 
 @jit_for_any_alignment
 def keys_kernel(
-    do_ptr, result_ptr, most_ptr, total_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, do_strides, result_strides,
-    q_strides, k_strides, v_strides, dk_strides, dv_strides, q_offsets_ptr, k_offsets_ptr, bias_ptr,
-    bias_strides, samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v,
-    scale, CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    do_ptr, result_ptr, most_ptr, total_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, do_row, do_head, result_row,
+    result_head, q_row, q_head, k_row, k_head, v_row, v_head, dk_row, dk_head, dv_row, dv_head, q_offsets_ptr,
+    k_offsets_ptr, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, samples_ptr, seed, tag,
+    threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
+    CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv for BLOCK_M key rows at a time; keys are the rows of every matrix of pairs here."""
@@ -208,8 +213,8 @@ def keys_kernel(
         if first < keys:
             q_begin, queries = other_sequence(sequence, q_offsets_ptr)
             column = first + tl.arange(0, BLOCK_M)
-            k = load_rows(k_ptr, k_strides, begin, head, column, keys, dim, BLOCK_D)
-            v = load_rows(v_ptr, v_strides, begin, head, column, keys, dim_v, BLOCK_E)
+            k = load_rows(k_ptr, k_row, k_head, begin, head, column, keys, dim, BLOCK_D)
+            v = load_rows(v_ptr, v_row, v_head, begin, head, column, keys, dim_v, BLOCK_E)
             dk = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
             lowest = 0
@@ -217,17 +222,19 @@ def keys_kernel(
                 lowest = first // BLOCK_N * BLOCK_N
             for start in range(lowest, queries, BLOCK_N):
                 row = start + tl.arange(0, BLOCK_N)
-                q = load_rows(q_ptr, q_strides, q_begin, head, row, queries, dim, BLOCK_D)
-                do = load_rows(do_ptr, do_strides, q_begin, head, row, queries, dim_v, BLOCK_E)
-                result = load_rows(result_ptr, result_strides, q_begin, head, row, queries, dim_v, BLOCK_E)
+                q = load_rows(q_ptr, q_row, q_head, q_begin, head, row, queries, dim, BLOCK_D)
+                do = load_rows(do_ptr, do_row, do_head, q_begin, head, row, queries, dim_v, BLOCK_E)
+                result = load_rows(
+                    result_ptr, result_row, result_head, q_begin, head, row, queries, dim_v, BLOCK_E
+                )  # fmt: skip
                 along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
                 at = (q_begin + row) * num_heads + head
                 most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
                 total = tl.load(total_ptr + at, mask=row < queries, other=1.0)
                 s = product(k, tl.trans(q), INTERPRETED) * scale
                 s = mask_scores(
-                    s, bias_ptr, bias_strides, sequence, head, row[None, :], column[:, None], queries, keys,
-                    CAUSAL,
+                    s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
+                    row[None, :], column[:, None], queries, keys, CAUSAL,
                 )  # fmt: skip
                 p = tl.div_rn(
                     exponential(s, most[None, :]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[None, :]
@@ -247,8 +254,8 @@ def keys_kernel(
                 ds = p * (slope - along[None, :]) * scale
                 dk += product(ds.to(q.dtype), q, INTERPRETED)
                 dv += product(weight.to(do.dtype), do, INTERPRETED)
-            store_rows(dk, dk_ptr, dk_strides, begin, head, column, keys, dim, BLOCK_D)
-            store_rows(dv, dv_ptr, dv_strides, begin, head, column, keys, dim_v, BLOCK_E)
+            store_rows(dk, dk_ptr, dk_row, dk_head, begin, head, column, keys, dim, BLOCK_D)
+            store_rows(dv, dv_ptr, dv_row, dv_head, begin, head, column, keys, dim_v, BLOCK_E)
 
 
 # Rows that a program owns, rows that it takes at a step, warps; by the head's dimension. Nothing was timed.
@@ -275,8 +282,8 @@ def launch(kernel, tensors, strided, q, v, call: Call, config) -> None:
     bias = call.bias if call.bias is not None and call.bias.numel() else None
     samples = call.q_offsets if call.sample_ids is None else call.sample_ids.contiguous()
     kernel[(min(tiles, MOST_PROGRAMS),)](
-        *tensors, *(each.stride()[:2] for each in strided), call.q_offsets.contiguous(),
-        call.k_offsets.contiguous(), bias, (0, 0, 0, 0) if bias is None else bias.stride(), samples,
+        *tensors, *(n for each in strided for n in each.stride()[:2]), call.q_offsets.contiguous(),
+        call.k_offsets.contiguous(), bias, *((0, 0, 0, 0) if bias is None else bias.stride()), samples,
         call.seed, DROPOUT, int(call.p * 2**32), 1 / (1 - call.p), tiles, sequences, heads, q.shape[2],
         v.shape[2], call.scale, CAUSAL=call.causal, DROPS=call.p > 0, INTERPRETED=INTERPRETED, **config,
     )  # fmt: skip
