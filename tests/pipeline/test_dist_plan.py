@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec import ops
-from tritonrec.pipeline.dist_plan import InputDist, plan_lookups, plan_output_dist
+from tritonrec.pipeline.dist_plan import (
+    InputDist,
+    plan_lookups,
+    plan_lookups_of_one_rank,
+    plan_output_dist,
+)
 
 KEYS = st.sampled_from([-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**63 - 1])
 
@@ -98,3 +103,27 @@ def test_micro_batches_without_keys_are_legal(first_use):
     assert asked.num_rows == 1 and [len(part) for part in asked.inverse] == [0, 2, 0]
     empty = plan_input_dist(micro_batches([[], []]), 2, True, first_use)
     assert empty.num_rows == 0 and empty.input_splits == [0, 0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(KEYS, max_size=7), min_size=1, max_size=4))
+def test_one_rank_gets_its_rows_before_the_first_micro_batch_and_sends_gradients_after_the_last(parts):
+    keys = micro_batches(parts)
+    lookups = plan_lookups_of_one_rank(keys)
+    one = lookups.input_dist(lookups.sizes.tolist())
+    distinct = list(dict.fromkeys(key for part in parts for key in part))
+    assert one.keys.tolist() == distinct and one.input_splits == [len(distinct)]
+    for inverse, part in zip(one.inverse, parts, strict=True):
+        assert one.keys[inverse].tolist() == part
+    rows = torch.randperm(len(distinct))
+    sent, gradients = plan_output_dist(rows, one.splits, None, one.gradients.splits)
+    everything, nothing = rows.tolist(), [[]] * (len(parts) - 1)
+    assert [each.tolist() for each in sent.rows] == [everything, *nothing]
+    assert [each.tolist() for each in gradients.rows] == [*nothing, everything]
+    values = torch.randn(len(distinct), 3)
+    for number in range(len(parts)):
+        of = values if number == len(parts) - 1 else values[:0]
+        assert torch.equal(one.gradients.of(values, number), of)
+        assert one.slots(number) == (
+            slice(0, len(distinct)) if number == 0 else slice(len(distinct), len(distinct))
+        )

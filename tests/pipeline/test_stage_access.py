@@ -124,7 +124,11 @@ def test_a_stage_reaches_nothing_but_its_parameters(form):
 
 
 def refused(of: Stage, spoil, **window):
-    """The error of a run in which a stage calls `spoil` with what it was passed."""
+    """The error of a run in which a stage calls `spoil` with what it was passed.
+
+    Each micro-batch has rows of its own, as one rank alone has them only without its second dedup.
+    """
+    window = {"dedup": "exchange", **window}
 
     @functools.wraps(of.function)
     def function(**given):

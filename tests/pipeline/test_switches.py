@@ -86,9 +86,16 @@ def test_no_switch_changes_a_bit(name, mode):
 def test_first_use_sends_what_one_micro_batch_would():
     _, whole = run("nestpipe", micro_batches=1)
     for count in (2, 4, 8):
-        _, plain = run("nestpipe", micro_batches=count)
+        _, plain = run("nestpipe", micro_batches=count, dedup="exchange")
         _, first = run("nestpipe", micro_batches=count, first_use=True)
         assert first.exchanged == whole.exchanged < plain.exchanged
+
+
+def test_one_rank_deduplicates_its_window_at_once_unless_sums_have_an_order():
+    _, whole = run("nestpipe", micro_batches=1)
+    _, at_once = run("nestpipe", micro_batches=4)
+    _, in_order = run("nestpipe", micro_batches=4, consistency="window")
+    assert at_once.exchanged == at_once.read == whole.exchanged < in_order.exchanged
 
 
 @pytest.mark.parametrize("mode", TWO_BUFFERS)

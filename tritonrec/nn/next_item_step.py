@@ -48,9 +48,10 @@ class Plan:
         self.factor, self.scale = model.config.dim**0.5, 1 / model.config.temperature
         self.positions, *norm = ends
         self.norm = norm[0], norm[1]
+        self.position_targets = targets_of(accumulator, self.positions)
         self.norm_targets = targets_of(accumulator, *self.norm)
         self.parameters = [*ends, *(each for layer in layers for each in layer.own if each is not None)]
-        self._ends = [(each, each.data_ptr()) for each in ends]
+        self._addresses = [each.data_ptr() for each in self.parameters]
         parts = _parts(model)
         self._own, self._hooks = list(map(vars, parts)), hooks_of(parts)
         self._counts = list(map(len, self._hooks))
@@ -64,8 +65,7 @@ class Plan:
             list(map(len, self._hooks)) == self._counts
             and not has_global_hooks()
             and not any("forward" in own for own in self._own)
-            and all(each.data_ptr() == address for each, address in self._ends)
-            and all(layer.prepared.stands() for layer in self.layers)
+            and [each.data_ptr() for each in self.parameters] == self._addresses
         )
 
     def step(self, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
@@ -158,10 +158,19 @@ class Step:
                     plan.accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
                 )
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
-        terms_of_positions = IndexedTerms(dx, self._placed.positions, len(plan.positions))
-        of_positions = sum_terms(plan.accumulator, plan.positions, terms_of_positions)
         torch.mul(dx, plan.factor, out=drows[:tokens])
-        return drows, [of_positions, *of_norm, *of_layers]
+        return drows, [self._take_positions(dx), *of_norm, *of_layers]
+
+    def _take_positions(self, dx: torch.Tensor) -> torch.Tensor | None:
+        plan, positions = self._plan, self._placed.positions
+        if plan.position_targets is None:
+            terms = IndexedTerms(dx, positions, len(plan.positions))
+            return sum_terms(plan.accumulator, plan.positions, terms)
+        from ..kernels.rows.numba_segment_sum import segment_sum_into
+
+        (sums,), bits, (name,) = plan.position_targets
+        segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None)
+        return None
 
     def _take_norm(self, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
         plan = self._plan

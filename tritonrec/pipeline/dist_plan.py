@@ -12,6 +12,8 @@ and the payload grows with M (NestPipe, Fig. 9); with it, the payload is that of
     rows received, plain        a b c      b c d      a d      8 rows, and as many gradients sent
     rows received, first_use    a b c      d          -        4 rows
     gradients sent, first_use   -          b c        a d      4 rows
+    rows received, one rank     a b c d    -          -        4 rows, which leave no rank
+    gradients sent, one rank    -          -          a b c d
 """
 
 from __future__ import annotations
@@ -187,6 +189,19 @@ def plan_lookups(
     return Lookups(split, by_owner, last_use, gradient_rows, both)
 
 
+def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:
+    """Plan the lookups of a window whose rows this rank owns, in host memory: nothing travels, so its rows
+    are exchanged at once before the first micro-batch, and its gradients after the last.
+
+    Args:
+        keys: as of `plan_lookups`, whose plan has these bits where sums of gradients have no order.
+    """
+    found, count = distinct(torch.cat(keys), padded=False), len(keys)
+    sizes = torch.zeros(2, count, 1, dtype=torch.int64)
+    sizes[0, 0] = sizes[1, -1] = len(found.keys)
+    return Lookups(list(found.inverse.split([len(part) for part in keys])), found.keys, None, None, sizes)
+
+
 def plan_output_dist(
     rows: torch.Tensor, splits: Splits, last_use: torch.Tensor | None, gradient_splits: Splits | None = None
 ) -> tuple[RowDist, RowDist]:
@@ -195,14 +210,18 @@ def plan_output_dist(
     Args:
         rows: (R,) int64, the buffer row of each key received, `InputDist.keys` of rank 0, then of rank 1, ...
         splits: [i][r] keys of micro-batch i received from rank r.
-        last_use: (R,) uint8 beside the keys, or None.
-        gradient_splits: [i][r] gradients received with micro-batch i from rank r, with `last_use`.
+        last_use: (R,) uint8 beside the keys, or None: gradients come in the order of the keys.
+        gradient_splits: [i][r] gradients received with micro-batch i from rank r; None: as the keys.
     """
     count, world = len(splits), len(splits[0])
-    pieces = rows.split([splits[i][r] for r in range(world) for i in range(count)])
-    sent = RowDist([torch.cat(pieces[i::count]) for i in range(count)], splits)
+
+    def cut(splits: Splits) -> RowDist:
+        pieces = rows.split([splits[i][r] for r in range(world) for i in range(count)])
+        return RowDist([torch.cat(pieces[i::count]) for i in range(count)], splits)
+
+    sent = cut(splits)
     if last_use is None:
-        return sent, sent
+        return sent, sent if gradient_splits in (None, splits) else cut(gradient_splits)
     assert gradient_splits is not None
     from_rank = repeated(column_sums(splits), rows.device)
     order, _counts = launch.counting_sort(last_use.long() * world + from_rank, count * world)

@@ -42,10 +42,9 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([each.detach().view(torch.int32).sum() for each in tensors])
     from .numba_checksums import add_bits
 
-    sums = torch.empty(len(tensors), dtype=torch.int64)
-    table = [(each.data_ptr(), each.numel()) for each in tensors]
-    add_bits(np.array(table, np.int64).reshape(-1, 2), sums.numpy())
-    return sums
+    sums, table = np.empty(len(tensors), np.int64), [(each.data_ptr(), each.numel()) for each in tensors]
+    add_bits(np.array(table, np.int64).reshape(-1, 2), sums)
+    return torch.from_numpy(sums)
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:

@@ -113,18 +113,13 @@ class Layer:
         base, sign = (0, -1) if one_sided or pos is None else (shape.max_seq_len - 1, 1)
         self.widths = shape.kept_widths
         self.starts = np.cumsum([0, *self.widths])  # of what is kept, in columns
-        self._addresses = list(map(_address, parameters))
         self._sums: tuple[Any, Any] = None, None  # of the last targets, and their addresses
         self.table = np.zeros(at.SUM_UVQK_BIAS + 1, np.int64)
         self.table[at.DIM : at.POS_ENTRIES] = shape.dim, shape.heads, shape.qk_dim, shape.v_dim
         self.table[at.POS_ENTRIES : at.KEY_0] = *self.entries, base, 0 if pos is None else sign
         self.table[at.TAG : at.OFFSETS] = DROPOUT, int(shape.dropout * 2**32)
-        self.table[at.NORM_WEIGHT : at.X] = self._addresses
+        self.table[at.NORM_WEIGHT : at.X] = list(map(_address, parameters))
         self.table[at.HAS_NORMED] = shape.keep_normed
-
-    def stands(self) -> bool:
-        """Whether the memory of the parameters is where it was when this was made."""
-        return self._addresses == list(map(_address, self.parameters))
 
     def sums_of(self, targets: Targets) -> np.ndarray:
         """Addresses of the sums, in the order of the table."""
@@ -146,6 +141,7 @@ class Bound:
         at = layer.kernels
         self._layer, self._place = layer, place  # the addresses of whose tensors are taken
         self._tokens, self._samples = tokens, place.seq_offsets.shape[0] - 1
+        self._at: tuple[int, int] | None = None  # x and what is kept
         self._room = -(-tokens // ALIGNED) * ALIGNED
         drops = layer.shape.dropout > 0
         times = place.timestamps if layer.entries[1] else None
@@ -160,6 +156,9 @@ class Bound:
 
     def _place_kept(self, x: torch.Tensor, kept: torch.Tensor) -> None:
         layer, table, at = self._layer, self._table, self._layer.kernels
+        if (x.data_ptr(), kept.data_ptr()) == self._at:
+            return  # as a rule; hooks of saved tensors move them
+        self._at = x.data_ptr(), kept.data_ptr()
         places = kept.data_ptr() + 4 * self._room * layer.starts
         table[at.X] = x.data_ptr()
         table[at.Z : at.OUT] = places[:8]

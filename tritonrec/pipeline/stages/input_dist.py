@@ -8,7 +8,7 @@ import torch
 
 from ...distributed import Communicator
 from ...kernels import launch
-from ..dist_plan import InputDist, Splits, column_sums, plan_lookups
+from ..dist_plan import InputDist, Splits, column_sums, plan_lookups, plan_lookups_of_one_rank
 from ..headers import Header, exchange
 from ..places import (
     Context,
@@ -42,9 +42,15 @@ def route(
     on_device = context.device.type != "cpu"
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
     dedup, plans = config.dedup in ("exchange", "both"), []
+    # On one rank nothing travels. Float32 sums have an order: that of the micro-batches' sums.
+    alone = world == 1 and not context.replicated and (context.sums.exact or len(samples) == 1)
+    at_once = alone and config.dedup == "both" and not config.first_use
     for group, keys in zip(context.tables.groups, by_table, strict=True):
         padded = on_device or group.table.padded
-        plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, padded))
+        if at_once and not padded:
+            plans.append(plan_lookups_of_one_rank(list(keys)))
+        else:
+            plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, padded))
         counts.occurrences += sum(map(len, keys))
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
     tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]

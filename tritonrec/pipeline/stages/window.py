@@ -60,6 +60,8 @@ def exchange(
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
         sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
         if communication.world_size == 1 and slots.is_cpu and precision == "float32":
+            if not len(slots):
+                continue
             torch.index_select(buffer[number][:, :dim], 0, sent.rows[micro_batch], out=slots)
             continue
         rows = rounded_rows(launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch]), precision)
@@ -135,6 +137,8 @@ def gradient_exchange(
     for number, sums in enumerate(gradients):
         sent, received = routes.tables[number].gradients, owned.tables[number].gradients
         if communication.world_size == 1:
+            if not len(received.rows[micro_batch]):
+                continue
             own = sent.of(sums, micro_batch)
             context.sums.add(own, received.rows[micro_batch], row_gradient[number], NAME)
             continue
