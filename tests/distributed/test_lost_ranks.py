@@ -153,14 +153,15 @@ def test_the_newest_copy_that_all_ranks_have_and_no_shard_of_which_is_lost(ranks
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_columns_of_any_dtype_are_packed_and_unpacked(rows):
+def test_columns_of_any_dtype_and_stride_are_packed_and_unpacked(rows):
     columns = {
+        "scores": torch.randint(0, 9, (rows, 3), dtype=torch.int64)[:, 1],
         "keys": torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64),
         "recent": torch.rand(rows) < 0.5,
         "rows": torch.randn(rows, 7),
         "heat": torch.randint(0, 255, (rows,), dtype=torch.uint8),
     }
     packed = _packed(columns)
-    assert packed.shape == (rows, 8 + 1 + 28 + 1)
+    assert packed.shape == (rows, 8 + 8 + 1 + 28 + 1)
     for name, values in _unpacked(packed, columns).items():
         assert torch.equal(values, columns[name]) and values.dtype == columns[name].dtype

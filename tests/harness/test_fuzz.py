@@ -37,9 +37,11 @@ def fuzzer():
         {"mode": "nestpipe", "replicas": 2, "skip_fetch": True, "storage": "cached", "delay_seed": 3},
         {"consistency": "window", "mode": "dbp", "depth": 3, "optimizer": "adam"},
         {"streamed": True, "dynamic": True, "world_size": 1, "users": 30, "admission": 2},
+        {"replay": 1.0, "mode": "nestpipe", "replicas": 2, "storage": "device", "evict": "lru:2:1"},
+        {"replay": 0.5, "micro_batches": 1, "batch_size": 1},  # slices of one element
         {"restart": 3, "evict": "lru:2:1", "tiers": "2:2", "model": "grm", "accumulate": 2},
     ],
-    ids=["fwp", "nestpipe", "window", "stream", "restart"],
+    ids=["fwp", "nestpipe", "window", "stream", "replay", "replay of a sample", "restart"],
 )
 def test_a_configuration_is_equal_to_its_reference(fuzzer, changes):
     assert fuzzer.evidence(replace(SMALL, **changes)) == ""
@@ -83,7 +85,7 @@ def test_every_setting_reaches_the_run():
 
     def run(one):
         case = one.case
-        return replace(case, configuration=Configuration()), case.job(Job()), case.window(0)
+        return replace(case, configuration=Configuration()), case.job(Job()), case.window(0), case.replay
 
     for each in fields(Configuration):
         value = getattr(plain, each.name)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tritonrec.kernels.checksums import (
     CHUNK,
     _weights,
+    as_bytes,
     checksum,
     first_other_row,
     part_checksums,
@@ -105,3 +106,16 @@ def test_sums_of_bits_are_those_of_torch_and_see_every_bit():
     before = sums_of_bits(tensors[:4])
     tensors[3].view(torch.int32)[32, 4] ^= 1
     assert (sums_of_bits(tensors[:4]) != before).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_of_a_slice_are_those_of_its_copy(dtype):
+    """One element is contiguous whatever its stride, and torch refuses to view it as bytes."""
+    values = some_bytes(240).view(5, -1)
+    values = (values % 2).bool() if dtype == torch.bool else values.view(dtype)
+    for part in (values, values[:, 1], values[2:3, 1], values[2:3, ::3], values[2, 1], values[:0, 1]):
+        copied = part.clone(memory_format=torch.contiguous_format)
+        found = as_bytes(part)
+        assert found.dtype == torch.uint8 and len(found) == part.numel() * part.element_size()
+        assert found.tolist() == list(copied.view(-1).view(torch.uint8))
+        assert checksum(part) == checksum(copied)

@@ -11,6 +11,7 @@ import torch
 
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
+from ..kernels.checksums import as_bytes
 from ..ops import Impl
 from ..version import __version__
 from .dense import DenseModel
@@ -108,8 +109,7 @@ def _of(values: torch.Tensor) -> str:
     """dtype, shape and digest, or how it is sharded."""
     if is_sharded(values):
         return f"{values.dtype} {tuple(values.shape)} as {values.placements}"  # type: ignore[attr-defined]
-    held = values.detach().cpu().contiguous().reshape(-1)
-    digest = _digest(held.view(torch.uint8).numpy().data) if held.numel() else "none"
+    digest = _digest(as_bytes(values.cpu()).numpy().data) if values.numel() else "none"
     trains = ", frozen" if isinstance(values, torch.nn.Parameter) and not values.requires_grad else ""
     dtype = str(values.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(values.shape)}{trains} with SHA-256 {digest}"

@@ -16,6 +16,7 @@ from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicator, Communicators
 from ..kernels import launch
+from ..kernels.checksums import as_bytes
 from .position import SupportsState, positions, set_position
 from .saver import DENSE
 from .trainer import Trainer
@@ -168,7 +169,7 @@ def _redistribute(
 
 def _packed(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Rows (n, ...) of all columns as bytes (n, bytes of a row)."""
-    return torch.cat([_as_bytes(values) for values in columns.values()], dim=1)
+    return torch.cat([as_bytes(each).view(len(each), _row_bytes(each)) for each in columns.values()], dim=1)
 
 
 def _unpacked(packed: torch.Tensor, like: Mapping[str, torch.Tensor]) -> Columns:
@@ -183,7 +184,3 @@ def _unpacked(packed: torch.Tensor, like: Mapping[str, torch.Tensor]) -> Columns
 
 def _row_bytes(values: torch.Tensor) -> int:
     return values.element_size() * prod(values.shape[1:])
-
-
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(-1).view(torch.uint8).view(len(values), _row_bytes(values))

@@ -34,7 +34,7 @@ class Configuration:
         streamed: the log is streamed from shards.
         evict, tiers: a table's policies in the words of `tritonrec train`, empty for none.
         loss_scale: at the start, of precision ``fp16``; it grows after two updates.
-        cache_rows: of a cached table.
+        cache_rows: of a cached table. replay: the share of the work that is computed again.
         the others: of `Job`, `HSTUConfig`, `TablePolicy` and `WindowConfig`.
     """
 
@@ -97,6 +97,7 @@ class Configuration:
     precision: Precision = "float32"
     loss_scale: float = 2.0**16
     exchange_precision: Precision = "float32"
+    replay: float = 0.0
 
     @classmethod
     def from_json(cls, text: str) -> Configuration:
@@ -249,4 +250,4 @@ class DrawnCase(Case):
 
     @property
     def _variant(self) -> Variant:
-        return Variant("", window=self.configuration.window)
+        return Variant("", window=self.configuration.window, replay=self.configuration.replay)

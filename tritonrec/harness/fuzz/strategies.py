@@ -119,4 +119,5 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         precision=draw(_seldom(_words("precision", Precision), "float32")),
         loss_scale=draw(st.sampled_from((2.0**16, 2.0**8, 2.0**26))),
         exchange_precision=draw(_seldom(_words("exchange_precision", Precision), "float32")),
+        replay=draw(_seldom(st.sampled_from((0.1, 0.5, 1.0)), 0.0, 6)),
     )

@@ -20,6 +20,12 @@ CHUNK = 1024
 """Words of a tensor that `checksum` adds up as one row."""
 
 
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """(n,) uint8, the bytes of `values`, of any shape and dtype; a view where they lie without gaps."""
+    flat = values.detach().contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
+
+
 def row_checksums(values: torch.Tensor) -> torch.Tensor:
     """(K,) int64 of the rows of `values` (K, n), of any dtype of four bytes."""
     words = values.detach().contiguous().view(torch.int32)
@@ -52,7 +58,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 
     Rows of `CHUNK` words, the last one filled up with zeros, whose checksums are added up like words.
     """
-    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    flat = as_bytes(values)
     if not flat.is_cpu:
         chunks = len(flat) // (4 * CHUNK) + 1
         of_chunks = _weights(chunks, flat.device)
@@ -67,7 +73,7 @@ def part_checksums(values: torch.Tensor, sizes: list[int], without: int) -> torc
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         parts = enumerate(values.split(sizes))
         return torch.stack([zero if number == without else checksum(part) for number, part in parts])
-    flat, sums, end = values.detach().contiguous().view(-1).view(torch.uint8).numpy(), [], 0
+    flat, sums, end = as_bytes(values).numpy(), [], 0
     row = len(flat) // max(len(values), 1)
     for number, size in enumerate(sizes):
         start, end = end, end + size * row

@@ -12,7 +12,7 @@ import torch
 from ...data import Batch
 from ...data.jagged import Movable
 from ...distributed import CorruptionError
-from ...kernels.checksums import checksum
+from ...kernels.checksums import as_bytes, checksum
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -32,7 +32,7 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     words = torch.tensor([len(header), *header], dtype=torch.int64, device=device)
     parts = [words.view(torch.uint8)]
     for each in tensors:
-        held = each.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        held = as_bytes(each.detach().to(device))
         parts += [held, held.new_zeros(-len(held) % WORD)]
     content = torch.cat(parts)
     return torch.cat([checksum(content).view(1).view(torch.uint8), content])
