@@ -10,6 +10,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 COMPARISONS = {
@@ -58,7 +59,12 @@ def is_one(mutant: Mutant, source: str) -> bool:
         changed = ast.parse(mutant.applied(source))
     except SyntaxError:
         return False
-    return ast.dump(changed) != ast.dump(ast.parse(source))
+    return ast.dump(changed) != _tree_of(source)
+
+
+@lru_cache(maxsize=4)
+def _tree_of(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 class _Finder:

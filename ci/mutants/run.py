@@ -243,7 +243,9 @@ def main() -> None:
     else:
         chosen = every if args.all or args.only else every[: args.sample]
         left = [mutant for mutant in chosen if mutant.name not in last]
-    left = [mutant for mutant in left if is_one(mutant, (ROOT / mutant.file).read_text())]
+    by_file = sorted(left, key=lambda mutant: mutant.file)
+    valid = {each.name for each in by_file if is_one(each, (ROOT / each.file).read_text())}
+    left = [mutant for mutant in left if mutant.name in valid]
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
     tests = CoverageMap(args.map)
     warm_up()

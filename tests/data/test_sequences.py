@@ -206,8 +206,11 @@ def test_other_columns_are_refused(tmp_path, columns, message):
     ],
 )
 def test_bad_rows_are_refused_when_they_are_read(tmp_path, columns, message):
-    with pytest.raises(ValueError, match=message):
-        next(stream(written(tmp_path, **columns), readers=1))
+    made = stream(written(tmp_path, **columns), readers=1)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+        next(made)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+        made.tokens_of(made.rows_of(0)[1])
 
 
 def test_a_catalogue_is_needed(tmp_path):
