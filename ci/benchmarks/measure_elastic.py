@@ -1,15 +1,18 @@
 """Seconds from the death of a rank to the next result of training, in the ways to go on.
 
-    python ci/benchmarks/measure_elastic.py [--json FILE] [--ranks 3] [--rounds 3]
+    python ci/benchmarks/measure_elastic.py [--json FILE] [--ranks 3] [--rounds 5]
 
-Each rank has an agent of torchrun, over a c10d rendezvous. In the middle of a step rank 1 is killed by
-SIGKILL, and the others go on by `run_elastic` with one rank less:
+In the middle of a step rank 1 is killed by SIGKILL, and the same program goes on:
 
-    copy         from the memory of its neighbour
-    checkpoint   from the newest checkpoint
+    copy         `run_elastic` with one rank less, from the memory of its neighbour
+    checkpoint   `run_elastic` with one rank less, from the newest checkpoint
+    restart      ``torchrun --max-restarts``: one agent starts all ranks anew, from the newest checkpoint;
+                 with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, since the store that attempts share has the
+                 addresses of ranks that have ended (torch 2.13)
 
-Copies and checkpoints are made after the same steps. The first result after the death is compared, in all
-bits, with that of a run of one rank; otherwise the round is refused.
+In the first two each rank has an agent of torchrun over a c10d rendezvous. Copies and checkpoints are made
+after the same steps. The ways take turns. The first result after the death is compared, in all bits, with
+that of a run of one rank; otherwise the measurement ends with an error.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tritonrec.distributed import Communicators, run_elastic
+from tritonrec.distributed import Communicators, from_environment, run_elastic
 from tritonrec.files import save_json
+from tritonrec.harness.environment import environment
 from tritonrec.harness.job import Job
 from tritonrec.pipeline import PeerCopies, Trainer, Window, WindowConfig
 
-WAYS = ("copy", "checkpoint")
+WAYS = ("copy", "checkpoint", "restart")
 EVERY, AT = 10, 15
 """Steps between copies and checkpoints; the step in which the rank dies."""
 LIMIT = 180.0
@@ -79,28 +83,37 @@ def work(communicators: Communicators, way: str, folder: Path, copies: PeerCopie
 def worker(way: str, folder: Path) -> None:
     """The process of a rank."""
     copies = PeerCopies()
-    run_elastic(lambda communicators: work(communicators, way, folder, copies))
+    if way == "restart":
+        with from_environment() as communicators:
+            work(communicators, way, folder, copies)
+    else:
+        run_elastic(lambda communicators: work(communicators, way, folder, copies))
 
 
 def measure(way: str, ranks: int) -> tuple[float, int, str, int]:
     """Seconds from death to result; the step, loss and number of ranks of that."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # any agent may be lost
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={ranks}", "--nproc-per-node=1",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=elastic",
-        "--rdzv-conf=is_host=false",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    if way == "restart":
+        agents, options = 1, ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+    else:
+        agents, options = ranks, [
+            f"--nnodes={ranks}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+            f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false",
+        ]  # fmt: skip
+    command = [*torchrun, *options, __file__, "--worker", way]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if way == "restart":
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with (folder / "log").open("w") as log:
-            agents = [
+            processes = [
                 subprocess.Popen(
-                    [*command, __file__, "--worker", way, scratch],
-                    env=environment, stdout=log, stderr=log, start_new_session=True,
+                    [*command, scratch], env=variables, stdout=log, stderr=log, start_new_session=True
                 )
-                for _ in range(ranks)
-            ]  # fmt: skip
+                for _ in range(agents)
+            ]
         deadline = time.monotonic() + LIMIT
         try:
             while not (folder / "after").exists():
@@ -110,10 +123,10 @@ def measure(way: str, ranks: int) -> tuple[float, int, str, int]:
                     )
                 time.sleep(0.05)
         finally:
-            for agent in agents:
+            for agent in processes:
                 with suppress(ProcessLookupError):
                     os.killpg(agent.pid, signal.SIGTERM)
-            for agent in agents:
+            for agent in processes:
                 with suppress(subprocess.TimeoutExpired):
                     agent.wait(10)
                 with suppress(ProcessLookupError):
@@ -134,7 +147,7 @@ def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -143,19 +156,20 @@ def main() -> None:
         return
     expected = losses_alone()
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(given.rounds):
+    for done in range(1, given.rounds + 1):
         for way in WAYS:
             took, step, loss, world_size = measure(way, given.ranks)
-            if loss != expected[step] or world_size != given.ranks - 1:
+            if loss != expected[step] or world_size != given.ranks - (way != "restart"):
                 raise SystemExit(f"{way}: step {step} of {world_size} ranks has another loss, or other ranks")
             seconds[way].append(took)
             print(f"{way:12} {took:6.2f} s to step {step} on {world_size} ranks", flush=True)
-    rows = {way: {"median": statistics.median(each), "all": each} for way, each in seconds.items()}
+        rows = {way: {"median": statistics.median(each), "all": each} for way, each in seconds.items()}
+        if given.json:  # after each round: a run may be ended early
+            settings = {"ranks": given.ranks, "rounds": done}
+            save_json({"settings": settings, "environment": environment(), "seconds": rows}, given.json)
+    restart = rows["restart"]["median"]
     for way, row in rows.items():
-        print(f"{way:12} {row['median']:6.2f} s, {row['median'] / rows['copy']['median']:.1f} times copy")
-    if given.json:
-        settings = {"ranks": given.ranks, "rounds": given.rounds}
-        save_json({"settings": settings, "seconds": rows}, given.json)
+        print(f"{way:12} {row['median']:6.2f} s, {row['median'] / restart:.2f} of restart's")
 
 
 if __name__ == "__main__":
