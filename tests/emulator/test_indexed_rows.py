@@ -129,5 +129,5 @@ def test_values_that_are_read_without_an_op_are_refused():
             self.values = rows["item"].values
             return super().forward(batch, rows, seed)
 
-    with pytest.raises(StageFailedError, match="the model read ops.IndexedRows.values by itself"):
+    with pytest.raises(StageFailedError, match=r"the model read ops\.IndexedRows\.values by itself"):
         train(Own, "nestpipe", 3)
