@@ -60,7 +60,7 @@ for dims in ((50, 64), (128, 128)):
     plain, heavy = (triton_attention.configuration(*dims, dtype, heavy) for heavy in (everything, True))
     tables = triton_attention.table_configuration(*dims, dtype, 64)
     kernels = [
-        (triton_attention.forward_kernel, plain), (triton_attention.rows_kernel, plain),
+        (triton_attention.forward_kernel, plain), (triton_attention.rows_kernel, heavy),
         (triton_attention.columns_kernel, heavy), (triton_attention.columns_kernel, heavy, True),
     ]
     if everything:
@@ -110,8 +110,6 @@ for dim in (32, 50, 128):
                 signature[argument] = "*i64"
             elif argument.endswith("_ptr"):
                 signature[argument] = "*fp32"
-            elif argument.endswith("_strides"):
-                signature[argument] = ("i32", "i32")
             else:
                 signature[argument] = "constexpr" if argument in constants else "i32"
         source = ASTSource(kernel, signature, constants)

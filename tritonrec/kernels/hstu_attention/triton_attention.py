@@ -2,8 +2,9 @@
 """Jagged HSTU attention in Triton: block sizes and launches of the kernels.
 
 Each sum runs along one sequence in blocks counted from the sequence's start, with block sizes chosen by head
-dimensions and dtype alone: the bits of a sequence depend neither on its batch, nor on `max_seq_len`, nor on
-the schedule. Blocks that nobody sees are skipped, and blocks that are seen whole compute no mask.
+dimensions, dtype and architecture alone: the bits of a sequence depend neither on its batch, nor on
+`max_seq_len`, nor on the schedule. Blocks that nobody sees are skipped, and blocks that are seen whole
+compute no mask.
 
 Scores are float32 sums (full float32 products for float32 inputs, never TF32); the weights are rounded to the
 input's dtype for the second product, and the scale is applied to the finished sum, a scale per token in dK
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
 from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
@@ -28,11 +30,15 @@ from tritonrec.kernels.linear.triton_linear import INTERPRETED
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False) -> dict[str, int]:
+def configuration(
+    dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False, capability: tuple[int, int] = (0, 0)
+) -> dict[str, int]:
     """Block sizes and warps: by what is asked for, so that no batch changes a result.
 
-    Chosen by hand, by what compiles for sm_90 with its matrix instructions and few spills; nothing was timed.
-    `heavy`: two accumulators, or a bias beside the scores.
+    Chosen by hand, by what compiles with matrix instructions and without spills, and by the bytes that it
+    reads; nothing was timed. A program reads every key that its queries see, so 128 queries read half as much
+    as 64, and sm_90 has the registers for them.
+    `heavy`: dO beside Q, two accumulators, or a bias beside the scores.
     """
     # tl.dot takes no dimension below 16; padded features are zero and add nothing
     block_qk = max(16, triton.next_power_of_2(dim_qk))
@@ -40,8 +46,12 @@ def configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = Fal
     widest = max(block_qk, block_v)
     if dtype == torch.float32:  # has no such instructions, and twice the bytes: narrow steps
         block_m, block_n, num_warps = (32 if widest > 64 else 64), 16, (8 if widest > 128 else 4)
+        if capability == (9, 0) and widest == 64:
+            num_warps = 8
     elif widest > 128:
         block_m, block_n, num_warps = 32, (16 if heavy and dtype == torch.bfloat16 else 32), 8
+    elif capability == (9, 0):
+        block_m, block_n, num_warps = 128, (32 if heavy or widest > 64 else 64), 8
     elif heavy or widest > 64:
         block_m, block_n, num_warps = 64, 32, 8
     else:
@@ -123,7 +133,7 @@ def forward(q, k, v, call, out) -> None:
     """Overwrite `out` (M, H, Dv), whatever it held."""
     check(q, v)
     q, k, v = map(contiguous_heads, (q, k, v))
-    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias)
+    config = configuration(q.shape[2], v.shape[2], q.dtype, call.has_bias, dispatch.capability(q))
     tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     launch(forward_kernel, tensors, Description(call, len(q)), tiles, q.shape[1], config)
@@ -138,14 +148,13 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     do, q, k, v = map(contiguous_heads, (do, q, k, v))
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
+    config = configuration(*dims, True, dispatch.capability(q))
     if call.deterministic:
-        config = configuration(*dims, call.has_bias)
         tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
         launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
     # Atomics add in float32 for any dtype, and dq is rounded once at the end.
     # Without atomics the kernel follows no pointer to dq.
     summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    config = configuration(*dims, True)
     tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
     launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=not call.deterministic)
