@@ -21,7 +21,7 @@ from tritonrec.harness.emulator.graph import EmulatedRecorder  # noqa: E402
 from tritonrec.harness.job import dense_optimizer  # noqa: E402
 from tritonrec.kernels import dispatch  # noqa: E402
 from tritonrec.kernels.deferred import Deferred  # noqa: E402
-from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig  # noqa: E402
+from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, sum_by_sample  # noqa: E402
 from tritonrec.ops import ExactSumError, use_impl  # noqa: E402
 from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch  # noqa: E402
@@ -100,6 +100,21 @@ def test_every_size_has_the_bits_of_the_model_s_call(bias):
         assert torch.equal(losses, other) and same(rows, others)
     assert all(torch.equal(sums[name], got[name]) for name in sums) and any(map(torch.any, sums.values()))
     assert (made.recorded, made.replayed, len(recorders)) == (1, 4, 1)
+
+
+def test_samples_of_padding_add_nothing_where_their_losses_have_gradients():
+    net, (made, _) = model(), graphs()
+    forward = net.forward
+
+    def more(batch, rows, seed):
+        hidden = net.encode(batch, rows["item"][: batch.num_tokens])
+        return forward(batch, rows, seed) + sum_by_sample(hidden[:, 0], batch.offsets)
+
+    net.forward = more
+    parts = [batch(MICRO_BATCHES["all"]), batch(MICRO_BATCHES["one"])]
+    _, sums = called(net, parts, plain(net))
+    _, got = called(net, parts, replayed(net, made))
+    assert all(torch.equal(sums[name], got[name]) for name in sums) and bool(sums["norm.bias"][0])
 
 
 def test_a_graph_that_is_full_has_no_padding_and_the_same_bits():

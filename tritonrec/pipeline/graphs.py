@@ -198,9 +198,8 @@ class _Graph:
         samples, tokens = batch.num_samples, batch.num_tokens
         fixed = self._batch
         for name in ("sample_ids", "timestamps", "labels", "negatives"):
-            values, target = getattr(batch, name), getattr(fixed, name)
-            target[: len(values)].copy_(values)
-            target[len(values) :].zero_()
+            values = getattr(batch, name)  # behind them may stand any: rows of padding are 0
+            getattr(fixed, name)[: len(values)].copy_(values)
         self._pad_offsets(batch.offsets)
         for given, target in zip(self._parts(rows.detach(), tokens), self._parts(self._rows), strict=True):
             target[:tokens].copy_(given)
