@@ -2,8 +2,8 @@
 
 MovieLens-100K, one thread a rank. Variants take turns step by step (pipelined ones eight steps by eight
 steps), so that a change of the machine's speed meets all; the median of the ratios is printed, by wall time
-of the slowest rank and by processor time of all. The waterfall is the recorder's: milliseconds of each
-stage, summed over micro-batches.
+of the slowest rank and by processor time of all. The waterfall is the recorder's: milliseconds of processor
+time of each stage, summed over micro-batches.
 
     python ci/benchmarks/measure_step.py --batch-size 64
     git worktree add /tmp/before COMMIT
@@ -54,7 +54,7 @@ RATIOS = {
 
 
 class StageTimes(NullRecorder):
-    """Seconds of each stage in each step."""
+    """Seconds of processor time of each stage in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ class StageTimes(NullRecorder):
         self, lane: str, name: str, *, batch: int, micro_batch: int | None = None, **args: Any
     ) -> Iterator[dict[str, Any]]:
         """A stage's work."""
-        began = time.perf_counter()
+        began = time.thread_time()
         yield args
-        self.seconds[name][batch] += time.perf_counter() - began
+        self.seconds[name][batch] += time.thread_time() - began
 
     def medians_ms(self, steps: int) -> dict[str, float]:
         """Of each stage, micro-batches together, in the steps that are warm."""

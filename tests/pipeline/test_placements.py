@@ -254,3 +254,13 @@ def test_a_trainer_names_the_table_that_is_on_another_device(monkeypatch):
     assert table == "genre"
     with pytest.raises(ValueError, match=r"table genre is on cuda:1, and the trainer works on cpu: .*'cpu'"):
         Trainer(*made, Communicators.local(), "nestpipe")
+
+
+def test_tables_in_two_places_are_planned_alike_on_one_rank():
+    """A table on a device counts its keys there, which one in host memory beside it has to join."""
+    given = [batch(step, "mixed") for step in range(3)]
+    expected = parts()
+    losses = trained(expected, "reference", given)
+    made = parts("cached", "host", "device")
+    assert same(trained(made, "sequential", given, micro_batches=3), losses)
+    assert same(state(made), state(expected))

@@ -39,18 +39,18 @@ def route(
     they hold, update and keep the same rows.
     """
     config, world = context.config, routing.world_size
-    on_device = context.device.type != "cpu"
+    groups = context.tables.groups
+    padded = [context.device.type != "cpu" or group.table.padded for group in groups]
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
     dedup, plans = config.dedup in ("exchange", "both"), []
     # On one rank nothing travels. Float32 sums have an order: that of the micro-batches' sums.
     alone = world == 1 and not context.replicated and (context.sums.exact or len(samples) == 1)
-    at_once = alone and config.dedup == "both" and not config.first_use
-    for group, keys in zip(context.tables.groups, by_table, strict=True):
-        padded = on_device or group.table.padded
-        if at_once and not padded:
+    at_once = alone and config.dedup == "both" and not config.first_use and not any(padded)
+    for group, pads, keys in zip(groups, padded, by_table, strict=True):
+        if at_once:
             plans.append(plan_lookups_of_one_rank(list(keys)))
         else:
-            plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, padded))
+            plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, pads))
         counts.occurrences += sum(map(len, keys))
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
     tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]
