@@ -212,5 +212,6 @@ def test_a_warm_session_tells_killed_survived_hung_and_what_an_import_shows(tmp_
     found = {name: rest for name, *rest in map(json.loads, re.findall(r"(?m)^\[.*\]$", done.stderr))}
     assert found == {
         "sum": ["killed", "test_sum", 2], "same": ["survived", "", 2], "import": ["at import", "", 2],
-        "no program": ["at import", "", 2], "hang": ["timeout", "", 2], "loop": ["timeout", "", 2], "none": ["no test", "", 0],
+        "no program": ["at import", "", 2], "hang": ["timeout", "", 2], "loop": ["timeout", "", 2],
+        "none": ["no test", "", 0],
     }  # fmt: skip

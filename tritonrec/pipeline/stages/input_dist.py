@@ -60,11 +60,10 @@ def route(
     answers, agreed = exchange(routing, replica_routing, sizes.permute(3, 0, 1, 2).flatten(1), header)
     received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
     received = []
-    for group, table, table_sizes in zip(context.tables.groups, tables, received_sizes, strict=True):
+    for pads, table, table_sizes in zip(padded, tables, received_sizes, strict=True):
         each = _send_keys(table, table_sizes, routing, counts)
         if context.replicated:
-            padded = on_device or group.table.padded
-            each = _share_with_replicas(each, replica_routing, counts, padded)
+            each = _share_with_replicas(each, replica_routing, counts, pads)
         received.append(each)
     normalizer = agreed.shard_loss_terms if config.average_every else agreed.loss_terms
     return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
