@@ -27,7 +27,7 @@ from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(step) for step in range(4)]
 IN_A_STEP = {
-    "unique.mark_kernel", "bucketize.place_kernel", "intersect.list_kernel", "philox.initial_rows_kernel",
+    "unique.mark_kernel", "intersect.list_kernel", "philox.initial_rows_kernel",
     "rows.move_kernel", "segment_sum.segment_sum_kernel", "fixed_point.from_fixed_point_kernel",
 }  # fmt: skip
 ON_DEVICE = {
