@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
@@ -23,7 +22,7 @@ from paper_rows.runs import RUNS, UnavailableError
 from paper_rows.tables import TABLES
 
 from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
+from tritonrec.harness.environment import environment_of_times
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "ci" / "baselines" / "papers.json"
@@ -107,7 +106,7 @@ def main() -> int:
             continue
         seconds = time.perf_counter() - began
         record["rows"][name] = {
-            "environment": {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds")},
+            "environment": environment_of_times(),
             "seconds": round(seconds, 1),
             "figures": figures,
         }

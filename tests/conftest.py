@@ -1,6 +1,7 @@
 """Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from tritonrec.kernels import dispatch
 
 if not torch.cuda.is_available() and dispatch.emulated is None:  # decided before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C asks nobody
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
 settings.load_profile("tests")

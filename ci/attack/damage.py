@@ -156,10 +156,21 @@ def damage_header(directory: Path, draw: random.Random, fits: bool, others: list
 
 def damage_files(directory: Path, draw: random.Random, fits: bool, others: list[Path]) -> str | None:
     """Files swapped, renamed, copied, removed, from elsewhere, or no files at all."""
-    path, other = draw.choice(files_of(directory)), draw.choice(files_of(directory))
-    kind = draw.choice(
-        ["swap", "copy", "remove", "rename", "foreign", "folder", "fifo", "loop", "link", "nothing"]
-    )
+    if not draw.randrange(10):
+        path = manifest_of(directory, draw.choice(steps(directory)))
+        renamed = manifest_of(
+            directory,
+            draw.choice([step for step in (5, 20, 25, 30, 99) if manifest_of(directory, step) != path]),
+        )
+        draw.choice([shutil.copy, os.rename])(path, renamed)
+        return f"rename: {path.relative_to(directory)}"
+    return exchange_files(directory, draw, others, ["fifo", "link"])
+
+
+def exchange_files(folder: Path, draw: random.Random, others: list[Path], more: list[str]) -> str | None:
+    """Swap, copy or remove a file; or put one from elsewhere, an empty one or no file in its place."""
+    path, other = draw.choice(files_of(folder)), draw.choice(files_of(folder))
+    kind = draw.choice(["swap", "copy", "remove", "foreign", "folder", "loop", "nothing", *more])
     if path == other and kind in ("swap", "copy"):
         return None
     if kind == "swap":
@@ -168,13 +179,6 @@ def damage_files(directory: Path, draw: random.Random, fits: bool, others: list[
         other.write_bytes(left)
     elif kind == "copy":
         shutil.copy(path, other)
-    elif kind == "rename":
-        path = manifest_of(directory, draw.choice(steps(directory)))
-        renamed = manifest_of(
-            directory,
-            draw.choice([step for step in (5, 20, 25, 30, 99) if manifest_of(directory, step) != path]),
-        )
-        draw.choice([shutil.copy, os.rename])(path, renamed)
     elif kind == "foreign":
         shutil.copy(draw.choice(files_of(draw.choice(others))), path)
     else:
@@ -189,7 +193,7 @@ def damage_files(directory: Path, draw: random.Random, fits: bool, others: list[
             path.symlink_to("/dev/zero")
         elif kind == "nothing":
             path.touch()
-    return f"{kind}: {path.relative_to(directory)}"
+    return f"{kind}: {path.relative_to(folder)}"
 
 
 def damage_parts(directory: Path, draw: random.Random, fits: bool, others: list[Path]) -> str | None:

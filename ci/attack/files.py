@@ -36,7 +36,7 @@ from typing import Any
 
 import case_runner
 import torch
-from damage import BYTES, files_of, places_of, strange_values
+from damage import BYTES, exchange_files, files_of, places_of, strange_values
 from formats import FORMATS, Format
 
 from tritonrec.checkpoint.manifest import add_checksum
@@ -79,27 +79,7 @@ def damage_length(folder: Path, draw: random.Random, others: list[Path]) -> str:
 
 
 def damage_files(folder: Path, draw: random.Random, others: list[Path]) -> str | None:
-    path, other = draw.choice(files_of(folder)), draw.choice(files_of(folder))
-    kind = draw.choice(["swap", "copy", "remove", "foreign", "folder", "loop", "nothing"])
-    if path == other and kind in ("swap", "copy"):
-        return None
-    if kind == "swap":
-        left, right = path.read_bytes(), other.read_bytes()
-        path.write_bytes(right)
-        other.write_bytes(left)
-    elif kind == "copy":
-        shutil.copy(path, other)
-    elif kind == "foreign":
-        shutil.copy(draw.choice(files_of(draw.choice(others))), path)
-    else:
-        path.unlink()
-        if kind == "folder":
-            path.mkdir()
-        elif kind == "loop":
-            path.symlink_to(path)
-        elif kind == "nothing":
-            path.touch()
-    return f"{kind}: {path.name}"
+    return exchange_files(folder, draw, others, [])
 
 
 def damage_fields(folder: Path, draw: random.Random, others: list[Path]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tritonrec.harness.environment import environment
+from tritonrec.harness.environment import environment_of_times
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """
@@ -97,11 +97,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     named = dict(each.split("=", 1) for each in options.checkouts) or {"here": ROOT}
-    load = os.getloadavg()[0]
     checkouts = {name: Path(path).resolve() for name, path in named.items()}
     found = measure(checkouts, options.repetitions, options.only)
     if options.json:
-        recorded = {"environment": environment(), "load": round(load, 1), "processor_seconds": found}
+        recorded = {"environment": environment_of_times(), "processor_seconds": found}
         options.json.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

@@ -16,19 +16,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
 
 import torch
-from strong_peers import processor
 
 import tritonrec
 from tritonrec import nn
 from tritonrec.data import JaggedBatch, NextItemLoader, load_interactions
 from tritonrec.distributed import Communicators
+from tritonrec.harness.environment import environment_of_times
 from tritonrec.host_memory import keep_freed_memory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sasrec.py"
@@ -131,11 +129,9 @@ def main() -> None:
         took, loss = row.values()
         print(f"{name:22s} {took:7.1f} ms, {took / ours:.2f} of ours with batch, loss {loss:.4f}")
     if options.json:
-        environment = {
-            "processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__,
-            "load": os.getloadavg(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
-        options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": environment_of_times(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

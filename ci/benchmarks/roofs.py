@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from kernel_cases import randn, zipf
-from strong_peers import processor
 
 from tritonrec import ops
+from tritonrec.harness.environment import environment_of_times
 from tritonrec.host_memory import keep_freed_memory
 
 TOKENS, DIM, ROWS, TABLE = 6_400, 64, 32_768, 200_000
@@ -137,11 +135,9 @@ def main() -> None:
             f"| {name} | {ms:.3g} | " + " | ".join(f"{value:.2f}" if value else "" for value in rest) + " |"
         )
     if options.json:
-        environment = {
-            "processor": processor(), "cores": os.cpu_count(), "torch": torch.__version__,
-            "load": os.getloadavg(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
-        options.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": environment_of_times(), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

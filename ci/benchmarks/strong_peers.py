@@ -19,14 +19,12 @@ import ctypes
 import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 os.environ["POLARS_MAX_THREADS"] = "1"  # read when it is imported
@@ -38,6 +36,7 @@ from kernel_cases import zipf
 
 from tritonrec import ops
 from tritonrec.embedding.key_index import KeyIndex
+from tritonrec.harness.environment import environment_of_times
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, DIM, LOOKUPS, BAG = 200_000, 64, 65_536, 8
@@ -48,11 +47,6 @@ Calls = dict[str, Callable[[], object]]
 
 class Skipped(Exception):
     """A peer that cannot be measured here; says why."""
-
-
-def processor() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(": ")[2] if names else platform.processor()
 
 
 class CppMap:
@@ -343,12 +337,11 @@ def main() -> None:
     if arguments.json:
         report = {
             "environment": {
-                "processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+                **environment_of_times(),
                 "versions": {
                     name: version(name)
                     for name in ("tritonrec", "torch", "numba", "polars", "duckdb", "fbgemm-gpu-cpu")
                 },
-                "load": os.getloadavg(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
             },
             "milliseconds": rows, "skipped": skipped,
         }  # fmt: skip

@@ -31,7 +31,7 @@ IN_A_STEP = {
     "rows.move_kernel", "segment_sum.segment_sum_kernel", "fixed_point.from_fixed_point_kernel",
 }  # fmt: skip
 ON_DEVICE = {
-    "hash_table.find_kernel", "hash_table.claim_kernel",
+    "bucketize.place_kernel", "hash_table.find_kernel", "hash_table.claim_kernel",
     "chunked_rows.read_kernel", "chunked_rows.write_kernel",
 }  # fmt: skip
 

@@ -147,7 +147,8 @@ def elsewhere(tmp_path, monkeypatch):
     """An empty folder for what a page writes; torchrun's variables, process groups and bugs are as before."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that one that is not there is taken away again
+        monkeypatch.delenv(name)
     monkeypatch.setattr(bug, "CORPUS", [*bug.CORPUS])
     monkeypatch.setattr(bug, "SOURCES", {**bug.SOURCES})
     state = torch.random.get_rng_state()

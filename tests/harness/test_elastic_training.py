@@ -202,7 +202,7 @@ def test_too_few_ranks_do_not_go_on(job):
 def test_options_that_do_not_go_together(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, output, _ = commands.invoke("train", "--world-size", 2, *words)
-    assert code == 2 and says.replace(" ", "") in "".join(output.replace("│", " ").split()), output
+    assert code == 2 and says in output, output
 
 
 @pytest.mark.slow

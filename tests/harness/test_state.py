@@ -106,6 +106,26 @@ def test_missing_surplus_and_early_keys():
     assert compared.first is not None and compared.first.index[0] == 77
 
 
+def test_a_sample_may_be_in_a_step_twice():
+    """As in streams whose epochs have no border: once on each of two ranks, or twice on one."""
+    table, _ = run()
+    expected = loss_state(torch.tensor([7, 4, 9, 4]), torch.tensor([7.0, 4.0, 9.0, 4.0]))
+
+    def difference(ids, losses):
+        compared = comparison(table, world_size=2)
+        compared.compare(2, expected, loss_state(torch.tensor(ids), torch.tensor(losses)), final=False)
+        return compared.first
+
+    assert difference([9, 4], [9.0, 4.0]) is None
+    assert difference([4, 7, 4], [4.0, 7.0, 4.0]) is None
+    assert difference([], []) is None
+    assert difference([4, 9], [4.5, 9.0]).index == [4]
+    assert difference([4, 7, 4], [4.0, 7.0, 5.0]).index == [4]
+    for surplus, ids in ((4, [4, 4, 4]), (9, [4, 9, 9]), (11, [7, 11]), (1, [1, 4])):
+        found = difference(ids, [float(each) for each in ids])
+        assert (found.index, found.expected, found.got) == ([surplus], "absent", "present")
+
+
 def test_a_shard_is_compared_with_its_own_keys_only():
     table, whole = run()
     seen = 0

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from speeds import slow_except
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci" / "benchmarks"))
+from measure_first_calls import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
+UNIQUE, ATTENTION, _, EVERY_OP, TRAINING = PROGRAMS.values()
 OTHERS = {"tritonrec.embedding.numba_select.unpinned": 2}  # metadata in uint8 and in int32
 COUNTED = """
 import json, sys
@@ -34,22 +38,6 @@ kernels = {
 compiled = [name for name in names if name.startswith("tritonrec.")]
 print(json.dumps({"compiled": compiled, "kernels": kernels}))
 """
-UNIQUE = "ops.unique(torch.tensor([5, 3, 5]))"
-ATTENTION = """
-q, k, v = (torch.randn(9, 2, 4, requires_grad=True) for _ in range(3))
-ops.hstu_attention(q, k, v, torch.tensor([0, 4, 9]), 5, alpha=0.5, scaling_seqlen=5).sum().backward()
-"""
-EVERY_OP = """
-import launches
-from contextlib import suppress
-def run(op, *arguments, **options):
-    with suppress(ops.ExactSumError):
-        return op(*arguments, **options, impl="cpu")
-launches.run = run
-for call in launches.CASES.values():
-    call()
-"""
-TRAINING = "from tritonrec.harness.warmup import warm_up; warm_up()"
 COMPILED = {
     UNIQUE: ["unique.numba_unique._count_keys", "unique.numba_unique._read_counts"],
     ATTENTION: [

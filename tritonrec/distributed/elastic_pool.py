@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from .communicator import TIMEOUT
 from .elastic import run_elastic
 from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
-from .launch import GRACE, by_text, how_it_ended, one_thread_each
+from .launch import GRACE, by_text, how_it_ended, join_or_kill, one_thread_each
 from .rank_process import LOOPBACK, StopRequests, follow, start_store, told
 from .watch import RankDiedError
 
@@ -132,12 +131,7 @@ class ElasticPool:
 
     def close(self) -> None:
         """End the processes; those that do not end within two seconds are killed."""
-        deadline = time.monotonic() + 2
-        for process in self.processes:
-            process.join(timeout=max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        join_or_kill(self.processes)
         for connection in self._lifelines:
             connection.close()
 

@@ -276,12 +276,7 @@ class RankPool:
                 continue
             with suppress(OSError):
                 connection.send(None)
-        deadline = time.monotonic() + 2
-        for process in self.processes:
-            process.join(timeout=max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        join_or_kill(self.processes)
         for connection in [*self._connections, *self._lifelines]:
             connection.close()
         self._store = None
@@ -298,6 +293,16 @@ def how_it_ended(process: ForkedProcess | BaseProcess) -> str:
     process.join(timeout=5)
     code = process.exitcode
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def join_or_kill(processes: Sequence[ForkedProcess | BaseProcess]) -> None:
+    """Wait for processes that are about to end; those that do not within two seconds are killed."""
+    deadline = time.monotonic() + 2
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def by_text(errors: dict[int, str]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,3 +22,20 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processors": os.cpu_count(),
     }
+
+
+def environment_of_times() -> dict[str, Any]:
+    """`environment`, with what decides about times: the processor's name and its load, and the date."""
+    return {
+        **environment(),
+        "processor": _processor(),
+        "load": [round(each, 2) for each in os.getloadavg()],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line for line in lines if line.startswith("model name")]
+    return names[0].partition(": ")[2] if names else platform.processor()

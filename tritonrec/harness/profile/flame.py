@@ -46,6 +46,12 @@ class FlameError(RuntimeError):
     """There is no flame graph; the message says why, and what to do."""
 
 
+def _heed_interrupts_and_parent() -> None:
+    """A shell's background job ignores SIGINT, and so do its children; py-spy writes its file when it gets it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
 class PySpy:
     """A py-spy that samples a process until `finish`; a context manager, entered when it samples.
 
@@ -80,7 +86,7 @@ class PySpy:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=end_with_parent,
+                    preexec_fn=_heed_interrupts_and_parent,
                 )
             deadline = time.monotonic() + START_SECONDS
             while _SAMPLING not in self._log.read_bytes():

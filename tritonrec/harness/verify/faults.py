@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import injections
+from . import injections, kept_state
 from .cases import Case
 from .injections import Injection
 from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
@@ -108,7 +108,7 @@ FAULTS = [
         "initial-value-by-arrival",
         "initial rows depend on the order of arrival instead of the key",
         _case(),
-        Injection(injections.initial_by_arrival),
+        Injection(kept_state.initial_by_arrival),
     ),
     Fault(
         "stale-dense-parameter",
@@ -162,7 +162,7 @@ FAULTS = [
         "restart-without-loss-scale",
         "the scale of the loss begins anew after a restart",
         replace(_case(), variant="fp16", steps=8, restart=1),
-        Injection(injections.restart_without_loss_scale),
+        Injection(kept_state.restart_without_loss_scale),
     ),
     Fault(
         "missed-decay-forgotten",
@@ -198,7 +198,7 @@ FAULTS = [
         "merged-tables-share-ids",
         "equal ids of two merged tables share a row",
         replace(_case(), variant="merged"),
-        Injection(injections.merged_tables_share_ids),
+        Injection(kept_state.merged_tables_share_ids),
     ),
     Fault(
         "rows-handed-out-in-reverse",
@@ -210,19 +210,19 @@ FAULTS = [
         "evicts-rows-in-a-buffer",
         "eviction takes rows that the window before still trains on",
         replace(_case(), variant="lfu", steps=8),
-        Injection(injections.evicts_rows_in_a_buffer),
+        Injection(kept_state.evicts_rows_in_a_buffer),
     ),
     Fault(
         "evicts-by-the-pass-before",
         "a device's table evicts as many rows as were too many one pass earlier",
         replace(_case(), variant="lru", steps=8, storage="device"),
-        Injection(injections.evicts_by_the_pass_before),
+        Injection(kept_state.evicts_by_the_pass_before),
     ),
     Fault(
         "low-precision-rows-not-rounded",
         "rows in low precision stay float32 in the buffers",
         replace(_case(), variant="precision-tiers"),
-        Injection(injections.low_precision_not_rounded),
+        Injection(kept_state.low_precision_not_rounded),
     ),
     Fault(
         "accumulation-divides-by-one-batch",
@@ -234,25 +234,25 @@ FAULTS = [
         "restart-without-scores",
         "scores and access counts start from zero after a restart",
         replace(_case(), variant=RESTART, steps=8, restart=1),
-        Injection(injections.restart_without_scores),
+        Injection(kept_state.restart_without_scores),
     ),
     Fault(
         "shard-read-by-two-ranks",
         "rank 1 also streams the rows of the first reader of rank 0",
         replace(_case(), variant=STREAM),
-        Injection(loader=injections.shard_read_by_two_ranks),
+        Injection(loader=kept_state.shard_read_by_two_ranks),
     ),
     Fault(
         "window-read-by-two-ranks",
         "rank 1 also streams the windows of GRM that the first reader of rank 0 has",
         replace(_case(), variant="stream-grm"),
-        Injection(loader=injections.shard_read_by_two_ranks),
+        Injection(loader=kept_state.shard_read_by_two_ranks),
     ),
     Fault(
         "position-one-batch-late",
         "after a restart a stream goes on one batch late",
         replace(_case(), variant=STREAM, steps=8, restart=1),
-        Injection(loader=injections.position_one_batch_late),
+        Injection(loader=kept_state.position_one_batch_late),
     ),
     Fault(
         "gradients-leave-at-first-use",
@@ -264,13 +264,13 @@ FAULTS = [
         "last-rows-stay-in-the-buffer",
         "rows that stayed in a buffer are not written back when the pipeline drains",
         replace(_case(), variant="skip-fetch"),
-        Injection(injections.last_rows_stay_in_the_buffer),
+        Injection(kept_state.last_rows_stay_in_the_buffer),
     ),
     Fault(
         "dropped-rows-not-written-back",
         "rows that a batch drops are taken for kept ones and never written back",
         replace(_case(), variant="scale", steps=8),
-        Injection(injections.dropped_rows_not_written_back),
+        Injection(kept_state.dropped_rows_not_written_back),
     ),
     Fault(
         "fetch-before-dropped-rows-are-written",
@@ -325,19 +325,19 @@ FAULTS = [
         "export-of-a-stale-row",
         "a row is exported from the step of an earlier checkpoint",
         replace(_case(), variant="export", steps=8),
-        Injection(injections.stale_row_in_changes),
+        Injection(kept_state.stale_row_in_changes),
     ),
     Fault(
         "export-in-another-precision",
         "a model trained in bfloat16 is exported in float32",
         replace(_case(), variant="export-bf16"),
-        Injection(export=injections.exported_in_float32),
+        Injection(export=kept_state.exported_in_float32),
     ),
     Fault(
         "export-with-an-expert-less",
         "an exported GRM mixes one expert less",
         replace(_case(), variant="export-grm"),
-        Injection(export=injections.exported_with_an_expert_less),
+        Injection(export=kept_state.exported_with_an_expert_less),
     ),
     Fault(
         "one-buffer-for-all-lags",
@@ -379,7 +379,7 @@ FAULTS = [
         "bit-of-a-row-at-rest",
         "a bit of one of rank 1's rows flips in its table",
         replace(_case(), variant="replay", steps=8),
-        Injection(injections.bit_of_a_row_at_rest),
+        Injection(kept_state.bit_of_a_row_at_rest),
         says="on rank 1 has other bits than when it was written",
     ),
     Fault(
@@ -400,19 +400,19 @@ FAULTS = [
         "copy-one-keep-late",
         "after the loss of a rank, rows come from the copy before the newest",
         replace(_case(world_size=3), variant=LOST_RANK, steps=6),
-        Injection(copies=injections.copy_one_keep_late),
+        Injection(copies=kept_state.copy_one_keep_late),
     ),
     Fault(
         "copy-of-the-wrong-rank",
         "a copy has the keys of the neighbour's shard and rows of the rank's own",
         replace(_case(world_size=3), variant=LOST_RANK, steps=6),
-        Injection(copies=injections.copy_of_the_wrong_rank),
+        Injection(copies=kept_state.copy_of_the_wrong_rank),
     ),
     Fault(
         "copy-without-a-key",
         "the first row of a shard is missing in a copy",
         replace(_case(world_size=3), variant=LOST_RANK, steps=6),
-        Injection(copies=injections.copy_without_a_key),
+        Injection(copies=kept_state.copy_without_a_key),
     ),
     Fault(
         "lost-gradient-at-window-consistency",

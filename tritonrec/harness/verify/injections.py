@@ -7,7 +7,6 @@ what it is passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...data import JaggedBatch, Stream
+from ...data import JaggedBatch
 from ...distributed import Communicator
 from ...distributed.bounded_lag import BoundedLagAllToAll, Exchange
 from ...nn import RMSNorm
@@ -152,23 +151,6 @@ def sums_of_four_bytes(program: Program) -> None:
         send(sent, over, values.to(torch.int32).to(torch.int64), *rest)
 
     program.sums.send_to_owners = narrow  # type: ignore[method-assign, assignment]
-
-
-def initial_by_arrival(program: Program) -> None:
-    table = program.tables.groups[0].table
-    lookup = table.lookup
-
-    def by_arrival(keys: torch.Tensor, *rest):
-        new, before = keys[table.find(keys) < 0], len(table)
-        found = lookup(keys, *rest)
-        if new.numel():
-            values = table.gather(table.find(new), new)
-            places = torch.arange(before, before + len(new))
-            values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, table.scale)
-            table.update(table.find(new), values)
-        return found
-
-    table.lookup = by_arrival  # type: ignore[method-assign,assignment]
 
 
 def stale_dense_parameter(program: Program) -> None:
@@ -350,35 +332,12 @@ def weights_of_other_ids(program: Program) -> None:
     program.tables.by_feature = shifted  # type: ignore[method-assign]
 
 
-def low_precision_not_rounded(program: Program) -> None:
-    table = program.tables.groups[0].table
-    table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
-
-
 def mean_over_one_batch(program: Program) -> None:
     def of_the_last(window: Window, routes: Read[Routes]) -> Routes:
         normalizer = max(routes.loss_normalizer // len(window.batches), 1)
         return replace(routes, loss_normalizer=normalizer, row_normalizer=normalizer)
 
     program.after("route", of_the_last)
-
-
-def restart_without_scores(program: Program) -> None:
-    table = program.tables.groups[0].table
-    load_state = table.load_state
-
-    def forgetful(state: dict[str, dict[str, torch.Tensor]]) -> None:
-        rows = {name: column for name, column in state["rows"].items() if name in ("keys", "rows")}
-        rows |= {name: torch.zeros_like(column) for name, column in state["rows"].items() if name not in rows}
-        load_state({**state, "rows": rows})
-
-    table.load_state = forgetful  # type: ignore[method-assign]
-
-
-def restart_without_loss_scale(program: Program) -> None:
-    scaler = program.dense.scaler
-    assert scaler is not None
-    scaler.load_state_dict = lambda state: None  # type: ignore[method-assign]
 
 
 def own_rows_not_rounded(program: Program) -> None:
@@ -406,32 +365,6 @@ def own_rows_not_rounded(program: Program) -> None:
     program.replace("exchange", exchange)
 
 
-def stale_row_in_changes(program: Program) -> None:
-    table = program.tables.groups[0].table
-    take_changes = table.take_changes
-
-    def without_one():
-        state, erased = take_changes()
-        rows = state["rows"]
-        return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
-
-    table.take_changes = without_one  # type: ignore[method-assign]
-
-
-exported_in_float32 = partial(export, precision="float32")
-
-
-def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
-    model = deepcopy(model)
-    model.head.top_k -= 1
-    export(checkpoint, out, model)
-
-
-def merged_tables_share_ids(program: Program) -> None:
-    for group in program.tables.groups:
-        group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
-
-
 def rows_in_reverse(program: Program) -> None:
     def inverse_of_another(routes: Read[Routes]) -> Routes:
         tables = [
@@ -441,31 +374,6 @@ def rows_in_reverse(program: Program) -> None:
         return replace(routes, tables=tables)
 
     program.after("route", inverse_of_another)
-
-
-def evicts_rows_in_a_buffer(program: Program) -> None:
-    table = program.tables.groups[0].table
-    lookup = table.lookup
-
-    def forgetful(keys, step, all_reduce=None, count=None):
-        pinned = table._metadata.pinned
-        pinned.last = pinned.last[:0]
-        return lookup(keys, step, all_reduce, count)
-
-    table.lookup = forgetful  # type: ignore[method-assign]
-
-
-def evicts_by_the_pass_before(program: Program) -> None:
-    table = program.tables.groups[0].table
-    number = table._number
-    last: dict[str, list[int]] = {}
-
-    def stale(policy, step, all_reduce):
-        now = number(policy, step, all_reduce)
-        before, last[policy.column] = last.get(policy.column, now), now
-        return before
-
-    table._number = stale  # type: ignore[method-assign]
 
 
 def gradients_leave_at_first_use(program: Program) -> None:
@@ -479,14 +387,6 @@ def gradients_leave_at_first_use(program: Program) -> None:
         return replace(routes, tables=tables, received=received)
 
     program.after("route", first_is_last)
-
-
-def last_rows_stay_in_the_buffer(program: Program) -> None:
-    program.finish = lambda places: None  # type: ignore[method-assign]
-
-
-def dropped_rows_not_written_back(program: Program) -> None:
-    program.replace("write_back", nothing)
 
 
 def replicas_keep_their_gradients(program: Program) -> None:
@@ -540,19 +440,6 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
     program.after("route", too_early)
 
 
-def bit_of_a_row_at_rest(program: Program) -> None:
-    def flipped(owned: Read[OwnedRows]) -> None:
-        table, handles = program.tables.groups[0].table, owned.tables[0].handles
-        handles = handles[handles >= 0][:1]
-        if program.context.rank == 1 and len(handles):
-            storage: Any = table._rows
-            values = storage._storage.gather(handles)
-            values.view(torch.int32)[0, 1] ^= 1 << 12
-            storage._storage.update(handles, values)
-
-    program.after("write_back", flipped)
-
-
 def bit_of_a_message(program: Program) -> None:
     communication = program.communicators.communication
     exchange, rows = communication.exchange, list[int]()
@@ -581,71 +468,6 @@ def bit_of_a_gradient(program: Program) -> None:
             gradients[0][used[0], 1] ^= 1 << 12
 
     program.after("compute", flipped)
-
-
-Parts = dict[int, dict[str, dict[str, torch.Tensor]]]
-"""By shard, table and column what a copy holds, the rank's own shard first."""
-
-
-def _parts_restored(copies: PeerCopies, change: Callable[[list[Parts]], Parts]) -> None:
-    """Change the newest copy's parts, which `change` makes of those of all copies, before it is restored."""
-    restore: Any = copies.restore
-
-    def changed(*arguments: Any) -> int:
-        if copies._copies:
-            parts = change([copy.parts for copy in copies._copies])
-            copies._copies.append(replace(copies._copies.pop(), parts=parts))
-        return restore(*arguments)
-
-    copies.restore = changed  # type: ignore[method-assign, assignment]
-
-
-def _columns(parts: Parts, change: Callable[[str, str, torch.Tensor], torch.Tensor]) -> Parts:
-    return {
-        shard: {
-            table: {name: change(table, name, column) for name, column in columns.items()}
-            for table, columns in tables.items()
-        }
-        for shard, tables in parts.items()
-    }
-
-
-def copy_one_keep_late(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: parts[0])
-
-
-def copy_of_the_wrong_rank(copies: PeerCopies) -> None:
-    def mixed(parts: list[Parts]) -> Parts:
-        own, *_ = parts[-1].values()
-
-        def of_own(table: str, name: str, column: torch.Tensor) -> torch.Tensor:
-            rows = own[table][name].repeat_interleave(2, 0)  # the neighbour may have more
-            return column if name == "keys" else rows[: len(column)]
-
-        return _columns(parts[-1], of_own)
-
-    _parts_restored(copies, mixed)
-
-
-def copy_without_a_key(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: _columns(parts[-1], lambda table, name, column: column[1:]))
-
-
-def shard_read_by_two_ranks(loader: Loader) -> None:
-    assert isinstance(loader, Stream)
-    if loader.rank:
-        loader.readers = [0, *loader.readers]
-
-
-def position_one_batch_late(loader: Loader) -> None:
-    assert isinstance(loader, Stream)
-    load_state_dict, rows_of = loader.load_state_dict, loader.rows_of
-
-    def late(state: Mapping[str, Any]) -> None:
-        load_state_dict(state)
-        loader.rows_of = lambda step: rows_of(step + 1)  # type: ignore[method-assign]
-
-    loader.load_state_dict = late  # type: ignore[method-assign]
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

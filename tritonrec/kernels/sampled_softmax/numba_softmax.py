@@ -41,6 +41,14 @@ def _probabilities(hidden, h, positive, p, negatives, n, valid, first, scale, sc
 
 
 @njit(cache=True, nogil=True)
+def _start_gradients(hidden, positive, h, slope, dhidden, dpositive, dim):
+    """The positive's part of the gradients of one token."""
+    for d in range(dim):
+        dhidden[h + d] = slope * positive[h + d]
+        dpositive[h + d] = slope * hidden[h + d]
+
+
+@njit(cache=True, nogil=True)
 def forward(hidden, positive, negatives, valid, scale, losses, start, stop, dim, count):
     score = np.empty(count + U(1), F32)
     for t in range(start, stop):
@@ -67,12 +75,8 @@ def backward(
     for t in range(start, stop):
         h, n = t * dim, t * count * dim
         _probabilities(hidden, h, positive, h, negatives, n, valid, t * count, scale, score, dim)
-        score[0] -= F32(1.0)
         factor = dloss[t] * scale
-        slope = score[0] * factor
-        for d in range(dim):
-            dhidden[h + d] = slope * positive[h + d]
-            dpositive[h + d] = slope * hidden[h + d]
+        _start_gradients(hidden, positive, h, (score[0] - F32(1.0)) * factor, dhidden, dpositive, dim)
         for c in range(count):
             slope = score[c + U(1)] * factor
             row = n + c * dim
@@ -114,12 +118,8 @@ def backward_rows(
         h = t * dim
         _take(matrix, stride, rows, t * count, own, dim, count)
         _probabilities(hidden, h, positive, h, own, U(0), valid, t * count, scale, score, dim)
-        score[0] -= F32(1.0)
         factor = dloss[t] * scale
-        slope = score[0] * factor
-        for d in range(dim):
-            dhidden[h + d] = slope * positive[h + d]
-            dpositive[h + d] = slope * hidden[h + d]
+        _start_gradients(hidden, positive, h, (score[0] - F32(1.0)) * factor, dhidden, dpositive, dim)
         for c in range(count):
             slope = score[c + U(1)] * factor
             slopes[t * count + c] = slope
