@@ -92,8 +92,8 @@ def test_what_a_schedule_grants_is_accessed_in_it(local):
         assert not never, (key, never)
 
 
-def on_ranks(communicators, window):
-    return recorded("nestpipe", window, communicators, policy=None)[:2]
+def on_ranks(communicators, window, policy=None):
+    return recorded("nestpipe", window, communicators, policy=policy)[:2]
 
 
 @pytest.mark.slow
@@ -104,8 +104,8 @@ def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
         ranks = pool.run(on_ranks, 2, window, replicas=2)
         touched |= set().union(*(accesses for _, accesses in ranks))
         assert same(ranks[0][0], ranks[1][0])
-    # a replica of one rank asks nobody for rows
-    touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 2, {})))
+    for window in ({}, {"skip_fetch": True}):  # a replica of one rank asks nobody for rows or sizes
+        touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 2, window, POLICY)))
     declared = {(each.function.__name__, access) for each in FORMS for access in each.touches}
     never = sorted(f"{name}: {access}" for name, access in declared - touched)
     assert not never, never
