@@ -104,7 +104,7 @@ def test_after_a_failure_the_trainer_keeps_what_a_device_may_still_work_on():
     training = Trainer(*made, Communicators.local(), "nestpipe", config, streams=FakeAccelerator())
     with pytest.raises(StageFailedError):
         list(training.run(batches()))
-    assert 1 in [places.window.step for places in training._abandoned]
+    assert 1 in [places.window.step for places in training._pending.abandoned]
 
 
 def test_an_error_that_the_device_reports_late_names_its_stage():

@@ -14,6 +14,7 @@ from .precision import LossScaling, Precision, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replay import Replay
+from .results import StepResult
 from .saver import TrainingSaver, restore
 from .schedule import (
     DBP,
@@ -30,7 +31,7 @@ from .schedule import (
     with_norm,
     with_replicas,
 )
-from .trainer import StepResult, Trainer
+from .trainer import Trainer
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ from .dense import DenseModel
 from .dense_checks import validate_invariant
 from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
-from .flight import Flight, lane_work, on_the_callers_thread, validate_model_place, validate_places
+from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
 from .graphs import MicroBatchGraphs
-from .model_call import CallerSettings, check_gradients_are_on
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
+from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
 from .precision import LossScaler, autocast
@@ -39,57 +37,12 @@ from .program import Program
 from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
+from .results import StepResult, results_of
 from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Losses of one step.
-
-    Args:
-        step: of the batch.
-        sample_ids, losses: (B,) int64 and (B,) float32, the sum of the terms of each sample on this rank.
-        loss_terms: terms of the loss (tokens, impressions) in the whole update, over all ranks and over the
-            batches it accumulates.
-        loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
-            same bits in every mode and at every world size.
-        grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
-            None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set, or the precision
-            is ``"fp16"``.
-        skipped: whether the update was left out (``skip_nonfinite``, precision ``"fp16"``); then `grad_norm`
-            is infinite and `loss` is not a number.
-        learning_rates: of the optimizers' groups, those that the update used; nan for a group without one.
-        loss_scale: that the update used; None unless the precision is ``"fp16"``.
-    """
-
-    step: int
-    sample_ids: torch.Tensor
-    losses: torch.Tensor
-    loss_terms: int
-    loss: float
-    grad_norm: float | None = None
-    skipped: bool = False
-    learning_rates: tuple[float, ...] = ()
-    loss_scale: float | None = None
-
-    def values(self) -> dict[str, float]:
-        """What the step says of itself, the same on all ranks, by the names of loggers' columns.
-
-        ``loss``, ``grad_norm`` and ``loss_scale`` where there are such, ``lr``, or ``lr/0``, ``lr/1``, ...
-        """
-        values = {"loss": self.loss}
-        if self.grad_norm is not None:
-            values["grad_norm"] = self.grad_norm
-        if self.loss_scale is not None:
-            values["loss_scale"] = self.loss_scale
-        one = len(self.learning_rates) == 1
-        for number, rate in enumerate(self.learning_rates):
-            values["lr" if one else f"lr/{number}"] = rate
-        return values
 
 
 class Trainer:
@@ -172,12 +125,7 @@ class Trainer:
         self._communicators = communicators
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
-        self._batches = 0  # of this run
         self._stopping = False
-        self._number = 0
-        self._read = -1  # the last update whose batches were read
-        self._pending: deque[WindowPlaces] = deque()
-        self._abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: Program | None = None
@@ -185,11 +133,10 @@ class Trainer:
         self._schedule = None if mode == "reference" else schedule
         if mode != "reference" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
-        bits = self.config.fraction_bits if self.config.consistency == "batch" else None
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs is not None:
             graphs.validate(model, self.config, self._device)
-        self._flight = Flight(tables, self.dense, bits, shared, self._steps_in_flight, graphs)
+        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs)
         self._sums = Sums(self.config, self._device)
         self.recorder.metadata.update(
             mode=mode,
@@ -208,7 +155,7 @@ class Trainer:
             self.impl,
         )  # fmt: skip
         self._program = Program(
-            self._schedule, tables, self.dense, communicators, self.config, self._flight, self._device
+            self._schedule, tables, self.dense, communicators, self.config, self._pending.flight, self._device
         )
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
@@ -225,8 +172,8 @@ class Trainer:
         self._reader = self._batch_reader()
 
     def _batch_reader(self) -> BatchReader:
-        watch = self._communicators.watch
-        return BatchReader(self._executor, self.config.accumulate, self.recorder, self._flight, watch)
+        flight, watch = self._pending.flight, self._communicators.watch
+        return BatchReader(self._executor, self.config.accumulate, self.recorder, flight, watch)
 
     @property
     def communicators(self) -> Communicators:
@@ -253,11 +200,11 @@ class Trainer:
             )
         if not 1 <= len(batches) <= self.config.accumulate:
             raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
-        source, before = iter(batches), self._batches
+        source, before = iter(batches), self._pending.batches
         results = [self.progress(source)]
         while self._pending or self._results:
             results.append(self.progress(source))
-        self._batches = before  # a single step is no run, whose end the ranks would have to agree on
+        self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
@@ -279,7 +226,7 @@ class Trainer:
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if not self._results:
-            self._flight.check_caller()
+            self._pending.flight.check_caller()
             if self._executor is None:
                 self._plain(iterator)
             else:
@@ -299,7 +246,7 @@ class Trainer:
 
     def in_flight(self) -> list[int]:
         """Steps whose batches were read and are not finished, oldest first."""
-        return [batch.step for places in self._pending for batch in places.window.batches]
+        return self._pending.steps()
 
     @property
     def stopping(self) -> bool:
@@ -316,14 +263,14 @@ class Trainer:
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
-            window = self._next_window(iterator)
+            window = self._pending.read(self._reader, iterator)
             if window is None:
                 break
-            executor.submit(window.number, self._begin(window))
+            executor.submit(window.number, self._pending.begin(window))
         if not self._pending:
             self._end_run()
             raise StopIteration
-        places = self._pending[0]
+        places = self._pending.oldest
         executor.wait(places.window.number)
         try:
             places.errors.check()
@@ -333,34 +280,8 @@ class Trainer:
         if len(self._pending) == 1:
             with on_the_callers_thread(self.impl):
                 self.program.finish(places)
-        self._end(places)  # only now: an interrupt before leaves everything to be done
+        self._pending.end()  # only now: an interrupt before leaves everything to be done
         self._finish(places)
-
-    def _begin(self, window: Window) -> WindowPlaces:
-        """The window is in flight."""
-        previous = self._pending[-1] if self._pending else None
-        places = WindowPlaces(window, previous, self.config.skips)
-        self._flight.begin()
-        self._pending.append(places)
-        self._read = window.update
-        self._number += 1
-        self._batches += len(window.batches)
-        return places
-
-    def _end(self, places: WindowPlaces) -> None:
-        """The oldest window in flight is done."""
-        self._pending.popleft()
-        self._flight.updated(places.window.update)
-        if not self._pending:
-            self._flight.end()
-
-    def _abandon(self) -> None:
-        self._pending.clear()
-        self._flight.end()
-
-    def _steps_in_flight(self) -> str:
-        steps = self.in_flight()
-        return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} are"
 
     def sync(self) -> None:
         """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
@@ -380,7 +301,8 @@ class Trainer:
 
     def _average_is_next(self) -> bool:
         """Whether the last window submitted is the last one before the replicas are averaged."""
-        return bool(self._pending) and self._averages_after(self._pending[-1].window)
+        newest = self._pending.newest
+        return newest is not None and self._averages_after(newest.window)
 
     def _averages_after(self, window: Window) -> bool:
         every = self.config.average_every
@@ -462,8 +384,7 @@ class Trainer:
         """
         if self._executor is not None:
             self._executor.close()
-        self._abandoned += self._pending
-        self._abandon()
+        self._pending.abandon_under_way()
 
     def __enter__(self) -> Trainer:
         return self
@@ -476,36 +397,12 @@ class Trainer:
         finally:
             self.close()
 
-    def _next_window(self, iterator: Iterator[Batch]) -> Window | None:
-        """The batches of the next update; None when there are none left."""
-        count, settings = self.config.accumulate, CallerSettings.of_this_thread(self._device)
-        batches = self._reader.read(iterator, settings)
-        if not batches:
-            return None
-        first = batches[0].step
-        if first % count or [batch.step for batch in batches] != [*range(first, first + len(batches))]:
-            raise ValueError(
-                f"an update takes {count} consecutive batches from a multiple of {count}, got steps "
-                f"{[batch.step for batch in batches]}"
-            )
-        check_gradients_are_on()
-        settings = CallerSettings.of_this_thread(self._device, self.config.precision)
-        window = Window(self._number, batches, first // count, settings)
-        last = max(self._read, self._flight.last_update)
-        if window.update <= last:
-            raise ValueError(
-                f"step {first} is update {window.update}, and update {last} of these tables and this "
-                "optimizer is done or in flight: steps must rise, since Adam's bias correction, eviction and "
-                "dropout go by their numbers; to begin anew make new tables and a new optimizer, or load them"
-            )
-        return window
-
     def _plain(self, iterator: Iterator[Batch]) -> None:
-        window = self._next_window(iterator)
+        window = self._pending.read(self._reader, iterator)
         if window is None:
             self._end_run()
             raise StopIteration
-        places = self._begin(window)
+        places = self._pending.begin(window)
         try:
             with on_the_callers_thread(self.impl):
                 if self.reference is None:
@@ -514,9 +411,9 @@ class Trainer:
                     self._run_reference(self.reference, places)
             places.errors.check()
         except BaseException:
-            self._abandon()
+            self._pending.abandon()
             raise
-        self._end(places)
+        self._pending.end()
         self._finish(places)
 
     def _run_reference(self, reference: ReferenceTrainer, places: WindowPlaces) -> None:
@@ -535,7 +432,7 @@ class Trainer:
 
     def _end_run(self) -> None:
         """Agree with the other ranks that the batches have ended here, once after the last of them."""
-        batches, self._batches = self._batches, 0
+        batches, self._pending.batches = self._pending.batches, 0
         if batches and self._program is not None:
             ending = self._communicators.watch.doing(f"the end of its run, after {batches} batches")
             with ending, on_the_callers_thread(self.impl):
@@ -550,25 +447,7 @@ class Trainer:
             self._average.note(places[OwnedRows])
             if self._averages_after(window):
                 self.sync()
-        samples, losses, count = places[DeviceSamples], places[Losses], self.config.micro_batches
-        copied = []
-        for number in range(len(window.batches)):
-            part = range(number * count, (number + 1) * count)
-            copied.append(
-                (torch.cat([samples[i].sample_ids for i in part]), torch.cat([losses[i] for i in part]))
-            )
-        # Last: the host waits for it, and so for the copies, before the lanes reuse what was copied.
-        loss = self._sums.mean_loss(places[DenseMeans].loss)
-        norm = float(places[GradientNorm].norm) if self.config.clips else None
-        skipped = self.config.skips and norm == math.inf
-        if skipped:
-            loss = math.nan
-        rates, scale = tuple(map(float, self.dense.rates.popleft())), self.dense.scales.popleft()
-        for batch, (ids, of_batch) in zip(window.batches, copied, strict=True):
-            terms = routes.loss_normalizer
-            self._results.append(
-                StepResult(batch.step, ids, of_batch, terms, loss, norm, skipped, rates, scale)
-            )
+        self._results += results_of(places, self._sums, self.dense)
         places.retire()
 
     @contextmanager

@@ -47,7 +47,7 @@ class FlameError(RuntimeError):
 
 
 def _heed_interrupts_and_parent() -> None:
-    """A shell's background job ignores SIGINT, and so do its children; py-spy writes its file when it gets it."""
+    """A job in the background of a shell ignores SIGINT, by which py-spy is asked for its file."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 

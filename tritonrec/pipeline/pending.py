@@ -1,0 +1,121 @@
+"""Windows in flight: those that were read and are not finished."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from ..data import Batch
+from ..embedding import HashTableCollection
+from .dense import DenseModel
+from .flight import Flight
+from .graphs import MicroBatchGraphs
+from .model_call import CallerSettings, check_gradients_are_on
+from .places import WindowPlaces
+from .reading import BatchReader
+from .window import Window, WindowConfig
+
+
+class PendingWindows:
+    """The windows of a run that are in flight, oldest first, and which may come next.
+
+    From the first to the last of them the model, the tables and the optimizer belong to the lanes (`Flight`).
+
+    Args:
+        tables, dense: what is trained. config: of the run. device: where the model is.
+        shared: the caller's code runs while windows are in flight.
+        graphs: of the model's calls, or None.
+    """
+
+    def __init__(
+        self,
+        tables: HashTableCollection,
+        dense: DenseModel,
+        config: WindowConfig,
+        device: torch.device,
+        shared: bool,
+        graphs: MicroBatchGraphs | None,
+    ):
+        bits = config.fraction_bits if config.consistency == "batch" else None
+        self.flight = Flight(tables, dense, bits, shared, self._described, graphs)
+        self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
+        self.batches = 0  # begun in this run
+        self._config, self._device = config, device
+        self._windows: deque[WindowPlaces] = deque()
+        self._number = 0
+        self._read = -1  # the last update whose batches were read
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    @property
+    def oldest(self) -> WindowPlaces:
+        return self._windows[0]
+
+    @property
+    def newest(self) -> WindowPlaces | None:
+        return self._windows[-1] if self._windows else None
+
+    def steps(self) -> list[int]:
+        """Of the batches in flight, oldest first."""
+        return [batch.step for places in self._windows for batch in places.window.batches]
+
+    def read(self, reader: BatchReader, iterator: Iterator[Batch]) -> Window | None:
+        """The batches of the next update; None when there are none left.
+
+        Raises ValueError where steps are not consecutive, or do not rise.
+        """
+        count, settings = self._config.accumulate, CallerSettings.of_this_thread(self._device)
+        batches = reader.read(iterator, settings)
+        if not batches:
+            return None
+        first = batches[0].step
+        if first % count or [batch.step for batch in batches] != [*range(first, first + len(batches))]:
+            raise ValueError(
+                f"an update takes {count} consecutive batches from a multiple of {count}, got steps "
+                f"{[batch.step for batch in batches]}"
+            )
+        check_gradients_are_on()
+        settings = CallerSettings.of_this_thread(self._device, self._config.precision)
+        window = Window(self._number, batches, first // count, settings)
+        last = max(self._read, self.flight.last_update)
+        if window.update <= last:
+            raise ValueError(
+                f"step {first} is update {window.update}, and update {last} of these tables and this "
+                "optimizer is done or in flight: steps must rise, since Adam's bias correction, eviction and "
+                "dropout go by their numbers; to begin anew make new tables and a new optimizer, or load them"
+            )
+        return window
+
+    def begin(self, window: Window) -> WindowPlaces:
+        """The window is in flight."""
+        places = WindowPlaces(window, self.newest, self._config.skips)
+        self.flight.begin()
+        self._windows.append(places)
+        self._read = window.update
+        self._number += 1
+        self.batches += len(window.batches)
+        return places
+
+    def end(self) -> None:
+        """The oldest window is done."""
+        places = self._windows.popleft()
+        self.flight.updated(places.window.update)
+        if not self._windows:
+            self.flight.end()
+
+    def abandon(self) -> None:
+        """None of them will be done."""
+        self._windows.clear()
+        self.flight.end()
+
+    def abandon_under_way(self) -> None:
+        """`abandon`, where a device may still work for them."""
+        self.abandoned += self._windows
+        self.abandon()
+
+    def _described(self) -> str:
+        steps = self.steps()
+        return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} are"

@@ -1,0 +1,79 @@
+"""What a step says of itself, from the places of its window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .dense import DenseModel
+from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Routes, WindowPlaces
+from .sums import Sums
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Losses of one step.
+
+    Args:
+        step: of the batch.
+        sample_ids, losses: (B,) int64 and (B,) float32, the sum of the terms of each sample on this rank.
+        loss_terms: terms of the loss (tokens, impressions) in the whole update, over all ranks and over the
+            batches it accumulates.
+        loss: the mean of all of these terms, the same on every rank. With consistency ``"batch"`` it has the
+            same bits in every mode and at every world size.
+        grad_norm: of the update's gradients before they are scaled down, with the same bits on every rank;
+            None unless ``max_grad_norm``, ``max_grad_value`` or ``skip_nonfinite`` is set, or the precision
+            is ``"fp16"``.
+        skipped: whether the update was left out (``skip_nonfinite``, precision ``"fp16"``); then `grad_norm`
+            is infinite and `loss` is not a number.
+        learning_rates: of the optimizers' groups, those that the update used; nan for a group without one.
+        loss_scale: that the update used; None unless the precision is ``"fp16"``.
+    """
+
+    step: int
+    sample_ids: torch.Tensor
+    losses: torch.Tensor
+    loss_terms: int
+    loss: float
+    grad_norm: float | None = None
+    skipped: bool = False
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """What the step says of itself, the same on all ranks, by the names of loggers' columns.
+
+        ``loss``, ``grad_norm`` and ``loss_scale`` where there are such, ``lr``, or ``lr/0``, ``lr/1``, ...
+        """
+        values = {"loss": self.loss}
+        if self.grad_norm is not None:
+            values["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            values["loss_scale"] = self.loss_scale
+        one = len(self.learning_rates) == 1
+        for number, rate in enumerate(self.learning_rates):
+            values["lr" if one else f"lr/{number}"] = rate
+        return values
+
+
+def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel) -> list[StepResult]:
+    """Of the batches of a window that is done, in order; copies, before the lanes use the places again."""
+    window, routes, config = places.window, places[Routes], sums.config
+    samples, losses, count = places[DeviceSamples], places[Losses], config.micro_batches
+    copied = []
+    for number in range(len(window.batches)):
+        part = range(number * count, (number + 1) * count)
+        ids = torch.cat([samples[i].sample_ids for i in part])
+        copied.append((ids, torch.cat([losses[i] for i in part])))
+    loss = sums.mean_loss(places[DenseMeans].loss)  # last: the host waits for it, and so for the copies
+    norm = float(places[GradientNorm].norm) if config.clips else None
+    skipped = config.skips and norm == math.inf
+    if skipped:
+        loss = math.nan
+    rates, scale = tuple(map(float, dense.rates.popleft())), dense.scales.popleft()
+    return [
+        StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped, rates, scale)
+        for batch, (ids, of_batch) in zip(window.batches, copied, strict=True)
+    ]
