@@ -71,7 +71,8 @@ def arithmetic() -> dict[str, str]:
     rows = x[:4096].view(64, 64)
     elementwise = [
         x.exp(), x.tanh(), x.abs().add(1e-3).rsqrt(), x.abs().add(1e-3).log(), rows.softmax(1),
-        torch.nn.functional.layer_norm(rows, (64,)),
+        torch.nn.functional.layer_norm(rows, (64,)), x.exp().log1p(),
+        *(x[:4092].view(-1, experts).softmax(1) for experts in (2, 3, 4)),
     ]  # fmt: skip
     products = [
         rows[:length, :columns].t() @ rows[:length, -width:]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.kernels.fixed_point import ExactSumError
+from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.linear import linear, linear_weight_grad
 from tritonrec.kernels.linear.register import LINEAR
 
@@ -264,7 +265,7 @@ def test_blocks_of_an_accumulator_have_the_bits_of_the_reference():
     for first, end in pairwise(offsets.tolist()):
         product = torch.zeros(sums.shape)
         for t in range(first, end):
-            product += torch.outer(dy[t], x[t])
+            product = fused_multiply_add(dy[t].unsqueeze(1), x[t], product)
         expected += (product.double() * 2.0**36).round().long()
     assert torch.equal(linear_weight_grad(start, dy, x, offsets, impl="cpu"), expected)
 

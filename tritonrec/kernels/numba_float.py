@@ -32,6 +32,16 @@ def float_of_bits(typingctx, bits):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def fma(typingctx, a, b, c):
+    """``a * b + c`` of float32 numbers, rounded once: an instruction, or a function of as many bits."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
 @njit(cache=True, nogil=True, inline="always")
 def exp(x):
     """e**x within 2 ulp for x in [-87, 88]; x outside is taken as the end of the range, NaN stays NaN.
@@ -58,9 +68,15 @@ def sigmoid(x):
     return F32(1.0) / (F32(1.0) + exp(-x))
 
 
+def fma_of_vectors(builder, vector):
+    """`fma` of an LLVM vector type of float32 lanes, to be called with three of them."""
+    kind = ir.FunctionType(vector, [vector] * 3)
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{vector.count}f32")
+
+
 @intrinsic
 def _dot_blocks(typingctx, a, a_first, b, b_first, blocks):
-    """Sum of products over 16 * blocks neighbours: sixteen lanes, then halves added to halves.
+    """Sum of products over 16 * blocks neighbours, fused: sixteen lanes, then halves added to halves.
 
     A compiler may not reorder a float sum, and without a reorder it cannot vectorise one; here the order is
     written down.
@@ -78,10 +94,11 @@ def _dot_blocks(typingctx, a, a_first, b, b_first, blocks):
 
         a_value, a_place, b_value, b_place, count = arguments
         total = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * 16))
+        fused = fma_of_vectors(builder, vector)
         with cgutils.for_range(builder, count) as loop:
             left = lanes(signature.args[0], a_value, a_place, loop.index)
             right = lanes(signature.args[2], b_value, b_place, loop.index)
-            builder.store(builder.fadd(builder.load(total), builder.fmul(left, right)), total)
+            builder.store(builder.call(fused, [left, right, builder.load(total)]), total)
         joined = builder.load(total)
         width = 16
         while width > 1:
@@ -104,5 +121,5 @@ def dot(a, a_first, b, b_first, count):
     blocks = count // np.uintp(16)
     tail = F32(0.0)
     for i in range(blocks * np.uintp(16), count):
-        tail += a[a_first + i] * b[b_first + i]
+        tail = fma(a[a_first + i], b[b_first + i], tail)
     return _dot_blocks(a, a_first, b, b_first, blocks) + tail

@@ -3,12 +3,15 @@
 
     out[r, c] = ((out[r, c] + s_0) + s_1) + ...    s_i = terms 64 i to 64 i + 63 of a[r, k] * b[k, c]
 
+A term is added by a fused multiply-add: s = round(s + a * b).
+
 A single chain of a thousand terms would round each of them against the whole sum; short chains keep the error
 of a long sum within that of a BLAS.
 
 A BLAS chooses its kernel, its blocking and its use of fused multiply-add by shape, alignment, thread count
 and CPU, so a row's bits can depend on its neighbours. Here no blocking can show: each element adds its terms
-in the order above, multiplied and added with a rounding each. A tile of four rows by 64 columns stays in
+in the order above, each with one rounding, which is written as an instruction and not left to a compiler: a
+processor without it computes the same bits, slowly. A tile of four rows by 64 columns stays in
 vector registers while it walks the terms. It is written as LLVM IR because a compiler will not keep a loop's
 outputs in registers when it cannot prove that the arrays are apart.
 """
@@ -20,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .caches import njit
+from .numba_float import fma, fma_of_vectors
 
 U = np.uintp
 ONE, FOUR, EIGHT, SIXTEEN = U(1), U(4), U(8), U(16)
@@ -59,6 +63,7 @@ def _tile(rows, vectors, lanes):
                 for r in range(rows) for c in range(vectors)
             ]  # fmt: skip
             zeros = ir.Constant(vector, [0.0] * lanes)
+            fused = fma_of_vectors(builder, vector)
             sums = [cgutils.alloca_once_value(builder, zeros) for _ in places]
             with cgutils.for_range(builder, terms) as loop:
                 b_row = step(b_first, b_term, loop.index)
@@ -69,8 +74,7 @@ def _tile(rows, vectors, lanes):
                     left = splat(builder.load(place))
                     for c in range(vectors):
                         total = sums[r * vectors + c]
-                        term = builder.fmul(left, right[c])
-                        builder.store(builder.fadd(builder.load(total), term), total)
+                        builder.store(builder.call(fused, [left, right[c], builder.load(total)]), total)
             for place, total in zip(places, sums, strict=True):
                 joined = builder.fadd(builder.load(place, align=4), builder.load(total))
                 builder.store(joined, place, align=4)
@@ -131,7 +135,7 @@ def _add_chains(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, 
         for r in range(rows):
             total = np.float32(0.0)
             for k in range(terms):
-                total += a[a_first + r * a_row + k * a_term] * b[b_first + k * b_term + c]
+                total = fma(a[a_first + r * a_row + k * a_term], b[b_first + k * b_term + c], total)
             out[out_first + r * out_row + c] += total
         c += ONE
 

@@ -6,8 +6,9 @@
     accumulator += round(dW_s * 2**fraction_bits)
 
 Dimensions: L tokens, B samples, `in` and `out` features. On the CPU an element is one float32 sum in
-ascending order of its terms, without fused multiply-add, so its bits do not depend on the batch, the thread
-count or the vendor's BLAS. In Triton a tile has one fixed shape whatever the number of rows.
+ascending order of its terms, in chains of 64, each term added by a fused multiply-add, so its bits do not
+depend on the batch, the thread count or the vendor's BLAS. In Triton a tile has one fixed shape whatever the
+number of rows.
 
 `linear` alone gives the weights an ordinary float32 gradient, a sum over all rows of the batch.
 `linear_weight_grad` is its exact twin: each sample's gradient is rounded once and added as int64.

@@ -7,6 +7,7 @@ import torch
 from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fixed_point.reference import round_to_fixed_point
+from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.row_terms import add_rows
 
 Bad = tuple[int, int, int, float | None]
@@ -37,7 +38,7 @@ def linear_weight_grad(
     ):
         product = torch.zeros_like(accumulator, dtype=torch.float32)
         for t in range(start, stop):
-            product += torch.outer(dy[t], x[t])
+            product = fused_multiply_add(dy[t].unsqueeze(1), x[t], product)
         for row, values in enumerate(product.tolist()):
             for column, value in enumerate(values):
                 term = round_to_fixed_point(value, bits)
