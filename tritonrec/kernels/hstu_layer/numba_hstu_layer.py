@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from tritonrec.kernels.hstu_attention import numba_attention as attention
-from tritonrec.kernels.linear.numba_linear import add_weight_gradients, rows_times
+from tritonrec.kernels.linear.numba_linear import add_weight_gradients, rows_times, weight_stride, with_stride
 from tritonrec.kernels.norm_linear_silu import numba_norm_linear_silu as front
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.numba_addresses import floats, integers, pointer
@@ -103,9 +103,10 @@ def forward(a, numbers, start, stop):
     means, rstds = floats(a[MEANS], tokens), floats(a[RSTDS], tokens)
     gate_means, gate_rstds = floats(a[GATE_MEANS], tokens), floats(a[GATE_RSTDS], tokens)
 
-    inner_weight, output_weight = np.empty(dim * columns, F32), np.empty(values * dim, F32)
-    transpose(floats(a[UVQK_WEIGHT], I(dim * columns)), U(0), dim, columns, dim, inner_weight, columns)
-    transpose(floats(a[OUTPUT_WEIGHT], I(dim * values)), U(0), values, dim, values, output_weight, dim)
+    stride, out_stride = weight_stride(columns), weight_stride(dim)
+    inner_weight, output_weight = np.empty(dim * stride, F32), np.empty(values * out_stride, F32)
+    transpose(floats(a[UVQK_WEIGHT], I(dim * columns)), U(0), dim, columns, dim, inner_weight, stride)
+    transpose(floats(a[OUTPUT_WEIGHT], I(dim * values)), U(0), values, dim, values, output_weight, out_stride)
     norm_weight, norm_bias = floats(a[NORM_WEIGHT], I(dim)), floats(a[NORM_BIAS], I(dim))
     uvqk_bias, output_bias = floats(a[UVQK_BIAS], I(columns)), floats(a[OUTPUT_BIAS], I(dim))
     gate_weight, gate_bias = floats(a[GATE_WEIGHT], I(values)), floats(a[GATE_BIAS], I(values))
@@ -137,9 +138,18 @@ def forward(a, numbers, start, stop):
 
 
 @njit(cache=True, nogil=True)
+def _weights(a):
+    """Those of uvqk and output, as `rows_times` reads them in backward."""
+    dim, values = U(a[DIM]), U(a[HEADS] * a[V_DIM])
+    columns = U(2) * (values + U(a[HEADS] * a[QK_DIM]))
+    uvqk_weight = with_stride(floats(a[UVQK_WEIGHT], I(dim * columns)), columns, dim)
+    return uvqk_weight, with_stride(floats(a[OUTPUT_WEIGHT], I(dim * values)), dim, values)
+
+
+@njit(cache=True, nogil=True)
 def _backward_rows(
-    a, numbers, start, stop, dgated, dattended, duvqk, normed, dgate_weight, dgate_bias, dnorm_weight,
-    dnorm_bias, dpos, dts,
+    a, numbers, start, stop, uvqk_weight, output_weight, dgated, dattended, duvqk, normed, dgate_weight,
+    dgate_bias, dnorm_weight, dnorm_bias, dpos, dts,
 ):  # fmt: skip
     """Sequences [start, stop) of dx, and all that the gradients of parameters are made of.
 
@@ -177,7 +187,6 @@ def _backward_rows(
     norm_weight, norm_bias = floats(a[NORM_WEIGHT], I(dim)), floats(a[NORM_BIAS], I(dim))
     gate_weight, gate_bias = floats(a[GATE_WEIGHT], I(values)), floats(a[GATE_BIAS], I(values))
 
-    output_weight = floats(a[OUTPUT_WEIGHT], I(dim * values))
     no_bias = np.empty(0, F32)  # a constant would be a type of its own, which cannot be written to
     rows_times(dy, dim, output_weight, no_bias, dgated, U(0), rows, dim, values)
     norm.backward(
@@ -197,8 +206,8 @@ def _backward_rows(
     )  # fmt: skip
     front.backward(
         duvqk, x, dim, norm_weight, norm_bias, numbers[EPS], np.empty(0, F32),
-        floats(a[UVQK_BIAS], I(columns)), floats(a[UVQK_WEIGHT], I(dim * columns)), z, normed, means, rstds,
-        dx, dnorm_weight, dnorm_bias, U(0), rows, dim, columns, a[HAS_NORMED] != 0,
+        floats(a[UVQK_BIAS], I(columns)), uvqk_weight, z, normed, means, rstds, dx,
+        dnorm_weight, dnorm_bias, U(0), rows, dim, columns, a[HAS_NORMED] != 0,
     )  # fmt: skip
     for i in range(rows * dim):
         dx[i] += dy[i]
@@ -215,12 +224,14 @@ def backward(a, numbers, start, stop):
     dts = carray(pointer(a[DTS]), (samples, a[TS_ENTRIES]), np.float32)
     most = U(max(CHUNK, _longest(offsets, start, stop)))
     dgated, dattended = np.empty(most * U(values), F32), np.empty(most * U(values), F32)
+    uvqk_weight, output_weight = _weights(a)
     b = start
     while b < stop:
         e = _chunk_end(offsets, b, stop)
         first = offsets[b]
         _backward_rows(
-            a, numbers, b, e, dgated, dattended, floats(a[DUVQK], tokens * columns)[first * columns :],
+            a, numbers, b, e, uvqk_weight, output_weight, dgated, dattended,
+            floats(a[DUVQK], tokens * columns)[first * columns :],
             floats(a[NORMED], tokens * a[DIM])[first * a[DIM] :],
             floats(a[DGATE_WEIGHT], tokens * values)[first * values :],
             floats(a[DGATE_BIAS], tokens * values)[first * values :],
@@ -282,6 +293,7 @@ def backward_exact(a, numbers, scale, limit, bad, bad_values):
     dts = np.empty((MOST_SAMPLES, a[TS_ENTRIES]), F32)
     some_offsets = np.empty(MOST_SAMPLES + 1, np.int64)
     all_dy, all_gated = floats(a[DY], tokens * I(dim)), floats(a[GATED], tokens * I(values))
+    uvqk_weight, output_weight = _weights(a)
     failed = I(0)
     b = I(0)
     while b < samples:
@@ -290,8 +302,8 @@ def backward_exact(a, numbers, scale, limit, bad, bad_values):
         rows = U(offsets[e]) - first
         normed = floats(a[NORMED], tokens * I(dim))[first * dim :] if a[HAS_NORMED] else some_normed
         _backward_rows(
-            a, numbers, b, e, dgated, dattended, duvqk, normed, dgate_weight, dgate_bias, dnorm_weight,
-            dnorm_bias, dpos, dts,
+            a, numbers, b, e, uvqk_weight, output_weight, dgated, dattended, duvqk, normed, dgate_weight,
+            dgate_bias, dnorm_weight, dnorm_bias, dpos, dts,
         )  # fmt: skip
         for s in range(b, e + 1):
             some_offsets[s - b] = offsets[s] - offsets[b]

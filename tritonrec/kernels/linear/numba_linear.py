@@ -20,11 +20,48 @@ ROWS = U(32)
 SUMS = U(2**15)
 """Elements of an int64 accumulator that stay in the second-level cache while all samples add to them."""
 NO_BIAS = np.empty(0, np.float32)
+PAD = U(16)
+
+
+@njit(cache=True, nogil=True)
+def weight_stride(columns):
+    """From one row of a weight (inner, columns) to the next, where `rows_times` reads it.
+
+    Rows of a power of two would fall into few sets of the first-level cache: 1.4 times the time.
+    """
+    return columns if columns <= U(64) else columns + PAD
+
+
+@njit(cache=True, nogil=True)
+def with_stride(weight, inner, columns):
+    """A contiguous weight (inner, columns) with `weight_stride`; itself where that is its own."""
+    stride = weight_stride(columns)
+    if stride == columns:
+        return weight
+    out = np.empty(inner * stride, np.float32)
+    for i in range(inner):
+        for c in range(columns):
+            out[i * stride + c] = weight[i * columns + c]
+    return out
+
+
+def laid_out(weight: torch.Tensor) -> np.ndarray:
+    """A float32 weight (inner, columns) of any strides, flat, with `weight_stride`."""
+    inner, columns = weight.shape
+    stride = int(weight_stride(U(columns)))
+    if stride == columns:
+        return flat(weight)
+    rows = weight.new_empty(inner, stride)
+    rows[:, :columns].copy_(weight.detach())
+    return rows.numpy().reshape(-1)
 
 
 @njit(cache=True, nogil=True)
 def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
-    """Rows [start, stop) of ``x @ weight + bias``: weight (inner, columns), bias (columns,) or empty."""
+    """Rows [start, stop) of ``x @ weight + bias``: bias (columns,) or empty, weight (inner, columns) with
+    `weight_stride` from row to row.
+    """
+    stride = weight_stride(columns)
     while start < stop:
         rows = min(ROWS, stop - start)
         for r in range(start, start + rows):
@@ -36,7 +73,7 @@ def rows_times(x, x_stride, weight, bias, out, start, stop, inner, columns):
                 for c in range(columns):
                     out[first + c] = np.float32(0.0)
         add_products(
-            out, start * columns, columns, x, start * x_stride, x_stride, U(1), weight, U(0), columns,
+            out, start * columns, columns, x, start * x_stride, x_stride, U(1), weight, U(0), stride,
             rows, inner, columns,
         )  # fmt: skip
         start += rows
@@ -97,7 +134,7 @@ def linear(
     if x.dtype != torch.float32:
         raise ValueError(f"linear on the CPU computes in float32, got {x.dtype}")
     arguments = (
-        *flat_rows(x if inner <= 1 or x.stride(1) == 1 else x.contiguous()), flat(weight.t()),
+        *flat_rows(x if inner <= 1 or x.stride(1) == 1 else x.contiguous()), laid_out(weight.t()),
         NO_BIAS if bias is None else flat(bias), flat(out),
     )  # fmt: skip
 

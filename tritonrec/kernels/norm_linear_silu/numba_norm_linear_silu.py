@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.autocast import LOW
-from tritonrec.kernels.linear.numba_linear import rows_times
+from tritonrec.kernels.linear.numba_linear import laid_out, rows_times
 from tritonrec.kernels.norm_linear_silu.reference import by_terms, one_by_one, outputs
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
@@ -35,7 +35,7 @@ def forward(
 ):  # fmt: skip
     """Rows [start, stop) of y, means, rstds, and of z and normed unless they are empty; all contiguous.
 
-    weight (dim, columns), bias (columns,) or empty.
+    weight (dim, columns) with `weight_stride`, bias (columns,) or empty.
     """
     some_z, some_normed = np.empty(ROWS * columns, F32), np.empty(ROWS * dim, F32)
     none, no_ids = np.empty(0, F32), np.empty(0, np.int64)  # as arguments; constants are types of their own
@@ -60,7 +60,8 @@ def backward(
 ):  # fmt: skip
     """Rows [start, stop): dy becomes dz; dx and each token's terms of the norm's gradients; all contiguous.
 
-    An empty z is computed again, with `inner_weight` (dim, columns), the transpose of weight (columns, dim).
+    An empty z is computed again, with `inner_weight` (dim, columns), the transpose of weight (columns, dim);
+    each with its `weight_stride`.
     `normed` is filled unless `has_normed`.
     """
     some_z, dnormed = np.empty(ROWS * columns, F32), np.empty(ROWS * dim, F32)
@@ -99,7 +100,7 @@ def norm_linear_silu(
     y, z, normed, means, rstds = outputs(x, weight, keep_normed, keep_linear)
     (rows, dim), columns = x.shape, weight.shape[0]
     arguments = (
-        *flat_rows(contiguous_rows(x)), flat(norm_weight), flat(norm_bias), F32(eps), flat(weight.t()),
+        *flat_rows(contiguous_rows(x)), flat(norm_weight), flat(norm_bias), F32(eps), laid_out(weight.t()),
         NONE if bias is None else flat(bias), flat(y), flat(z), flat(normed), flat(means), flat(rstds),
     )  # fmt: skip
 
@@ -133,9 +134,9 @@ def norm_linear_silu_backward_into(
     (rows, dim), columns = x.shape, weight.shape[0]
     arguments = (
         flat(dy), *flat_rows(contiguous_rows(x)), flat(norm_weight), flat(norm_bias), F32(eps),
-        NONE if has_z else flat(weight.t()), NONE if bias is None else flat(bias), flat(weight), flat(z),
-        flat(normed if has_normed else again), flat(means), flat(rstds), flat(dx), flat(dnorm_weight),
-        flat(dnorm_bias),
+        NONE if has_z else laid_out(weight.t()), NONE if bias is None else flat(bias), laid_out(weight),
+        flat(z), flat(normed if has_normed else again), flat(means), flat(rstds), flat(dx),
+        flat(dnorm_weight), flat(dnorm_bias),
     )  # fmt: skip
 
     def run(start: int, stop: int) -> None:
