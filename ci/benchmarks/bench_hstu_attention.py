@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec.kernels.hstu_attention import HSTUBias, hstu_attention
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 
 # name: sequences, longest, heads, dim of a head, whether lengths have a long tail
 WORKLOADS = {
@@ -56,7 +56,7 @@ def jagged(tensor, offsets):
     return torch.cat([part[:, :length].transpose(0, 1) for part, length in zip(tensor, lengths, strict=True)])
 
 
-def ours(q, k, v, offsets, longest, mask, alpha, weights=None, **options):
+def ours(q, k, v, offsets, longest, _dense_mask, alpha, weights=None, **options):
     return hstu_attention(
         q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, bias=HSTUBias(weights), **options
     )
@@ -144,10 +144,10 @@ def options_of(name, length):
     back = place[:, None] - place
     causal = (back >= 0).float()
     if name == "window":
-        return {"max_attn_len": 64}, causal * (back <= 64)
+        return {"mask": HSTUMask(max_attn_len=64)}, causal * (back <= 64)
     if name == "targets":
         history = (place < length // 2) | (back == 0)
-        return {"num_targets": torch.full((4,), length // 2)}, causal * history
+        return {"mask": HSTUMask(num_targets=torch.full((4,), length // 2))}, causal * history
     return {}, causal
 
 
