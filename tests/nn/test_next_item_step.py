@@ -8,6 +8,7 @@ import torch
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer
 from tritonrec.kernels.normed_losses import cpu_normed_losses
+from tritonrec.kernels.rows.numba_segment_sum import segment_sum_into
 from tritonrec.kernels.token_rows.cpu_token_rows import place_rows
 from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, next_item_step
 from tritonrec.nn.context import only_refuses
@@ -59,16 +60,33 @@ def by_modules(model, batch, rows, exactly=True):
     return {"losses": losses.detach(), "rows": rows.grad, **accumulator.take()}
 
 
+def shuffled(rows):
+    """The same rows in a matrix that has them in another order, with one that nobody takes."""
+    generator = torch.Generator().manual_seed(len(rows))
+    at = torch.randperm(len(rows) + 1, generator=generator)[: len(rows)]
+    matrix = rows.new_full((len(rows) + 1, *rows.shape[1:]), torch.nan)
+    matrix[at] = rows
+    return ops.IndexedRows(matrix, at)
+
+
+def by_occurrence(gradients):
+    """The gradient of each occurrence, where a window's sums have every occurrence alone."""
+    sums = torch.zeros(len(gradients.rows), gradients.values.shape[1])
+    apart = gradients._replace(rows=torch.arange(len(gradients.rows)))
+    apart.add_to(sums, "window", ops.FRACTION_BITS, "gradient")
+    return sums
+
+
 def by_plan(model, batch, rows, exactly=True):
     """`by_modules` without them, None where they have to be called."""
     accumulator = GradientAccumulator(model, ops.FRACTION_BITS if exactly else None)
     with accumulator.active(), torch.no_grad():
         plan = next_item_step.plan(model, accumulator)
-        step = None if plan is None else plan.step(batch, rows, SEED)
+        step = None if plan is None else plan.step(batch, shuffled(rows), SEED)
         if step is None:
             return None
-        losses, gradient = step.train()
-    return {"losses": losses, "rows": gradient, **accumulator.take()}
+        losses, gradients = step.train()
+    return {"losses": losses, "rows": by_occurrence(gradients), **accumulator.take()}
 
 
 def assert_same_bits(*arguments):
@@ -112,8 +130,8 @@ def test_a_plan_serves_many_batches_and_every_value_of_the_parameters():
         for number, case in enumerate([(LENGTHS, 2), ([1], 3), ([9, 9], 1)]):
             batch, rows = make_batch(*case)
             with accumulator.active():
-                losses, gradient = plan.step(batch, rows, SEED).train()
-            got = {"losses": losses, "rows": gradient, **accumulator.take()}
+                losses, gradients = plan.step(batch, shuffled(rows), SEED).train()
+            got = {"losses": losses, "rows": by_occurrence(gradients), **accumulator.take()}
             with torch.enable_grad():
                 want = by_modules(model, batch, rows)
             assert all(torch.equal(got[name], want[name]) for name in want), number
@@ -250,12 +268,43 @@ def test_a_batch_that_does_not_fit_has_the_errors_of_the_modules(change, message
 
 
 @pytest.mark.parametrize("rows", [
-    lambda rows: rows[:-1], lambda rows: rows.double(), lambda rows: rows.t().contiguous().t(),
-    lambda rows: rows[:, :5].contiguous(),
+    lambda item: item._replace(rows=item.rows[:-1]), lambda item: item._replace(values=item.values.double()),
+    lambda item: item._replace(values=item.values.t().contiguous().t()),
+    lambda item: item._replace(values=item.values[:, :5].contiguous()),
+    lambda item: item._replace(values=item.values.view(-1)),
+    lambda item: item._replace(rows=item.rows.repeat_interleave(2)[::2]),
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_left_to_the_modules(rows):
-    batch, whole = make_batch()
-    assert by_plan(make_model(), batch, rows(whole)) is None
+    model, (batch, whole) = make_model(), make_batch()
+    with torch.no_grad():
+        plan = next_item_step.plan(model, GradientAccumulator(model))
+    assert plan.step(batch, shuffled(whole), SEED) is not None
+    assert plan.step(batch, rows(shuffled(whole)), SEED) is None
+
+
+@pytest.mark.parametrize("bad", ["label", "negative", "full"])
+def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
+    """As if the gradients of all occurrences were added one after the other."""
+    model, (batch, rows) = make_model(), make_batch()
+    with torch.no_grad(), (accumulator := GradientAccumulator(model)).active():
+        _, found = next_item_step.plan(model, accumulator).step(batch, shuffled(rows), SEED).train()
+    sums = torch.zeros(len(rows) + 1, CONFIG.dim, dtype=torch.int64)
+    if bad == "label":
+        found.values[20, 3] = torch.inf
+    elif bad == "negative":
+        found.slopes[5] *= 1e30
+    apart, errors = by_occurrence(found), []
+    if bad == "full":
+        at = 2 * 17 + int(apart[2 * 17 :].ne(0).all(1).nonzero()[3])
+        sums[found.rows[at]] = torch.where(apart[at] > 0, 2**63 - 1, -(2**63))
+    for add in (
+        lambda sums: found.add_to(sums, "batch", 36, "gradient"),
+        lambda sums: segment_sum_into(sums, apart, found.rows, len(sums), "batch", 36, "gradient", None),
+    ):
+        with pytest.raises(ops.ExactSumError) as caught:
+            add(sums.clone())
+        errors.append((str(caught.value), caught.value.index))
+    assert errors[0] == errors[1] and (bad == "label" or errors[0][1][0] >= 2 * 17)
 
 
 @pytest.mark.parametrize("offsets", [[0, 9, 4], [0, 2, 1, 4], [1, 4], [0, 3], [0, 4, 5, 4]])

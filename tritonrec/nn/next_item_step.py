@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
+from ..kernels import launch
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
@@ -27,6 +28,32 @@ from .context import has_global_hooks, has_hooks, hooks_of
 from .hstu import HSTU
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
+
+
+class RowGradients(NamedTuple):
+    """The gradients of a micro-batch's rows, occurrence by occurrence.
+
+    Args:
+        rows: (L + L + L*K,) int64, of ids, labels and negatives.
+        values: (L + L, d), of ids and labels.
+        hidden: (L, d), slopes: (L * K,): a negative's is its slope times its token's hidden state.
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+    hidden: torch.Tensor
+    slopes: torch.Tensor
+
+    def add_to(self, sums: torch.Tensor, consistency: str, fraction_bits: int, name: str) -> None:
+        """Add them to their rows of `sums` (R, d): int64 for consistency ``"batch"``, else float32.
+
+        Raises `ExactSumError` naming the first occurrence that has no exact sum.
+        """
+        from ..kernels.rows.numba_segment_sum import add_products
+
+        count, options = len(self.values), (consistency, fraction_bits, name)
+        launch.segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options)
+        add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
 
 
 class _Layer(NamedTuple):
@@ -68,24 +95,30 @@ class Plan:
             and [each.data_ptr() for each in self.parameters] == self._addresses
         )
 
-    def step(self, batch: Any, rows: torch.Tensor, seed: int) -> Step | None:
+    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
 
         Args:
-            batch: a `NextItemInput`. rows: (L + L + L*K, d) float32, of ids, labels and negatives.
+            batch: a `NextItemInput`.
+            item: rows of a matrix (R, d) float32: L + L + L*K of ids, labels and negatives. Numbers of rows
+                are taken to be right.
             seed: of dropout.
         """
         config, negatives, times = self.model.config, batch.negatives, batch.timestamps
+        matrix, rows_at = item
+        if negatives.dim() != 2 or matrix.dim() != 2 or matrix.shape[1] != config.dim:
+            return None
+        tokens, count = negatives.shape
+        if matrix.dtype != torch.float32 or not matrix.is_cpu or not matrix.is_contiguous():
+            return None
+        if rows_at.shape != (tokens * (2 + count),) or not rows_at.is_contiguous():
+            return None
+        rows = launch.gather_rows(matrix, rows_at[: 2 * tokens])
         placed = place_rows(
             rows, self.positions, self.factor, batch.offsets, batch.sample_ids,
             times if config.relative_bias else None,
         )  # fmt: skip
-        if placed is None or negatives.dim() != 2:
-            return None
-        tokens, count = negatives.shape
-        if len(placed.x) != tokens or batch.labels.shape != (tokens,):
-            return None
-        if len(rows) != tokens * (2 + count) or not rows.is_cpu or rows.shape[1] != config.dim:
+        if placed is None or len(placed.x) != tokens or batch.labels.shape != (tokens,):
             return None
         valid = (negatives != batch.labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
@@ -97,7 +130,7 @@ class Plan:
             for number, layer in enumerate(self.layers)
         ]
         losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, batch.offsets, self.scale)
-        return Step(self, placed, layers, losses, rows, batch.offsets)
+        return Step(self, placed, layers, losses, item, rows, batch.offsets)
 
 
 class Step:
@@ -109,24 +142,25 @@ class Step:
         placed: TokenRows,
         layers: list[cpu_hstu_layer.Bound],
         losses: cpu_normed_losses.Bound,
+        item: ops.IndexedRows,
         rows: torch.Tensor,
         offsets: torch.Tensor,
     ):
         self._plan, self._placed, self._layers, self._losses = plan, placed, layers, losses
-        self._rows, self._offsets, self._tokens = rows, offsets, len(placed.x)
+        self._item, self._rows, self._offsets, self._tokens = item, rows, offsets, len(placed.x)
 
-    def train(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(self) -> tuple[torch.Tensor, RowGradients]:
         """Losses (B,), and the gradient of their sum by the rows.
 
         Those of the parameters go to the accumulator, or are added to their ``.grad``.
         """
         losses, kept, ends = self._forward()
-        drows, found = self._backward(torch.ones_like(losses), kept, ends)
+        gradients, found = self._backward(torch.ones_like(losses), kept, ends)
         pairs = zip(self._plan.parameters, found, strict=True)
         left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
         if left:
             torch.autograd.backward([own for own, _ in left], [each for _, each in left])
-        return losses, drows
+        return losses, gradients
 
     def _forward(self) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
         x, kept = self._placed.x, []
@@ -136,7 +170,10 @@ class Step:
             kept.append((x, of_layer))
             x = out
         with annotation("normed_losses"):
-            losses, ends = self._losses.forward(x, self._rows[self._tokens :])
+            negatives = self._item.rows[2 * self._tokens :]
+            losses, self._hidden, ends = self._losses.forward(
+                x, self._rows[self._tokens :], self._item.values, negatives
+            )
         return losses, kept, ends
 
     def _backward(
@@ -144,11 +181,11 @@ class Step:
         dlosses: torch.Tensor,
         kept: list[tuple[torch.Tensor, torch.Tensor]],
         ends: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        plan, rows, tokens = self._plan, self._rows, self._tokens
-        drows = torch.empty_like(rows)
+    ) -> tuple[RowGradients, list[torch.Tensor | None]]:
+        plan, tokens = self._plan, self._tokens
+        drows = torch.empty_like(self._rows)
         with annotation("normed_losses_backward"):
-            dx, *terms = self._losses.backward(dlosses, rows[tokens:], drows[tokens:], ends)
+            slopes, dx, *terms = self._losses.backward(dlosses, drows[tokens:], ends)
             of_norm = self._take_norm(terms)
         of_layers: list[torch.Tensor | None] = []
         for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
@@ -159,7 +196,8 @@ class Step:
                 )
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
         torch.mul(dx, plan.factor, out=drows[:tokens])
-        return drows, [self._take_positions(dx), *of_norm, *of_layers]
+        gradients = RowGradients(self._item.rows, drows, self._hidden, slopes)
+        return gradients, [self._take_positions(dx), *of_norm, *of_layers]
 
     def _take_positions(self, dx: torch.Tensor) -> torch.Tensor | None:
         plan, positions = self._plan, self._placed.positions

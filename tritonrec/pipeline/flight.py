@@ -24,7 +24,7 @@ from ..nn.context import only_refuses, reads_indexed_rows
 from .compiled import Compilation
 from .dense import DenseModel
 from .graphs import MicroBatchGraphs
-from .model_call import CallerSettings, accumulate, train_micro_batch
+from .model_call import CallerSettings, train_micro_batch
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -121,21 +121,23 @@ class Flight:
         scale_exponent: int,
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
+        with self._model_call(scale_exponent):
+            if self._graphs is not None:
+                return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
+            with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
+                return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
+
+    @contextmanager
+    def _model_call(self, scale_exponent: int) -> Iterator[None]:
         self.check_modes()
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
-            if self._graphs is not None:
-                return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
-            losses = self.train_by_plan(batch, rows, seed, settings)
-            if losses is None:
-                with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
-                    losses = train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
+            yield
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
             raise
         self.check_modes()
-        return losses
 
     @property
     def reads_indexed_rows(self) -> bool:
@@ -144,24 +146,28 @@ class Flight:
             return False
         return reads_indexed_rows(self.model)
 
+    def has_plan(self, batch: Batch, settings: CallerSettings, scale_exponent: int) -> bool:
+        """Whether a model's call may be done by `train_by_plan`: an HSTU of plain parts on the CPU."""
+        if self._graphs is not None or self._compilation.compiles or self.dense.shards is not None:
+            return False
+        if scale_exponent or not (settings.plain and batch.loss_terms):
+            return False
+        if self._plan is None or self._plan.accumulator is not self.accumulator or not self._plan.stands():
+            with torch.no_grad(), self.accumulator.active():
+                self._plan = next_item_step.plan(self.model, self.accumulator)
+        return self._plan is not None
+
     def train_by_plan(
-        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
-    ) -> torch.Tensor | None:
-        """`train_micro_batch` without modules and autograd; None where the model or the batch needs them."""
-        accumulator = self.accumulator
-        if accumulator.scale_exponent or not (settings.plain and batch.loss_terms):
-            return None
-        if self._compilation.compiles or self.dense.shards is not None:
-            return None
-        with torch.no_grad(), accumulator.active():
-            if self._plan is None or self._plan.accumulator is not accumulator or not self._plan.stands():
-                self._plan = next_item_step.plan(self.model, accumulator)
-            step = None if self._plan is None else self._plan.step(batch, rows["item"], seed)
-            if step is None:
-                return None
-            losses, gradient = step.train()
-            accumulate(rows["item"], gradient)
-        return losses
+        self, batch: Batch, item: ops.IndexedRows, seed: int
+    ) -> tuple[torch.Tensor, next_item_step.RowGradients] | None:
+        """`train_micro_batch` without modules and autograd, where there `has_plan`.
+
+        Returns the losses (B,) and the gradients of the rows, or None where the batch needs the modules.
+        """
+        assert self._plan is not None
+        with self._model_call(0), torch.no_grad(), self.accumulator.active():
+            step = self._plan.step(batch, item, seed)
+            return None if step is None else step.train()
 
     @contextmanager
     def beside(self, random: torch.Tensor) -> Iterator[GradientAccumulator]:

@@ -121,14 +121,6 @@ def train_micro_batch(
     return losses.detach()
 
 
-def accumulate(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient as a backward pass does: to the ``.grad`` of the leaves that `tensor` was made of."""
-    if tensor.is_leaf and tensor.grad is None:
-        tensor.grad = gradient
-    else:
-        tensor.backward(gradient)
-
-
 def check_losses(losses: object, batch: Batch) -> None:
     """Raise TypeError or ValueError for anything but a float32 loss of each sample, with a gradient."""
     count = batch.num_samples

@@ -22,7 +22,6 @@ from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
-from ...pipeline.model_call import CallerSettings
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
@@ -263,11 +262,9 @@ def plan_of_the_first_window(program: Program) -> None:
     flight, seeds = program.run_places[Dense].flight, []
     train_by_plan = flight.train_by_plan
 
-    def by_the_first(
-        batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
-    ) -> torch.Tensor | None:
+    def by_the_first(batch: JaggedBatch, item: ops.IndexedRows, seed: int) -> Any:
         seeds.append(seed)
-        return train_by_plan(batch, rows, seeds[0], settings)
+        return train_by_plan(batch, item, seeds[0])
 
     flight.train_by_plan = by_the_first
 

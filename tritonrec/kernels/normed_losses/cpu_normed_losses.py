@@ -1,7 +1,8 @@
 """The end of a next-item model on the CPU, for trainers: a layer norm, then losses by sample.
 
 The bits are those of `norm_mul_dropout` without a gate and of `sampled_softmax.cpu_by_sample`, and of their
-derivatives. Dimensions: L tokens, K negatives per token, D features, B samples.
+derivatives. Negatives are read where they lie. Dimensions: L tokens, K negatives per token, D features, B
+samples, R rows of a matrix.
 """
 
 from __future__ import annotations
@@ -47,35 +48,44 @@ class Bound:
         table[at.VALID] = valid.data_ptr()
         table[at.WEIGHT : at.MEANS] = weight.data_ptr(), bias.data_ptr()
 
-    def forward(self, x: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Losses (B,) float32, and what backward needs.
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, matrix: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Losses (B,) float32, hidden states (L, D), and what backward needs.
 
         Args:
-            x: (L, D) float32. items: (L + L K, D) float32, the labels before the negatives.
+            x: (L, D) float32. labels: (L, D) float32. matrix: (R, D) float32, and rows: (L * K,) int64, those
+                of it that are the negatives; both stay until `backward`. All are contiguous.
         """
         at = self._kernels
         hidden, losses = torch.empty_like(x), x.new_empty(self._samples)
         means, rstds = x.new_empty(len(x)), x.new_empty(len(x))
         table = self._table
-        table[at.HIDDEN : at.VALID] = hidden.data_ptr(), items.data_ptr()
+        table[at.HIDDEN : at.VALID] = hidden.data_ptr(), labels.data_ptr()
         table[at.LOSSES] = losses.data_ptr()
+        table[at.MATRIX : at.SLOPES] = matrix.data_ptr(), len(matrix), rows.data_ptr()
         table[at.X] = x.data_ptr()
         table[at.MEANS : at.DX] = means.data_ptr(), rstds.data_ptr()
         self._over_samples(partial(at.forward, table, self._eps, self._scale), 4.0)
-        return losses, [x, hidden, means, rstds]
+        return losses, hidden, [x, labels, matrix, rows, hidden, means, rstds]
 
     def backward(
-        self, dlosses: torch.Tensor, items: torch.Tensor, ditems: torch.Tensor, kept: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dx, and each token's terms (L, D) of the gradients of weight and bias; overwrites `ditems`."""
+        self, dlosses: torch.Tensor, dlabels: torch.Tensor, kept: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slopes (L * K,), dx, and each token's terms (L, D) of the gradients of weight and bias.
+
+        The gradient of a negative is its slope times the token's hidden state. Overwrites `dlabels` (L, D).
+        """
         at = self._kernels
-        x, *_ = kept
+        x, _labels, _matrix, rows, *_ = kept
         dhidden, dx, dweight, dbias = (torch.empty_like(x) for _ in range(4))
+        slopes = x.new_empty(len(rows))
         table = self._table
-        table[at.LOSSES : at.X] = dlosses.data_ptr(), dhidden.data_ptr(), ditems.data_ptr()
+        table[at.LOSSES : at.MATRIX] = dlosses.data_ptr(), dhidden.data_ptr(), dlabels.data_ptr()
+        table[at.SLOPES] = slopes.data_ptr()
         table[at.DX : at.SUM_WEIGHT] = dx.data_ptr(), dweight.data_ptr(), dbias.data_ptr()
         self._over_samples(partial(at.backward, table, self._scale), 8.0)
-        return dx, dweight, dbias
+        return slopes, dx, dweight, dbias
 
     def add_terms(self, terms: Sequence[torch.Tensor], targets: Targets) -> None:
         """Add the terms that `backward` returned to the sums of weight and bias.

@@ -16,8 +16,9 @@ U = np.uintp
 # The table: what `numba_by_sample` has in it, and then these.
 TOKENS, DIM, SAMPLES, OFFSETS = softmax.TOKENS, softmax.DIM, softmax.SAMPLES, softmax.OFFSETS
 HIDDEN, VALID, LOSSES, DHIDDEN = softmax.HIDDEN, softmax.VALID, softmax.LOSSES, softmax.DHIDDEN
-X, WEIGHT, BIAS, MEANS, RSTDS, DX, DWEIGHT, DBIAS, SUM_WEIGHT, SUM_BIAS = range(11, 21)
-SIZE = 21
+MATRIX, ROWS, SLOPES = softmax.MATRIX, softmax.ROWS, softmax.SLOPES
+SIZE = softmax.SIZE + 10
+X, WEIGHT, BIAS, MEANS, RSTDS, DX, DWEIGHT, DBIAS, SUM_WEIGHT, SUM_BIAS = range(softmax.SIZE, SIZE)
 
 
 @njit(cache=True, nogil=True)
@@ -35,15 +36,15 @@ def forward(a, eps, scale, start, stop):
         _no_dropout(), no_ids, no_ids, floats(a[HIDDEN], tokens * dim), floats(a[MEANS], tokens),
         floats(a[RSTDS], tokens), U(offsets[start]), U(offsets[stop]), U(dim),
     )  # fmt: skip
-    softmax.forward(a, scale, start, stop)
+    softmax.forward_rows(a, scale, start, stop)
 
 
 @njit(cache=True, nogil=True)
 def backward(a, scale, start, stop):
-    """Gradients of the items and of x, and each token's terms of those of weight and bias."""
+    """Gradients of labels and of x, slopes of negatives, and each token's terms of weight and bias."""
     tokens, dim = a[TOKENS], a[DIM]
     offsets, none, no_ids = integers(a[OFFSETS], a[SAMPLES] + 1), np.empty(0, F32), np.empty(0, np.int64)
-    softmax.backward(a, scale, start, stop)
+    softmax.backward_rows(a, scale, start, stop)
     norm.backward(
         floats(a[DHIDDEN], tokens * dim), U(dim), floats(a[X], tokens * dim), U(dim), none, U(0),
         floats(a[WEIGHT], dim), floats(a[BIAS], dim), _no_dropout(), no_ids, no_ids,

@@ -8,7 +8,7 @@ the loop over occurrences never changes its order, so a vector width cannot chan
 import numpy as np
 import torch
 
-from tritonrec.kernels.fixed_point.errors import report_sum
+from tritonrec.kernels.fixed_point.errors import report_sum, sum_error
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.padding import first_valid
@@ -66,6 +66,32 @@ def add_rows(sums: torch.Tensor, values: torch.Tensor, fraction_bits: int, name:
         report_sum(bad + 1, None, name, values, torch.zeros(len(values), dtype=torch.int64), fraction_bits)
 
 
+def add_products(
+    out: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, segments: torch.Tensor, consistency: str,
+    fraction_bits: int, name: str, first: int = 0,
+) -> None:  # fmt: skip
+    """out[segments[i]] += factors[i] * values[i // G] for K = G n occurrences i, without the (K, D) products.
+
+    `segment_sum_into` of the products, rounded to float32 each; values are (n, D) float32, factors (K,).
+    `first` is the number that an error gives the first occurrence.
+    """
+    if factors.numel() == 0 or out.numel() == 0:
+        return
+    values, dim = contiguous_rows(values), out.shape[1]
+    arguments = (
+        *flat_rows(out), *flat_rows(values), flat(factors), segments.contiguous().numpy(), np.uintp(dim),
+        np.uintp(len(segments) // len(values)),
+    )  # fmt: skip
+    if consistency == "window":
+        add_products_window(*arguments)
+        return
+    bad = add_products_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
+    if bad >= 0:
+        row, column = divmod(bad, dim)
+        value = (factors.reshape(-1)[row] * values[row * len(values) // len(segments), column]).item()
+        raise sum_error(name, (first + row, column), value, int(segments[row]), fraction_bits)
+
+
 @njit(cache=True, nogil=True)
 def add_window(out, out_stride, values, value_stride, segments, dim):
     count = segments.shape[0]
@@ -119,4 +145,43 @@ def add_batch_terms(out, out_stride, terms, term_stride, segments, dim):
         column = add_terms(out, to, terms, np.uintp(i) * term_stride, dim)
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def add_products_window(out, out_stride, values, value_stride, factors, segments, dim, count):
+    i = np.uintp(0)
+    for t in range(np.uintp(segments.shape[0]) // count):
+        first = t * value_stride
+        for _ in range(count):
+            if i + np.uintp(AHEAD) < np.uintp(segments.shape[0]):
+                ahead = np.uintp(segments[i + np.uintp(AHEAD)]) * out_stride
+                for d in range(np.uintp(0), dim, np.uintp(16)):
+                    prefetch(out, ahead + d)
+            to, factor = np.uintp(segments[i]) * out_stride, factors[i]
+            for d in range(dim):
+                out[to + d] += factor * values[first + d]
+            i += np.uintp(1)
+
+
+@njit(cache=True, nogil=True)
+def add_products_batch(out, out_stride, values, value_stride, factors, segments, dim, count, scale, limit):
+    """Position (occurrence * dim + column) of the first product that cannot be added, or -1."""
+    row = np.empty(dim, np.float32)
+    i = np.uintp(0)
+    for t in range(np.uintp(segments.shape[0]) // count):
+        first = t * value_stride
+        for _ in range(count):
+            if i + np.uintp(AHEAD) < np.uintp(segments.shape[0]):
+                ahead = np.uintp(segments[i + np.uintp(AHEAD)]) * out_stride
+                for d in range(np.uintp(0), dim, np.uintp(8)):
+                    prefetch(out, ahead + d)
+            factor = factors[i]
+            for d in range(dim):
+                row[d] = factor * values[first + d]
+            to = np.uintp(segments[i]) * out_stride
+            column = add_rounded(out, to, row, np.uintp(0), dim, scale, limit)
+            if column >= 0:
+                return np.int64(i) * np.int64(dim) + column
+            i += np.uintp(1)
     return np.int64(-1)

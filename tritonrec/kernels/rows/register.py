@@ -81,7 +81,7 @@ class IndexedTerms(Terms):
 class ProductTerms(Terms):
     """Terms ``factors[l, k] * values[l]`` of rows ``rows[l, k]`` of a parameter (R, D); all are (L, K).
 
-    On an accelerator the L K terms are in no memory.
+    But for a reference the L K terms are in no memory.
     """
 
     def __init__(
@@ -107,10 +107,15 @@ class ProductTerms(Terms):
             self._apart().add_to(sums, fraction_bits, name)
 
     def _fused(self) -> bool:
-        return not is_compiling() and implementation(self._impl, self._values) == "triton"
+        if is_compiling() or self._values.dtype != torch.float32:
+            return False
+        return implementation(self._impl, self._values) != "reference"
 
     def _add(self, sums: torch.Tensor, *options: Any) -> None:
-        from tritonrec.kernels.rows.triton_segment_sum import add_products
+        if implementation(self._impl, self._values) == "triton":
+            from tritonrec.kernels.rows.triton_segment_sum import add_products
+        else:
+            from tritonrec.kernels.rows.numba_segment_sum import add_products
 
         add_products(sums, self._values.detach(), self._factors.detach().reshape(-1), self._rows, *options)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ... import ops
+from ...data import Batch
 from ...kernels import launch
 from ..places import (
     Buffer,
@@ -87,13 +88,24 @@ def compute(
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself.
 
     A model that takes `ops.IndexedRows` gets them on an accelerator where gradients are summed exactly: its
-    backward adds the gradients of rows, too, to the same sums, which have no order.
+    backward adds the gradients of rows, too, to the same sums, which have no order. On the CPU a next-item
+    model is trained by a plan, which reads rows where they lie and says what to add.
     """
     part, flight = samples[micro_batch], dense.flight
     if not gradients:
         sizes = zip(embeddings, routes.tables, strict=True)
         gradients.extend(context.sums.zeros(table.num_rows, rows.shape[1]) for rows, table in sizes)
     inverses = [table.inverse[micro_batch] for table in routes.tables]
+    seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
+    exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
+    item = None
+    if flight.has_plan(part, window.settings, exponent):
+        item = _only_feature(context, part, embeddings, inverses)
+    found = None if item is None else flight.train_by_plan(part, item, seed)
+    if found is not None:
+        losses[micro_batch], of_rows = found
+        of_rows.add_to(gradients[0], context.config.consistency, context.config.fraction_bits, NAME)
+        return
     indexed = context.sums.exact and flight.reads_indexed_rows and not _on_the_cpu(embeddings)
     if indexed:
         # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd would take for these
@@ -102,9 +114,7 @@ def compute(
     else:
         taken = map(launch.gather_rows, embeddings, inverses)
         rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
-    seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     by_feature = context.tables.by_feature(rows, part.lookups())
-    exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
     with flight.accumulator.rows(leaves, gradients, NAME) if indexed else nullcontext():
         losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
@@ -115,6 +125,17 @@ def compute(
                     "them by an op (ops.gather_rows, ops.sampled_softmax)"
                 )
             context.sums.add(unscaled(leaf.grad, exponent), inverse, sums, NAME)
+
+
+def _only_feature(
+    context: Context, part: Batch, embeddings: Embeddings, inverses: list[torch.Tensor]
+) -> ops.IndexedRows | None:
+    """The rows of the only feature, where they lie; None where there are more, or they are pooled."""
+    if [len(group.features) for group in context.tables.groups] != [1]:
+        return None
+    indexed = ops.IndexedRows(embeddings[0], inverses[0])
+    (rows,) = context.tables.by_feature([indexed], part.lookups()).values()
+    return rows if rows is indexed else None
 
 
 def _on_the_cpu(embeddings: Iterable[torch.Tensor]) -> bool:
