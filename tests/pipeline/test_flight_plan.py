@@ -6,7 +6,6 @@ from trainer_parts import DIM, batches, optimizer_of, same, state, trainer
 
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, HSTUConfig, next_item_step
-from tritonrec.pipeline.model_call import accumulate
 
 CONFIG = HSTUConfig(dim=DIM, layers=2, heads=2, qk_dim=3, v_dim=4, max_seq_len=20, dropout=0.3)
 
@@ -102,15 +101,3 @@ def test_hooks_of_parameters_are_called_where_gradients_are_theirs(steps):
         losses_of(training)
     assert len(steps) == 12
     assert len(seen) == 12 * len(list(made[0].parameters()))
-
-
-def test_a_gradient_reaches_the_leaf_and_is_added_to_what_it_has():
-    leaf = torch.randn(5, 3, requires_grad=True)
-    gradient = torch.randn(5, 3)
-    accumulate(leaf, gradient.clone())
-    assert torch.equal(leaf.grad, gradient)
-    accumulate(leaf, 2 * gradient)
-    assert torch.equal(leaf.grad, gradient + 2 * gradient)
-    leaf.grad = None
-    accumulate(leaf[1:3], gradient[1:3])
-    assert torch.equal(leaf.grad[1:3], gradient[1:3]) and not leaf.grad[3:].any() and not leaf.grad[0].any()
