@@ -21,6 +21,7 @@ All implementations give the same bytes. Nothing is lost: adding the packed rows
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl
@@ -96,4 +97,6 @@ def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]
         raise ValueError(f"counts must cut the {len(widths)} rows of widths into groups, got {counts}")
     widths = widths.cpu()
     check_widths(widths, dim)
-    return [int((group & 0x7F).sum()) * dim for group in widths.split(counts)]
+    ends = np.cumsum(widths.numpy() & 0x7F, dtype=np.int64)
+    cuts = np.concatenate([[0], ends])[np.cumsum([0, *counts])]
+    return [int(length) for length in np.diff(cuts) * dim]
