@@ -47,7 +47,7 @@ class FlameError(RuntimeError):
 
 
 def _heed_interrupts_and_parent() -> None:
-    """A shell's background job ignores SIGINT, and so do its children; py-spy writes its file when it gets it."""
+    """A shell's background job ignores SIGINT, and so do its children; py-spy writes its file at one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 
