@@ -12,7 +12,7 @@ from .. import ops
 def check_state(
     given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Raise ValueError naming every table, column, dtype and width that differs, or a key that is given twice."""
+    """Raise ValueError naming every table, column, dtype and width that differs, or a key given twice."""
     there, here = (
         {
             (table, column): f"{values.dtype} {tuple(values.shape[1:])}"
