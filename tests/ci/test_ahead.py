@@ -49,6 +49,22 @@ def test_nothing_is_compiled_on_a_processor_of_a_target(package, tmp_path, targe
     assert not list((tmp_path / "cache").rglob("*.nbc"))
 
 
+DOCTOR = "from tritonrec.harness.doctor import facts; print(facts()['kernels of the CPU'])"
+
+
+def test_the_doctor_says_whether_there_are_any(package):
+    def said():
+        done = subprocess.run(
+            [sys.executable, "-c", DOCTOR], capture_output=True, text=True, cwd=package,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *sys.path])},
+        )  # fmt: skip
+        return done.stdout
+
+    assert said() == f"compiled ahead; this processor runs those for {' and '.join(HERE)}\n"
+    shutil.rmtree(package / "tritonrec/kernels/compiled")
+    assert said() == "compiled at their first call, and kept\n"
+
+
 def test_files_hold_no_path_of_the_machine_that_compiled_and_can_be_read_by_others(files):
     assert len(files) == len(KERNELS) * len(TARGETS)
     for file in files:

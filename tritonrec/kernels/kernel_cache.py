@@ -76,6 +76,11 @@ class AheadCache(NullCache):
         base = f"{function.__module__}.{function.__qualname__}.{sys.implementation.cache_tag}"
         self._base, self._files = base, _Files(AHEAD, base, function)
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether the wheel has the function as its sources are now, for any processor."""
+        return self._files.has_any()
+
     def load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
         """The kernel of the best target whose code this processor runs, or None."""
         if not AHEAD.is_dir():
@@ -121,6 +126,10 @@ class _Files:
             return None
         found, data = pickle.loads(content[size:])
         return data if found == (self._sources, key) else None
+
+    def has_any(self) -> bool:
+        """Whether something was saved for today's sources."""
+        return any(self._folder.glob(f"{self._base}.{self._sources[:DIGITS]}.*.nbc"))
 
     def save(self, key: object, data: object) -> None:
         """Keep `data`, and remove the files of other states of the sources."""
