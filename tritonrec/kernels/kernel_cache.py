@@ -166,8 +166,8 @@ def digest_of(function: Callable[..., Any]) -> str:
     """A digest of all that a compiled `function` may hold: texts of files, constants, numba's version."""
     files, constants = _held_by(function)
     digest = hashlib.sha256(repr((numba.__version__, sorted(constants))).encode())
-    for file in sorted(files):
-        digest.update(_digest_of_file(file))
+    for content in sorted(map(_digest_of_file, files)):  # in an order that no folder's name decides
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -190,7 +190,8 @@ def _held_by(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
             if isinstance(value, CONSTANTS):
                 constants.add(f"{name} = {value!r}")
             elif isinstance(value, ModuleType):
-                files.add(str(value.__file__))
+                if not _is_library(value.__name__):
+                    files.add(str(value.__file__))
             elif hasattr(helper, "__code__") and not _is_library(helper.__module__):
                 files.add(helper.__code__.co_filename)
                 waiting.append(helper)
