@@ -10,6 +10,7 @@
 # make results  docs/results.md from the figures that are committed
 # make papers   what the papers report beside what stands here: every run again, then docs/papers.md
 # make docs     the site under out/site, strictly: a page outside the navigation or a broken link is an error
+# make wheel    a wheel in dist/ with the CPU's kernels compiled ahead, for this Python; fails if it would compile one
 # make first-contact   wheel, fresh environment, README's lines, export and query, timed part by part; downloads
 # make clean    remove what these made
 #
@@ -27,8 +28,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Three processes of tests and some hundred of their children import the library: compiled once, then read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results papers docs first-contact \
-	clean
+.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results papers docs wheel \
+	first-contact clean
 
 verify: .venv/installed
 	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
@@ -76,11 +77,16 @@ papers: .venv/installed
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict --site-dir out/site
 
-first-contact:
-	PYTHON=$(PYTHON) ci/first_contact.sh
+wheel: .venv/installed
+	rm -rf dist
+	$(BIN)/python ci/compile/ahead.py out/kernels
+	PYTHON=$(BIN)/python ci/wheel.sh dist out/kernels
+
+first-contact: wheel
+	PYTHON=$(PYTHON) ci/first_contact.sh dist/*.whl
 
 clean:
-	rm -rf .venv out build .benchmarks .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv out dist build .benchmarks .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python:

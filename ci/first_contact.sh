@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Somebody's first ten minutes, in a temporary folder: a wheel of this checkout, a fresh virtual environment, the
-# README's lines pasted, a model trained, exported, loaded again and queried. Prints the seconds of each part, and
-# fails where a part does, where the README's lines print other digits, and beyond ten minutes in all.
+# Somebody's first ten minutes, in a temporary folder: ci/first_contact.sh [WHEEL]. A fresh virtual environment, the
+# wheel (without one, a plain wheel of this checkout), the README's lines pasted, a model trained, exported, loaded
+# again and queried. Prints the seconds of each part, and fails where a part does, where the README's lines print other
+# digits, beyond ten minutes in all, and where a kernel is compiled that WHEEL should have brought (`make wheel`).
 #
 # PYTHON=python3.12 chooses the interpreter. CONSTRAINTS=file bounds versions, constraints.txt by default.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 constraints=$(realpath "${CONSTRAINTS:-$root/constraints.txt}")
+given=${1:+$(realpath "$1")}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONPATH # the wheel is what is tried
+export NUMBA_CACHE_DIR=$work/kernels # what is compiled
+mkdir kernels
 started=$(date +%s%N)
 
 milliseconds() { echo $((($(date +%s%N) - started) / 1000000)); }
@@ -28,9 +32,11 @@ part() { # what it is, and its command, in which && joins steps: bash ends no co
 }
 
 wheel() {
-    mkdir source && # a build leaves files beside the sources
-    cp -r "$root"/{tritonrec,pyproject.toml,README.md,LICENSE} source &&
-    venv/bin/pip wheel --no-deps --wheel-dir wheels ./source
+    if [[ $given ]]; then
+        mkdir wheels && cp "$given" wheels
+    else
+        PYTHON=venv/bin/python "$root/ci/wheel.sh" wheels
+    fi
 }
 
 install() { venv/bin/pip install -c "$constraints" wheels/tritonrec-*.whl; }
@@ -61,12 +67,19 @@ PYTHON
 }
 
 part "virtual environment" "${PYTHON:-python3}" -m venv venv
-part "wheel of this checkout" wheel
+part "wheel" wheel
 part "pip install, downloads included" install
 part "the README's lines, pasted" readme
 part "tritonrec train" train
 part "tritonrec export" export_model
 part "loaded again and queried" query
+compiled=$(find kernels -name '*.nbc' | wc -l)
+echo "$compiled kernels compiled"
+if [[ $given ]] && ((compiled > 0)); then
+    find kernels -name '*.nbc' -printf '%f\n'
+    echo "FAILED  the wheel brings no kernels for these calls, this Python, its numba or this processor"
+    exit 1
+fi
 total=$(milliseconds)
 awk -v spent="$total" 'BEGIN { printf "%7.1f s  in all\n", spent / 1000 }'
 if ((total > 600000)); then

@@ -54,7 +54,7 @@ def test_only_the_job_that_uploads_can_upload():
     uploading = [name for name, job in found.items() if "pypi-publish" in json.dumps(job)]
     assert uploading == ["publish"] and found["publish"]["permissions"] == {"id-token": "write"}
     assert found["publish"]["environment"] and "contents" not in found["verify"].get("permissions", {})
-    assert found["build"]["needs"] == "verify" and found["publish"]["needs"] == "build"
+    assert found["build"]["needs"] == ["verify", "kernels"] and found["publish"]["needs"] == "build"
 
 
 def test_the_package_has_no_upper_bounds_and_our_machines_have_one():

@@ -4,7 +4,8 @@
 
 Seconds are those of one process after `import torch`: the imports of tritonrec and numba, compilation and the
 call. `cold` begins with an empty folder for kernels, `warm` with the one that `cold` leaves; `kernels` is the
-number of files in it. Processes of several checkouts alternate; medians are printed.
+number of files in it. Processes of several checkouts alternate; medians are printed. A checkout may be a
+folder into which `pip install --target` has put a wheel, whose kernels are then read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """
 import sys, time
 import torch
-sys.path.insert(0, "ci/compile")
+sys.path.insert(0, sys.argv[2])
 before = time.process_time()
 exec(sys.argv[1])
 print(time.process_time() - before)
@@ -57,9 +58,10 @@ PROGRAMS = {
 
 def seconds(program: str, checkout: Path, kernels: str) -> float:
     """Processor time of the program in a fresh process."""
+    cases = next(each for each in (checkout, ROOT) if (each / "ci/compile").is_dir()) / "ci/compile"
     chosen = {"PYTHONPATH": str(checkout), "NUMBA_CACHE_DIR": kernels, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", COUNTED, program], cwd=checkout, env={**os.environ, **chosen},
+        [sys.executable, "-c", COUNTED, program, str(cases)], cwd=checkout, env={**os.environ, **chosen},
         stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     return float(done.stdout.split()[-1])

@@ -255,6 +255,21 @@ def test_a_state_of_another_policy_is_refused():
         table(policy=TablePolicy(admission=2)).load_state(table().state())
 
 
+@pytest.mark.parametrize("keys", [[3, 3], [7, -2, 5, -2], [1, 2, 2]])
+@pytest.mark.parametrize("group", ["rows", "candidates"])
+def test_a_key_given_twice_is_refused_and_nothing_is_loaded(group, keys):
+    made = table(policy=TablePolicy(Eviction("lru", capacity=5), admission=2, precision=PrecisionTiers(2, 2)))
+    state = made.empty_state()
+    state[group] = {name: each.new_zeros(len(keys), *each.shape[1:]) for name, each in state[group].items()}
+    state[group]["keys"] = torch.tensor(keys)
+    twice = next(key for key in keys if keys.count(key) == 2)
+    with pytest.raises(ValueError, match=f"key {twice} is given twice in the state of table '{group}'"):
+        made.load_state(state)
+    with pytest.raises(ValueError, match=f"key {twice} is given twice in the rows to load"):
+        made.load(torch.tensor(keys), torch.zeros(len(keys), made.row_width))
+    assert all(len(each["keys"]) == 0 for each in made.state().values())
+
+
 @pytest.mark.parametrize("slots", [0, 4, 12])
 def test_slots_must_be_a_power_of_two(slots):
     with pytest.raises(ValueError, match="power of two"):

@@ -39,6 +39,9 @@ CASES = [
     Case("dbp", "batch", 4, 3, True, "sgd", 6, variant="mixed", storage="cached", replicas=2, restart=1),
     Case("nestpipe", "batch", 4, 3, True, "sgd", 6, variant="exchange-bf16", storage="device"),
     Case("fwp", "batch", 2, 3, True, "adam", 5, variant="exchange-bf16", replicas=2),
+    # exact sums whole, to owners and to replicas, and packed where others send them whole
+    Case("nestpipe", "batch", 4, 3, True, "adam", 5, delay_seed=3, variant="whole-sums", replicas=2),
+    Case("nestpipe", "batch", 2, 3, True, "sgd", 4, variant="packed-sums", storage="device"),
     # uneven shards: some ranks have no row of a parameter
     Case("nestpipe", "batch", 4, 3, False, "adam", 5, delay_seed=5, variant="fsdp"),
     Case("dbp", "window", 2, 2, True, "adagrad", 5, variant="fsdp"),

@@ -7,17 +7,22 @@ that is meant to move bits the records of other processors have to be removed.
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from numba.core.codegen import get_host_cpu_features
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
+from tritonrec.kernels.kernel_cache import targets_of
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 
@@ -52,15 +57,18 @@ def job_of(model: str, ratings: str) -> Job:
     )  # fmt: skip
 
 
-def digests(pool: RankPool, model: str, ratings: str) -> dict[str, str]:
+def digests(
+    pool: RankPool | None, model: str, ratings: str, sizes: tuple[int, ...] = WORLD_SIZES
+) -> dict[str, str]:
     """By consistency and world size, the digest that `tritonrec train` prints."""
     found = {}
     for consistency in CONSISTENCIES:
         run = Run(job_of(model, ratings), "nestpipe", WindowConfig(3, consistency), steps=STEPS)
-        for size in WORLD_SIZES:
-            summary = (
-                train(Communicators.local(), run, True) if size == 1 else pool.run(train, size, run, True)[0]
-            )
+        for size in sizes:
+            if pool is None or size == 1:
+                summary = train(Communicators.local(), run, True)
+            else:
+                summary = pool.run(train, size, run, True)[0]
             found[f"{consistency} W={size}"] = summary["digest"]
     return found
 
@@ -123,6 +131,35 @@ def test_the_digests_are_those_recorded(pool, ratings, model, one_thread):
             assert digest == there[model][name], name
     if not any(known.values()):
         pytest.skip("not recorded on a processor whose exp, rsqrt or layer_norm round as here")
+
+
+TARGETS = ["x86-64", *targets_of(("", "", get_host_cpu_features()))]
+COMPILED_FOR = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_digests
+torch.set_num_threads(1)
+found = {model: test_digests.digests(None, model, sys.argv[2], (1,)) for model in test_digests.MODELS}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compiled_for_another_processor_give_the_same_digests(ratings, target, one_thread, tmp_path):
+    """From vectors of 128 bits and no multiply-add to 512: those of a wheel, and of the oldest processor."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED_FOR, str(Path(__file__).parent), ratings],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CPU_NAME": target,
+             "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(tmp_path.rglob("*.nbc"))) > 50  # compiled here, for this target
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        model: digests(None, model, ratings, (1,)) for model in MODELS
+    }
 
 
 def record() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tritonrec.kernels import kernel_cache
 from tritonrec.kernels.hash_table import numba_hash_table
 from tritonrec.kernels.kernel_cache import _Files, digest_of
+from tritonrec.kernels.norm_linear_silu import numba_norm_linear_silu
 
 SOURCES = {
     "kernel": """
@@ -77,6 +78,20 @@ def test_a_changed_constant_changes_the_digest_and_what_no_kernel_names_does_not
 def test_helpers_of_other_files_count_in_kernels_of_this_package():
     held, _constants = kernel_cache._held_by(numba_hash_table.hash_find.py_func)
     assert {Path(file).name for file in held} >= {"numba_hash_table.py", "numba_intrinsics.py"}
+
+
+@pytest.mark.parametrize("kernel", [numba_hash_table.hash_find, numba_norm_linear_silu.forward])
+def test_a_digest_is_that_of_the_package_alone_wherever_it_lies(kernel, monkeypatch):
+    """A wheel's kernels are compiled in another folder, and a library's folder lies before or behind it."""
+    folder = Path(kernel_cache.__file__).parent
+    files, constants = kernel_cache._held_by(kernel.py_func)
+    assert len(files) > 1 and all(Path(file).is_relative_to(folder) for file in files)
+    expected = digest_of.__wrapped__(kernel.py_func)
+    renamed = {f"{number}{file}": file for number, file in enumerate(sorted(files, reverse=True))}
+    read = kernel_cache._digest_of_file
+    monkeypatch.setattr(kernel_cache, "_held_by", lambda function: (set(renamed), constants))
+    monkeypatch.setattr(kernel_cache, "_digest_of_file", lambda name: read(renamed[name]))
+    assert digest_of.__wrapped__(kernel.py_func) == expected
 
 
 def test_a_process_that_reads_between_any_two_operations_of_two_others_gets_its_own_kernel(

@@ -308,7 +308,7 @@ class HashTableCollection:
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a `state` of all tables, or the part of it whose keys this rank owns.
 
-        Raises ValueError naming every table and column that differs from these tables.
+        Raises ValueError naming every table and column that differs from these tables, or a key given twice.
         """
         parts = [group.table.empty_state() for group in self.groups]
         check_state(state, self._by_table(parts))

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
+from .. import ops
+
 
 def check_state(
     given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Raise ValueError naming every table, column, dtype and width that differs."""
+    """Raise ValueError naming every table, column, dtype and width that differs, or a key given twice."""
     there, here = (
         {
             (table, column): f"{values.dtype} {tuple(values.shape[1:])}"
@@ -30,3 +32,15 @@ def check_state(
             f"the state does not fit these tables: {'; '.join(different)}; was it saved under another "
             "policy, optimizer or dimension?"
         )
+    for table, columns in given.items():
+        check_distinct(columns["keys"], f"the state of table {table!r}")
+
+
+def check_distinct(keys: torch.Tensor, where: str) -> None:
+    """Raise ValueError naming a key of `keys` (n,) int64 that is there twice."""
+    if bool((keys[1:] > keys[:-1]).all()):
+        return
+    distinct, _inverse, counts = ops.unique(keys)
+    if len(distinct) < len(keys):
+        twice = int(distinct[counts > 1][0])
+        raise ValueError(f"key {twice} is given twice in {where}: give every row once")

@@ -18,7 +18,7 @@ from .policy import Placement, TablePolicy
 from .precision import AccessCounter, round_low
 from .select import AllReduce
 from .selection import select, valid
-from .state_check import check_state
+from .state_check import check_distinct, check_state
 from .stored_table import make_table
 from .turn import Turn
 
@@ -279,10 +279,11 @@ class DynamicTable:
         """Add or overwrite the rows of distinct `keys` (n,) with `values` (n, row_width).
 
         New rows have no access yet (lfu, precision tiers), or the step of the next eviction pass as their
-        last one (lru, ttl).
+        last one (lru, ttl). Raises ValueError for a key that is given twice.
         """
         self.in_flight.check("load")
         self._check_values(len(keys), values)
+        check_distinct(keys, "the rows to load")
         with self._updating:
             with self._lock:
                 handles = self._load(keys.to(self.device))
@@ -318,7 +319,7 @@ class DynamicTable:
     def load_state(self, state: State) -> None:
         """Load a `state`, or the part of it of some keys; rows that exist are overwritten.
 
-        Raises ValueError naming the columns that do not fit this table's policies.
+        Raises ValueError naming the columns that do not fit this table's policies, or a key given twice.
         """
         self.in_flight.check("load_state")
         check_state(state, self.empty_state())

@@ -51,6 +51,7 @@ def facts() -> dict[str, str]:
         **versions,
         "processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "matmul": f"{_matmul_libraries()}; kernels {torch.backends.cpu.get_cpu_capability()}",
+        "kernels of the CPU": _kernels(),
         "accelerators": _accelerators(),
         "triton runs": _triton_mode(),
         "distributed": _backends(),
@@ -122,6 +123,19 @@ def _matmul_libraries() -> str:
     branch = os.environ.get("MKL_CBWR")
     names = [name for name, there in libraries.items() if there] or ["neither MKL nor oneDNN"]
     return " and ".join(names) + (f", MKL_CBWR={branch}" if branch else "")
+
+
+def _kernels() -> str:
+    """Whether the package brings kernels for this processor, Python, numba and state of the sources."""
+    from numba.core.codegen import get_host_cpu_features
+
+    from ..kernels.kernel_cache import AheadCache, targets_of
+    from ..kernels.unique import numba_unique
+
+    targets = targets_of(("", "", get_host_cpu_features()))
+    if targets and AheadCache(numba_unique._count_keys.py_func).is_brought:
+        return f"compiled ahead; this processor runs those for {' and '.join(targets)}"
+    return "compiled at their first call, and kept"
 
 
 def _accelerators() -> str:

@@ -54,7 +54,7 @@ def keep_on_disk(compiled: Any, function: Callable[..., Any]) -> None:
     """Give what numba made of `function` a cache (`kernel_cache`), where a folder can be written."""
     import numba
 
-    from .kernel_cache import KernelCache
+    from .kernel_cache import AheadCache, KernelCache
 
     try:
         compiled._cache = KernelCache(function)
@@ -64,6 +64,7 @@ def keep_on_disk(compiled: Any, function: Callable[..., Any]) -> None:
             raise
     folder = _instead("numba", "NUMBA_CACHE_DIR")
     if folder is None:
+        compiled._cache = AheadCache(function)
         return
     config: Any = numba.config
     before, config.CACHE_DIR = config.CACHE_DIR, str(folder)

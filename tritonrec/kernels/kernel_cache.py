@@ -4,6 +4,9 @@ numba's own cache numbers the files of a function, and writes the number before 
 compile two signatures at once take one number, and a third process runs the code of the other signature. It
 also knows the time of the function's own file alone: after a change of a helper elsewhere it runs old code.
 Here a file is named after all that decides its content, holds it again inside, and appears when it is whole.
+
+A wheel brings such files for `TARGETS` (`ci/compile/ahead.py` compiles them): machine code of a kind of
+processor, read where the user's folder has none of this very processor.
 """
 
 from __future__ import annotations
@@ -21,12 +24,35 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 LIBRARIES = {"numba", "llvmlite", "numpy", "torch", *sys.stdlib_module_names}
 DIGITS = 16
 CONSTANTS = (bool, int, float, str, bytes, tuple, np.generic, type(None))
+
+AHEAD = Path(__file__).with_name("compiled")
+"""What a wheel brings; a checkout has no such folder."""
+
+AVX2 = {
+    "avx",
+    "avx2",
+    "bmi",
+    "bmi2",
+    "cx16",
+    "f16c",
+    "fma",
+    "lzcnt",
+    "movbe",
+    "popcnt",
+    "sahf",
+    "sse4.2",
+    "xsave",
+}
+AVX512 = {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+TARGETS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
+"""LLVM's names of the processors that a wheel has kernels for, best first, with what their code needs."""
 
 
 class KernelCache(FunctionCache):
@@ -35,6 +61,52 @@ class KernelCache(FunctionCache):
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
         self._cache_file: Any = _Files(Path(self._cache_path), self._impl.filename_base, function)
+        self._ahead = AheadCache(function)
+
+    def _load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
+        found = super()._load_overload(sig, target_context)
+        return found if found is not None else self._ahead.load_overload(sig, target_context)
+
+
+class AheadCache(NullCache):
+    """What the wheel brings of one function: read, never written, so that it needs no folder of its own."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._py_func = function
+        base = f"{function.__module__}.{function.__qualname__}.{sys.implementation.cache_tag}"
+        self._base, self._files = base, _Files(AHEAD, base, function)
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether the wheel has the function as its sources are now, for any processor."""
+        return self._files.has_any()
+
+    def load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
+        """The kernel of the best target whose code this processor runs, or None."""
+        if not AHEAD.is_dir():
+            return None
+        target_context.refresh()
+        sig, processor, code = FunctionCache._index_key(self, sig, target_context.codegen())
+        for target in targets_of(processor):
+            data = self._files.load((sig, (processor[0], target, ""), code))
+            if data is not None:
+                return CompileResult._rebuild(target_context, *data)
+        return None
+
+    def write(self, sig: object, compiled: CompileResult, folder: Path) -> None:
+        """Keep in `folder` what was compiled for the target that ``NUMBA_CPU_NAME`` names."""
+        library, *others, _annotation, reload, environments = compiled._reduce()
+        key = FunctionCache._index_key(self, sig, compiled.codegen)
+        # The annotation is for `inspect_types`, is large, and holds paths of the machine that compiled.
+        data = (library, *others, "", reload, environments)
+        _Files(folder, self._base, self._py_func).save(key, data)
+
+
+def targets_of(processor: tuple[str, str, str]) -> list[str]:
+    """Targets whose code runs on a processor that numba describes by triple, name, features, best first."""
+    _triple, name, features = processor
+    there = {each[1:] for each in features.split(",") if each.startswith("+")}
+    return [target for target, needed in TARGETS.items() if needed <= there or name == target]
 
 
 class _Files:
@@ -54,6 +126,10 @@ class _Files:
             return None
         found, data = pickle.loads(content[size:])
         return data if found == (self._sources, key) else None
+
+    def has_any(self) -> bool:
+        """Whether something was saved for today's sources."""
+        return any(self._folder.glob(f"{self._base}.{self._sources[:DIGITS]}.*.nbc"))
 
     def save(self, key: object, data: object) -> None:
         """Keep `data`, and remove the files of other states of the sources."""
@@ -90,8 +166,8 @@ def digest_of(function: Callable[..., Any]) -> str:
     """A digest of all that a compiled `function` may hold: texts of files, constants, numba's version."""
     files, constants = _held_by(function)
     digest = hashlib.sha256(repr((numba.__version__, sorted(constants))).encode())
-    for file in sorted(files):
-        digest.update(_digest_of_file(file))
+    for content in sorted(map(_digest_of_file, files)):  # in an order that no folder's name decides
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -114,7 +190,8 @@ def _held_by(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
             if isinstance(value, CONSTANTS):
                 constants.add(f"{name} = {value!r}")
             elif isinstance(value, ModuleType):
-                files.add(str(value.__file__))
+                if not _is_library(value.__name__):
+                    files.add(str(value.__file__))
             elif hasattr(helper, "__code__") and not _is_library(helper.__module__):
                 files.add(helper.__code__.co_filename)
                 waiting.append(helper)

@@ -10,7 +10,7 @@ from ...embedding import OptimizerName, Storage
 from ...nn import RECOMPUTED
 from ...pipeline import Consistency, Mode, Precision
 from ...pipeline.modes import STAGED
-from ...pipeline.window import Dedup
+from ...pipeline.window import Dedup, ExchangeSums
 from ..job import LrSchedule, ModelName
 from .configuration import Configuration
 
@@ -120,4 +120,5 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         loss_scale=draw(st.sampled_from((2.0**16, 2.0**8, 2.0**26))),
         exchange_precision=draw(_seldom(_words("exchange_precision", Precision), "float32")),
         replay=draw(_seldom(st.sampled_from((0.1, 0.5, 1.0)), 0.0, 6)),
+        exchange_sums=draw(_seldom(_words("exchange_sums", ExchangeSums), "auto")),
     )

@@ -159,6 +159,12 @@ FAULTS = [
         Injection(injections.own_rows_not_rounded),
     ),
     Fault(
+        "whole-sums-rounded",
+        "sums that are sent whole are rounded to float32 on their way",
+        replace(_case(), variant="whole-sums"),
+        Injection(injections.whole_sums_rounded),
+    ),
+    Fault(
         "restart-without-loss-scale",
         "the scale of the loss begins anew after a restart",
         replace(_case(), variant="fp16", steps=8, restart=1),

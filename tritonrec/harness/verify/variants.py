@@ -277,6 +277,16 @@ VARIANTS: dict[str, Variant] = {
     "exchange-bf16": Variant(
         "rows are exchanged in bfloat16", window={"exchange_precision": "bf16"}, shows=("exchanged",)
     ),
+    "packed-sums": Variant(
+        "exact sums are sent in the bytes they need, on any device",
+        window={"exchange_sums": "packed"},
+        shows=("exchanged",),
+    ),
+    "whole-sums": Variant(
+        "exact sums are sent whole, 8 bytes a value, on any device",
+        window={"exchange_sums": "whole"},
+        shows=("exchanged",),
+    ),
     "mixed": Variant(
         "float16 with clipping, rows exchanged in float16, first use and kept rows, with policies",
         {**SMALL, "data": MADE, "policy": POLICIES},
