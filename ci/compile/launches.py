@@ -28,8 +28,13 @@ import tritonrec.kernels
 from tritonrec import ops
 from tritonrec.kernels import chunked_rows, dispatch
 from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.dropout.register import DROPOUT_ROWS
 from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU_BACKWARD_EXACT
-from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT_BACKWARD_EXACT
+from tritonrec.kernels.norm_mul_dropout.register import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD_EXACT,
+)
+from tritonrec.kernels.philox import DeviceSeed, DeviceSeeds
 
 JIT = triton.runtime.jit.JITFunction
 # constants by which a kernel knows the interpreter, which is not what is compiled here
@@ -256,6 +261,10 @@ def count_of(number: int) -> torch.Tensor:
     return torch.tensor(number)
 
 
+def device_seed() -> DeviceSeed:
+    return DeviceSeeds(torch.device("cpu"), 1).root()
+
+
 def offsets() -> torch.Tensor:
     """Of sequences whose lengths run from 0 to the longest, over and over."""
     cuts, length = [0], 0
@@ -390,6 +399,10 @@ def _segment_sum(dim):
     everything = torch.zeros_like(segments)
     run(ops.segment_sum, values, everything, 1)
     run(ops.segment_sum, values, everything, 1, consistency="batch")
+    if dim == 50:  # sums of parts
+        many, keys_of_many = ones(3 * size, dim), keys(3 * size) // 200
+        run(ops.segment_sum, many, keys_of_many, size, consistency="batch")
+        run(ops.segment_sum, many, torch.zeros_like(keys_of_many), 1, consistency="batch")
 
 
 @case("packed_rows", dim=(50, 128))
@@ -398,6 +411,10 @@ def _packed_rows(dim):
     widths = torch.full((size,), 5, dtype=torch.uint8)
     out, packed = ones(size, dim, dtype=torch.int64), torch.zeros(size * 5 * dim, dtype=torch.uint8)
     run(ops.add_packed_rows, out, keys() // 4, widths, packed)
+    if dim == 50:  # sums of parts
+        widths = torch.full((3 * size,), 5, dtype=torch.uint8)
+        packed = torch.zeros(3 * size * 5 * dim, dtype=torch.uint8)
+        run(ops.add_packed_rows, out, keys(3 * size) // 200, widths, packed)
 
 
 @case("sparse_optimizers", dim=(50, 128))
@@ -448,8 +465,15 @@ def _exact_gradients(dim):
     front = x, vector, vector, weight, bias, 1e-6, z, x[:0], rows, rows, offsets(), 36, names
     with Deferred().active():  # no error ends a call before its last launch
         run(NORM_MUL_DROPOUT_BACKWARD_EXACT.launch, *sums[:2], du, x, x, u, vector, vector, 0.2, 7, *rest)
+        given = du, x, x, u, vector, vector, 0.2, device_seed()
+        run(NORM_MUL_DROPOUT_BACKWARD_EXACT.launch, *sums[:2], *given, *rest)
+        run(NORM_MUL_DROPOUT.launch, x, u, vector, vector, 1e-6, 0.2, device_seed(), keys(), keys())
         run(NORM_LINEAR_SILU_BACKWARD_EXACT.launch, *sums, dy, *front)
         run(ops.linear_weight_grad, sums[2], dy, x, offsets(), bias_accumulator=sums[3])
+        # samples of many tokens are shared by programs
+        many, cuts = 1024 + size, torch.tensor([0, 600, 1024 + size])
+        shared = ones(many, 128), ones(many, dim), cuts
+        run(ops.linear_weight_grad, sums[2], *shared, bias_accumulator=sums[3])
 
 
 @case("sampled_softmax", dim=(50, 256))
@@ -489,6 +513,7 @@ def _softmax_attention(dim):
 @case("dropout", dim=(50, 2000))
 def _dropout(dim):
     run(ops.dropout, ones(size, dim, grad=True), 0.2, 2**40 + 1, keys(), keys()).sum().backward()
+    run(DROPOUT_ROWS.launch, ones(size, dim), 0.2, device_seed(), keys(), keys())
 
 
 def _attention(dtype, dim_qk, dim_v, **options):

@@ -7,6 +7,7 @@
 Bytes and instructions are those of the emulated sm_90's PTX: bytes that kernels read and write in global
 memory, caches or not, beside the least there is to move, every input read once and every output written once.
 aten ops move bytes as well, and these are not counted. One realistic size each; instructions are of warps.
+The last column has those of the program that has most: however many processors are free, it has to run them.
 """
 
 from __future__ import annotations
@@ -166,19 +167,29 @@ def _scatter_rows():
     yield lambda: launch.scatter_rows(target, rows, source), size(rows) + 2 * size(source)
 
 
-@case("segment_sum, batch")
-def _segment_sum_batch():
-    values, segments = floats(KEYS, DIM), keys()
-    out = torch.zeros(DISTINCT, DIM, dtype=torch.int64, device=GPU)
-    args = values, segments, DISTINCT, "batch", BITS, "sums"
+def hot(segments: torch.Tensor) -> torch.Tensor:
+    """Every second one the same."""
+    return torch.where(torch.arange(len(segments), device=GPU) % 2 == 0, 7, segments)
+
+
+def _segment_sum(consistency: str, segments: torch.Tensor) -> Iterable[Measured]:
+    values, dtype = floats(KEYS, DIM), torch.int64 if consistency == "batch" else torch.float32
+    out = torch.zeros(DISTINCT, DIM, dtype=dtype, device=GPU)
+    args = values, segments, DISTINCT, consistency, BITS, "sums"
     yield lambda: launch.segment_sum_into(out, *args), size(values, segments) + 2 * size(out)
 
 
-@case("segment_sum, window")
-def _segment_sum_window():
-    values, segments, out = floats(KEYS, DIM), keys(), torch.zeros(DISTINCT, DIM, device=GPU)
-    args = values, segments, DISTINCT, "window", BITS, "sums"
-    yield lambda: launch.segment_sum_into(out, *args), size(values, segments) + 2 * size(out)
+for _consistency in ("batch", "window"):
+    case(f"segment_sum, {_consistency}")(lambda each=_consistency: _segment_sum(each, keys()))
+    case(f"segment_sum, {_consistency}, a hot key")(lambda each=_consistency: _segment_sum(each, hot(keys())))
+
+
+@case("segment_sum, batch, one segment")
+def _segment_sum_one():
+    values, segments = floats(KEYS, DIM), torch.zeros(KEYS, dtype=torch.int64, device=GPU)
+    out = torch.zeros(1, DIM, dtype=torch.int64, device=GPU)
+    args = values, segments, 1, "batch", BITS, "sums"
+    yield lambda: launch.segment_sum_into(out, *args), size(values) + 2 * size(out)
 
 
 @case("from_fixed_point")
@@ -199,6 +210,14 @@ def _packed():
     widths, packed = launch.pack_rows(sums, rows)
     yield lambda: launch.pack_rows(sums, rows), size(sums, rows, widths, packed)
     args = sums, rows, widths, packed, "sums", BITS
+    yield lambda: launch.add_packed_rows(*args), size(rows, widths, packed) + 2 * size(sums)
+
+
+@case("add_packed_rows, a hot key")
+def _packed_hot():
+    sums, rows = on_gpu(torch.randint(-(2**30), 2**30, (DISTINCT, DIM))), on_gpu(torch.randperm(DISTINCT))
+    widths, packed = launch.pack_rows(sums, rows)
+    args = sums, hot(rows), widths, packed, "sums", BITS
     yield lambda: launch.add_packed_rows(*args), size(rows, widths, packed) + 2 * size(sums)
 
 
@@ -268,6 +287,15 @@ def _linear_weight_grad():
     grid = torch.zeros(4 * DIM, DIM, dtype=torch.int64, device=GPU)
     dout, x, cuts = floats(TOKENS, 4 * DIM), floats(TOKENS, DIM), _offsets()
     yield lambda: ops.linear_weight_grad(grid, dout, x, cuts), size(dout, x, cuts) + 2 * size(grid)
+
+
+@case("linear_weight_grad of 8,192 tokens, with bias")
+def _linear_weight_grad_of_many():
+    grid, bias = _sums((4 * DIM, DIM), (4 * DIM,))
+    dout, x = floats(KEYS, 4 * DIM), floats(KEYS, DIM)
+    cuts, options = on_gpu(torch.arange(0, KEYS + 1, LENGTH)), {"bias_accumulator": bias, "bias_name": "bias"}
+    least = size(dout, x, cuts) + 2 * size(grid, bias)
+    yield lambda: ops.linear_weight_grad(grid, dout, x, cuts, **options), least
 
 
 def _forward_and_backward(
@@ -392,6 +420,7 @@ def measure(names: tuple[str, ...], session: Session, gpu: Pretended) -> list[di
                     "written": sum(count.bytes_written for count in counts),
                     "least": least,
                     "instructions": sum(count.instructions for count in counts),
+                    "most": max((count.most for count in counts), default=0),
                 }
             )
     return rows
@@ -400,13 +429,14 @@ def measure(names: tuple[str, ...], session: Session, gpu: Pretended) -> list[di
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Rows of text, below their titles; bytes in KiB."""
     titles = ["op", "launches", "aten calls", "waits"]
-    titles += ["KiB read", "KiB written", "least KiB", "ratio", "instructions"]
+    titles += ["KiB read", "KiB written", "least KiB", "ratio", "instructions", "most of one program"]
     lines = []
     for row in rows:
         moved = row["read"] + row["written"]
         kib = [f"{row[what] / 1024:,.0f}" for what in ("read", "written", "least")]
         numbers = [str(row[what]) for what in ("launches", "calls", "waits")]
-        lines.append([row["op"], *numbers, *kib, f"{moved / row['least']:.2f}", f"{row['instructions']:,}"])
+        instructions = (f"{row[what]:,}" for what in ("instructions", "most"))
+        lines.append([row["op"], *numbers, *kib, f"{moved / row['least']:.2f}", *instructions])
     return [titles, *lines]
 
 

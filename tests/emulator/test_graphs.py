@@ -21,7 +21,17 @@ from tritonrec.harness.emulator.graph import EmulatedRecorder  # noqa: E402
 from tritonrec.harness.job import dense_optimizer  # noqa: E402
 from tritonrec.kernels import dispatch  # noqa: E402
 from tritonrec.kernels.deferred import Deferred  # noqa: E402
-from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, sum_by_sample  # noqa: E402
+from tritonrec.nn import (  # noqa: E402
+    HSTU,
+    Dropout,
+    FuXi,
+    FuXiConfig,
+    GradientAccumulator,
+    HSTUConfig,
+    MultiheadAttention,
+    scaled_dot_product_attention,
+    sum_by_sample,
+)
 from tritonrec.ops import ExactSumError, use_impl  # noqa: E402
 from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch  # noqa: E402
@@ -60,27 +70,27 @@ def graphs(samples=8, tokens=70):
     return made, recorders
 
 
-def called(net, parts, run):
+def called(net, parts, run, seeds=None):
     """Losses and gradients of rows of each part, and the sums of the model's gradients."""
     accumulator, found = GradientAccumulator(net), []
     with use_impl("triton"):
-        for part in parts:
+        for part, seed in zip(parts, seeds or [7] * len(parts), strict=True):
             rows = rows_of(part)
-            found.append((run(accumulator, part, rows), rows.grad))
+            found.append((run(accumulator, part, rows, seed), rows.grad))
     return found, accumulator.take()
 
 
 def plain(net):
-    def run(accumulator, part, rows):
+    def run(accumulator, part, rows, seed):
         with accumulator.active():
-            return train_micro_batch(net, part, {"item": rows}, 7, CallerSettings())
+            return train_micro_batch(net, part, {"item": rows}, seed, CallerSettings())
 
     return run
 
 
 def replayed(net, made):
-    return lambda accumulator, part, rows: made.train(
-        net, accumulator, part, {"item": rows}, 7, CallerSettings()
+    return lambda accumulator, part, rows, seed: made.train(
+        net, accumulator, part, {"item": rows}, seed, CallerSettings()
     )
 
 
@@ -100,6 +110,51 @@ def test_every_size_has_the_bits_of_the_model_s_call(bias):
         assert torch.equal(losses, other) and same(rows, others)
     assert all(torch.equal(sums[name], got[name]) for name in sums) and any(map(torch.any, sums.values()))
     assert (made.recorded, made.replayed, len(recorders)) == (1, 4, 1)
+
+
+class DropsMore(HSTU):
+    """With draws of the trainer's seed beside those of its layers, one module twice."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.more = Dropout(0.5)
+
+    def encode(self, batch, rows, seed=0):
+        return self.more(super().encode(batch, self.more(rows), seed))
+
+
+KINDS = {"hstu": HSTU, "fuxi": FuXi, "module": DropsMore}
+SEEDS = [7, 7, 2**62 + 11, -5, 0]
+
+
+@pytest.mark.parametrize("kind", slow_except(["hstu", "module"], KINDS))
+def test_dropout_draws_from_the_seed_of_each_micro_batch(kind):
+    """The same samples under other seeds, of which the first is not the recorded one."""
+    torch.manual_seed(3)
+    sizes = {**vars(SIZES), "layers": 2, "dropout": 0.4, "input_dropout": 0.3}
+    config = FuXiConfig(**{k: v for k, v in sizes.items() if k in FuXiConfig.__dataclass_fields__})
+    net = KINDS[kind](config if kind == "fuxi" else HSTUConfig(**sizes)).to("cuda")
+    made, _ = graphs()
+    parts = [batch(MICRO_BATCHES["some"])] * len(SEEDS)
+    expected, sums = called(net, parts, plain(net), SEEDS)
+    found, got = called(net, parts, replayed(net, made), SEEDS)
+    for (losses, rows), (other, others) in zip(expected, found, strict=True):
+        assert torch.equal(losses, other) and torch.equal(rows, others)
+    assert all(torch.equal(sums[name], got[name]) for name in sums)
+    assert torch.equal(expected[0][0], expected[1][0])
+    assert not any(torch.equal(expected[0][0], each) for each, _ in expected[2:])
+    assert made.recorded == 1 and made.replayed == len(SEEDS)
+
+
+def test_another_share_of_dropout_is_recorded_anew():
+    net, (made, _) = model(dropout=0.4), graphs()
+    accumulator, part, losses = GradientAccumulator(net), batch([0, 4]), []
+    for p in 0.4, 0.1, 0.1:
+        net.layers[0].gate.dropout = p
+        with use_impl("triton"):
+            losses += [run(accumulator, part, rows_of(part), 7) for run in (plain(net), replayed(net, made))]
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[2], losses[3])
+    assert not torch.equal(losses[1], losses[3]) and made.recorded == 2
 
 
 def test_samples_of_padding_add_nothing_where_their_losses_have_gradients():
@@ -165,6 +220,30 @@ def test_a_wait_inside_is_refused_when_it_is_recorded():
         called(net, [batch([1])], replayed(net, made))
 
 
+DRAWS = {
+    "torch": (lambda x: torch.nn.functional.dropout(x, 0.5), "draws from torch's generator"),
+    "attention": (
+        lambda x: scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3, dropout_p=0.5).view(x.shape),
+        "softmax attention is in no graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_that_a_graph_would_repeat_are_refused_when_it_is_recorded(kind):
+    draw, message = DRAWS[kind]
+    net, (made, _) = model(), graphs()
+    encode = net.encode
+    net.encode = lambda batch, rows, seed=0: encode(batch, draw(rows), seed)
+    with pytest.raises(ValueError, match=message):
+        called(net, [batch([1])], replayed(net, made))
+
+
+def test_what_evaluates_drops_nothing_and_is_recorded():
+    graphs()[0].validate(with_module(torch.nn.Dropout(0.1).eval()), WindowConfig(), torch.device("cpu"))
+    graphs()[0].validate(with_module(torch.nn.Dropout(0.0)), WindowConfig(), torch.device("cpu"))
+
+
 def test_an_error_of_a_replay_is_put_off_with_its_name():
     net, (made, _) = model(), graphs()
     accumulator, errors, part = GradientAccumulator(net), Deferred(), batch([0, 4])
@@ -176,8 +255,8 @@ def test_an_error_of_a_replay_is_put_off_with_its_name():
         errors.check()
 
 
-def trained(gpu, made):
-    net, rule = model(), RowOptimizer("adam", lr=0.05)
+def trained(gpu, made, **changes):
+    net, rule = model(**changes), RowOptimizer("adam", lr=0.05)
     placement = Placement("device", "cuda")
     feature = FeatureConfig("item", DIM)
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
@@ -200,15 +279,37 @@ def trained(gpu, made):
     return losses, [*tables.export()["item"], *net.state_dict().values()]
 
 
-def test_a_trainer_replays_its_micro_batches_and_ends_at_the_same_bits(gpu):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_trainer_replays_its_micro_batches_and_ends_at_the_same_bits(gpu, dropout):
     made, recorders = graphs()
-    (losses, state), (others, same_state) = trained(gpu, None), trained(gpu, made)
+    (losses, state), (others, same_state) = (trained(gpu, each, dropout=dropout) for each in (None, made))
     assert losses == others and all(map(torch.equal, state, same_state))
     assert made.replayed == 6 and made.recorded == len(recorders) == 2  # a run and a step
 
 
+def with_module(module):
+    net = model()
+    net.extra = module
+    return net
+
+
 REFUSED = {
-    "dropout": (lambda: model(dropout=0.1), WindowConfig(), "dropout draws from a seed of the step"),
+    "dropout": (
+        lambda: with_module(torch.nn.Dropout(0.1)),
+        WindowConfig(),
+        "extra is a Dropout, whose draws a graph",
+    ),
+    "slopes": (lambda: with_module(torch.nn.RReLU()), WindowConfig(), "extra is a RReLU, whose draws"),
+    "recurrent": (
+        lambda: with_module(torch.nn.GRU(2, 2, 2, dropout=0.1)),
+        WindowConfig(),
+        "extra is a GRU, whose",
+    ),
+    "attention": (
+        lambda: with_module(MultiheadAttention(4, 2, dropout=0.1)),
+        WindowConfig(),
+        "extra is a Multihead",
+    ),
     "window": (model, WindowConfig(consistency="window"), "consistency 'batch'"),
     "precision": (model, WindowConfig(precision="bf16"), "precision 'float32', got 'batch' and 'bf16'"),
     "another": (lambda: torch.nn.Linear(2, 2), WindowConfig(), "next-item model, got Linear"),

@@ -47,6 +47,7 @@ LINEAR = [
     *each(test_linear.test_error_is_that_of_plain_float32, "odd_dim"),
     lambda: test_linear.test_weight_gradient_error_is_that_of_plain_float32(IMPL),
     lambda: test_linear.test_a_sum_never_wraps(IMPL, 1),
+    lambda: test_linear.test_programs_that_share_samples_add_up(IMPL, "single_tokens", True, None),
     lambda: test_exact_gradients.test_a_linear_layer_adds_the_gradient_of_its_bias(IMPL, (70, 33, 34)),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, 1),
 ]
@@ -91,6 +92,8 @@ CHECKS = {
 }
 SLOPE = "return s * (1.0 + x * (1.0 - s))"
 
+SMALL_SHARES = "TOKENS_OF_SHARE = 512", "TOKENS_OF_SHARE = 8"
+
 MUTANTS = {
     "silu.triton_silu": {
         "half_of_x": [("tl.div_rn(x, 1.0 + exp(-x))", "x * 0.5")],
@@ -100,13 +103,15 @@ MUTANTS = {
     },
     "linear.triton_linear": {
         "dropped_tile": [("range(tl.full((), 0, tl.int64), inner, BLOCK)", "range(BLOCK, inner, BLOCK)")],
-        "lost_sample": [("tl.full((), 0, tl.int64), samples)", "tl.full((), 1, tl.int64), samples)")],
+        "lost_sample": [("range(begin, tl.minimum(", "range(begin + 1, tl.minimum(")],
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
         "no_bias": [("if bias_ptr is not None:", "if False:")],
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
         "carry_of_the_bias_lost": [("axis=1) + (low >> 32)", "axis=1)")],
         "block_of_the_bias_wraps": [("(high >= -(2**31)) & (high < 2**31) & ", "")],
-        "bias_by_every_column": [("tl.where(last, tokens, 0)", "tokens")],
+        "every_share_has_all_samples": [SMALL_SHARES, ("begin = share * samples_of_share", "begin = share * 0"), ("begin + samples_of_share, samples", "samples, samples")],
+        "sums_of_other_shares_lost": [SMALL_SHARES, ("bad = add_atomically(to, total, bad,", "tl.store(to, total, mask=inside)\n        bad = add_atomically(to, total * 0, bad,")],
+        "bias_by_every_column": [("tl.where(last, tl.minimum(first_token + tokens_of_share, tokens), first_token)", "tl.minimum(first_token + tokens_of_share, tokens)")],
     },
     "norm_mul_dropout.triton_norm": {
         "missing_rstd": [("y = centred * rstd * weight + bias", "y = centred * weight + bias")],
@@ -115,9 +120,7 @@ MUTANTS = {
         "kept_without_factor": [(">= threshold, factor, 0.0)", ">= threshold, 1.0, 0.0)")],
         "mean_of_slopes_lost": [("(slope - level)", "slope")],
         "variance_of_padding": [("centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean")],
-        "sums_of_other_programs_lost": [('before = tl.atomic_add(to, term, mask=mask, sem="relaxed")', "before = tl.load(to, mask=mask, other=0) * 0\n    tl.store(to, term, mask=mask)")],
         "last_row_of_a_program_alone": [("after = total + term", "after = term")],
-        "atomic_sum_wraps": [("wraps = mask & (((before ^ after) & (term ^ after)) < 0)", "wraps = mask & (before < before)")],
     },
     "sampled_softmax.triton_softmax": {
         "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],

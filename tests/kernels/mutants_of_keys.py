@@ -6,6 +6,7 @@ A mutant is one edit, (old text, new text). Edits stay inside the buffers, so th
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 
 import test_bucketize
+import test_exact_gradients
 import test_fixed_point
 import test_gather_rows
 import test_hash_table
@@ -112,6 +113,12 @@ SEGMENT_SUM = [
     lambda: test_segment_sum.test_a_sum_that_leaves_int64_is_an_error(IMPL, torch.float32, 1),
     lambda: test_segment_sum.test_a_value_without_a_fixed_point_number_is_an_error(IMPL, float("nan")),
     *each(test_padding.test_sums_are_of_the_occurrences_that_hold, 7),
+    *(
+        lambda name=name: test_segment_sum.test_segments_of_any_length_are_added_up_in_parts(
+            IMPL, name, True, None
+        )
+        for name in ("across_them", "at_the_ends_of_parts", "with_empty_ones")
+    ),
 ]
 ROWS = [
     lambda: test_gather_rows.test_gather_moves_the_bits(IMPL, 7, 17, 129),
@@ -153,6 +160,10 @@ FIXED_POINT = [
     *each(test_fixed_point.test_a_value_without_a_number_is_named, 2.0**26),
     lambda: test_fixed_point.test_the_first_of_several_is_named(IMPL),
     *each(test_fixed_point.test_from_fixed_point_equals_the_reference, -7.5),
+    lambda: test_exact_gradients.test_the_norm_adds_the_terms_of_its_weight_and_bias(
+        IMPL, (21, 4), True, 0.4
+    ),
+    lambda: test_exact_gradients.test_no_sum_wraps(IMPL, -1),
 ]
 PACKED = [
     *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
@@ -189,6 +200,8 @@ MOST = 'tl.atomic_max(holders_ptr + slot, position, mask=inside, sem="relaxed")'
 STABLE = "place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1"
 UNSTABLE = "place = start + tl.sum(mine.to(tl.int64), axis=0) - tl.cumsum(mine.to(tl.int64), axis=0)"
 
+SMALL_PARTS = "PART = 128", "PART = 4"
+NO_ATOMICS = "dispatch.has_int64_atomics(out)", "False"
 MUTANTS = {
     "hash_table.triton_hash_table": {
         "probe_stops_early": [("& (visit < num_groups):", "& (visit < 1):")],
@@ -258,17 +271,25 @@ MUTANTS = {
     },
     "rows.triton_segment_sum": {
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
-        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
+        "dropped_occurrence": [("for i in range(begin, end):", "for i in range(begin + 1, end):")],
         "unstable_order": [
             (
-                "grouped, order = torch.sort(segments, stable=True)",
-                "grouped, order = torch.sort(segments.flip(0), stable=True); order = len(segments) - 1 - order",
+                "keys, order = torch.sort(segments, stable=True)",
+                "keys, order = torch.sort(segments.flip(0), stable=True); order = len(segments) - 1 - order",
             )
         ],
-        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "starts_from_zero": [("total = tl.load(to, mask=owned, other=0)", "total = tl.load(to, mask=owned, other=0) * 0")],
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
         "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
         "padding_added": [("if count is not None:", "if False:")],
+        "first_rows_twice": [SMALL_PARTS, ("tl.maximum(row, start + PART)", "row")],
+        "parts_overlap": [SMALL_PARTS, ("tl.where(beyond, row, start) + PART)", "tl.where(beyond, row, start) + 2 * PART)")],
+        "atomics_lost": [SMALL_PARTS, ("bad = add_atomically(to, total, bad, occurrence * dim + column, has_rows & (alone == 0))", "bad = bad")],
+        "parts_lost": [SMALL_PARTS, NO_ATOMICS, ("torch.cat([bad, *add_parts(out, parts, grouped)])", "bad")],
+        "last_part_lost": [SMALL_PARTS, ("triton.cdiv(rows, PART) if", "rows // PART if")],
+        "sums_of_the_segment_before": [SMALL_PARTS, NO_ATOMICS, ("(start + scale - 1) // scale", "start // scale")],
+        "sums_of_the_next_segment": [SMALL_PARTS, NO_ATOMICS, ("(stop + scale - 1) // scale", "stop // scale + 1")],
+        "every_sum_begins_a_segment": [SMALL_PARTS, NO_ATOMICS, ("beyond | (start == row)", "beyond | (start <= row)")],
     },
     "packed_rows.triton_packed_rows": {
         "no_room_for_the_sign": [("(8 * plane - 1)", "(8 * plane)")],
@@ -287,8 +308,8 @@ MUTANTS = {
         "sign_not_extended": [("(bits << unused) >> unused", "bits")],
         "float_for_an_integer": [("floats.to(tl.int64), (bits", "bits, (bits")],
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
-        "dropped_occurrence": [("range(tl.load(starts_ptr + segment),", "range(tl.load(starts_ptr + segment) + 1,")],
-        "starts_from_zero": [("total = tl.load(to, mask=inside, other=0)", "total = tl.load(to, mask=inside, other=0) * 0")],
+        "dropped_occurrence": [("for i in range(begin, end):", "for i in range(begin + 1, end):")],
+        "starts_from_zero": [("total = tl.load(to, mask=owned, other=0)", "total = tl.load(to, mask=owned, other=0) * 0")],
         "wraps_around": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
     },
     "rows.triton_rows": {
@@ -337,8 +358,10 @@ MUTANTS = {
     "fixed_point.triton_fixed_point": {
         "truncated": [("((scaled + magic) - magic)", "scaled")],
         "limit_fits": [("tl.abs(values) < limit", "tl.abs(values) <= limit")],
-        "last_bad_one": [("first = bad.min()", "first = torch.where(bad == NONE.value, -1, bad).max()")],
+        "last_bad_one": [("tl.min(tl.where(fits, NONE, position), axis=0)", "tl.max(tl.where(fits, 0, position), axis=0) + tl.min(tl.where(fits, NONE, 0), axis=0)")],
         "divided_in_float32": [("sums.to(tl.float64) * unit / divisor", "(sums.to(tl.float64) * unit).to(tl.float32) / divisor")],
+        "sums_of_other_programs_lost": [('before = tl.atomic_add(to, term, mask=mask, sem="relaxed")', "before = tl.load(to, mask=mask, other=0) * 0\n    tl.store(to, term, mask=mask)")],
+        "atomic_sum_wraps": [("wraps = mask & (((before ^ after) & (term ^ after)) < 0)", "wraps = mask & (before < before)")],
     },
 }  # fmt: skip
 # An edit of the host code or of an atomic, with the check that is made for it.

@@ -164,6 +164,47 @@ def test_weight_gradient_of_exact_products_is_exact(impl, name):
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.fixture
+def small_shares(monkeypatch):
+    """So that programs share 40 tokens."""
+    from tritonrec.kernels.linear import triton_linear
+
+    monkeypatch.setattr(triton_linear, "TOKENS_OF_SHARE", 8)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", OFFSETS)
+@pytest.mark.parametrize("impl", [TRITON])
+def test_programs_that_share_samples_add_up(impl, name, bias, small_shares):
+    generator = torch.Generator().manual_seed(3)
+    dy, x = eighths((40, 35), generator), eighths((40, 33), generator)
+    sums = torch.randint(-(2**40), 2**40, (35, 34), generator=generator)
+    expected = sums.clone()
+    expected[:, :33] += (dy.double().t() @ x.double() * 2**36).long()
+    expected[:, 33] += (dy.double().sum(0) * 2**36).long() * bias
+    weight, of_bias = on(impl, sums[:, :33].contiguous()), on(impl, sums[:, 33].contiguous())
+    options = {"bias_accumulator": of_bias, "bias_name": "bias"} if bias else {}
+    offsets = on(impl, torch.tensor(OFFSETS[name]))
+    linear_weight_grad(weight, on(impl, dy), on(impl, x), offsets, impl=impl, **options)
+    assert torch.equal(weight.cpu(), expected[:, :33]) and torch.equal(of_bias.cpu(), expected[:, 33])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("impl", [TRITON])
+def test_a_sum_that_shares_cannot_take_is_named(impl, sign, small_shares):
+    """Each program's samples fit, and all together do not; nor do those of the bias."""
+    offsets, x = on(impl, torch.arange(33)), on(impl, torch.ones(32, 2))
+    for weight, bias in ((sign * (2**63 - 2**60), 0), (0, sign * (2**63 - 2**60))):
+        totals = torch.full((3, 2), weight), torch.full((3,), bias)
+        name = "gradient of bias" if bias else "gradient of weight by sample"
+        with pytest.raises(ExactSumError, match=rf"{name}\[") as caught:
+            linear_weight_grad(
+                on(impl, totals[0]), on(impl, torch.full((32, 3), sign * 2.0**20)), x, offsets,
+                bias_accumulator=on(impl, totals[1]), bias_name="bias", impl=impl,
+            )  # fmt: skip
+        assert 0 <= caught.value.index[0] < 32 and caught.value.index[0] % 8 == 0
+
+
 @pytest.mark.parametrize("name", OFFSETS)
 def test_cpu_weight_gradient_has_the_bits_of_the_reference(name):
     x, weight, _, dy = case("odd_dim")

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poisoned_memory
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes
 from tritonrec.kernels.rows import gather_rows, segment_sum
@@ -372,3 +373,37 @@ def test_a_sum_that_just_fits_is_added_once(impl, dim):
     expected = torch.empty_like(values)
     expected[segments] = values + 2**62
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.fixture(params=["atomics", "no_atomics"])
+def parts_of_four(monkeypatch, request):
+    """So that few rows are many parts; without atomics parts of parts."""
+    from tritonrec.kernels.rows import triton_segment_sum
+
+    monkeypatch.setattr(triton_segment_sum, "PART", 4)
+    if request.param == "no_atomics":
+        monkeypatch.setattr(dispatch, "has_int64_atomics", lambda tensor: False)
+
+
+@pytest.mark.parametrize("lengths", [[70], [3, 6, 9, 1, 14], [0, 17, 0, 40, 1], [4, 8, 4]])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_segment_of_many_rows_is_added_up_in_parts(impl, lengths, parts_of_four):
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    segments = segments[torch.randperm(len(segments), generator=torch.Generator().manual_seed(3))]
+    values = mixed(len(segments), 3, seed=5) >> 8
+    widths, packed = (on(impl, part) for part in pack_rows(values, torch.arange(len(values)), impl="cpu"))
+    start = torch.arange(len(lengths) * 3).view(-1, 3)
+    out = add_packed_rows(on(impl, start.clone()), on(impl, segments), widths, packed, impl=impl)
+    assert torch.equal(out.cpu(), start.index_add(0, segments, values))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_parts_whose_sum_leaves_int64_are_an_error(impl, parts_of_four):
+    values = torch.zeros(36, 2, dtype=torch.int64)
+    values[[7, 20, 33], 1] = 2**62
+    widths, packed = pack_rows(values, torch.arange(36), impl="cpu")
+    segments, out = torch.tensor([0] * 6 + [1] * 30), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(ExactSumError) as raised:
+        add_packed_rows(*(on(impl, each) for each in (out, segments, widths, packed)), impl=impl)
+    row, column = raised.value.index
+    assert column == 1 and (6 <= row < 36 if impl == "triton" else row == 20)

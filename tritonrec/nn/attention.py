@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from ..kernels.philox import DeviceSeed
 from . import context
 from .exact import gelu, product
 from .layers import Dropout, LayerNorm, Linear, new_parameter, refuse
@@ -38,7 +39,10 @@ def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch
     if now is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         return {"dropout": p, "seed": seed, "sample_ids": torch.arange(samples, device=device)}
-    return {"dropout": p, "seed": now.draw_seed(module), "sample_ids": now.sample_ids}
+    seed = now.draw_seed(module)
+    if isinstance(seed, DeviceSeed):
+        raise ValueError("the dropout of softmax attention is in no graph of micro-batches: set it to 0")
+    return {"dropout": p, "seed": seed, "sample_ids": now.sample_ids}
 
 
 def scaled_dot_product_attention(

@@ -24,6 +24,7 @@ import torch
 
 from .. import ops
 from ..kernels import gradients
+from ..kernels.philox import Seed
 
 _of_thread = threading.local()
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -46,7 +47,7 @@ class Samples:
         model: torch.nn.Module,
         sample_ids: torch.Tensor,
         seq_offsets: torch.Tensor | None,
-        seed: int,
+        seed: Seed,
         num_tokens: int | None = None,
     ):
         self.sample_ids, self.seq_offsets, self.num_tokens = sample_ids, seq_offsets, num_tokens
@@ -60,7 +61,7 @@ class Samples:
         name = self._find().get(id(module), (0, ""))[1]
         return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-    def draw_seed(self, module: torch.nn.Module | None) -> int:
+    def draw_seed(self, module: torch.nn.Module | None) -> Seed:
         """The seed of this call of a module: of the step, its number, and its calls before; None: a function.
 
         Raises RuntimeError where a backward pass computes a part of the model again (checkpointing) and the
@@ -146,7 +147,7 @@ def samples(
     model: torch.nn.Module,
     sample_ids: torch.Tensor,
     seq_offsets: torch.Tensor | None,
-    seed: int,
+    seed: Seed,
     num_tokens: int | None = None,
 ) -> Iterator[Samples]:
     """Inside, on this thread, modules of `model` compute these samples; a trainer does this for every call.

@@ -3,7 +3,8 @@
 A graph has fixed addresses, shapes and constants. So each micro-batch is copied to the beginning of fixed
 tensors of S samples and T tokens, and what is left of T are tokens of samples that nobody has: their losses
 have gradient 0. A sample's loss depends on no other sample, and sums of gradients are integers, to which the
-padding adds 0. No bit changes.
+padding adds 0. Dropout draws from (seed, sample, position), and the seed is a tensor too, which is written
+before each replay (`kernels.philox.device_seed`). No bit changes.
 
     samples = 2, tokens = 8, sequences of at most 4, and a micro-batch of 3 tokens in 2 samples
 
@@ -14,19 +15,26 @@ padding adds 0. No bit changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch, JaggedBatch
 from ..kernels.deferred import Deferred
-from ..nn import GradientAccumulator
+from ..kernels.philox import DeviceSeeds
+from ..nn import GRU, Dropout, GradientAccumulator
 from ..nn.context import has_hooks
+from ..nn.modules import GatedNorm, TokenDropout
 from ..nn.next_item import NextItemModel
 from .model_call import CallerSettings, train_micro_batch
 from .window import WindowConfig
 
 Result = TypeVar("Result")
+DRAWS_BY_SEED = GatedNorm, TokenDropout, Dropout, GRU
+"""Modules that drop by the seed of the step, which their kernels load."""
+MOST_SEEDS = 4096
+"""That a graph may derive: one for each layer, and for each call of a `Dropout`."""
 
 
 class Recorder(Protocol):
@@ -93,10 +101,12 @@ class MicroBatchGraphs:
                 "padding changes no bit with consistency 'batch' and precision 'float32', got "
                 f"{config.consistency!r} and {config.precision!r}"
             )
-        if drops := [name for name, share in vars(model.config).items() if "dropout" in name and share]:
-            raise _refusal(
-                f"{drops[0]} draws from a seed of the step, which a graph would repeat: set it to 0"
-            )
+        for name, module in model.named_modules():
+            if share_of(module) and not isinstance(module, DRAWS_BY_SEED):
+                raise _refusal(
+                    f"{name} is a {type(module).__name__}, whose draws a graph would repeat: take "
+                    "tritonrec.nn.Dropout, or set its probability to 0"
+                )
         if hooked := [name for name, module in model.named_modules() if has_hooks(module)]:
             raise _refusal(f"{hooked[0] or 'the model'} has hooks, which a graph would not call")
         if device.type != "cuda" and self._recorder is CudaRecorder:
@@ -128,12 +138,12 @@ class MicroBatchGraphs:
         if not batch.num_samples:
             return train_micro_batch(model, batch, rows, seed, settings)
         leaf = rows["item"]
-        if self._graph is None or not self._graph.fits(accumulator, batch, leaf):
+        if self._graph is None or not self._graph.fits(model, accumulator, batch, leaf):
             self._graph = _Graph(self, model, accumulator, batch, leaf)
             self._graph.record(self._recorder(), settings)
             self.recorded += 1
         self.replayed += 1
-        return self._graph.replay(batch, leaf)
+        return self._graph.replay(batch, leaf, seed)
 
 
 class _Graph:
@@ -168,11 +178,16 @@ class _Graph:
         self._dlosses = rows.new_zeros(self._samples)
         self._pad_offsets(zeros(1))
         self._errors = Deferred()
+        self._dropped = _shares(model)
+        self._seeds = DeviceSeeds(device, MOST_SEEDS)
 
-    def fits(self, accumulator: GradientAccumulator, batch: JaggedBatch, rows: torch.Tensor) -> bool:
-        """Whether the graph adds to this accumulator, and its tensors take the batch."""
+    def fits(
+        self, model: torch.nn.Module, accumulator: GradientAccumulator, batch: JaggedBatch, rows: torch.Tensor
+    ) -> bool:
+        """Whether the graph is of this model's dropout, adds to this accumulator, and takes the batch."""
         return (
             self._accumulator is accumulator
+            and self._dropped == _shares(model)
             and self._negatives == batch.negatives.shape[1]
             and self._rows.shape[1] == rows.shape[1]
         )
@@ -183,9 +198,10 @@ class _Graph:
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             self._errors = Deferred()
             leaf = self._rows.detach().requires_grad_()
-            with self._errors.active(), self._accumulator.active():
+            with self._errors.active(), self._accumulator.active(), _RefusedDraws():
+                seed = self._seeds.root()
                 losses = train_micro_batch(
-                    self._model, self._batch, {"item": leaf}, 0, settings, dlosses=self._dlosses
+                    self._model, self._batch, {"item": leaf}, seed, settings, dlosses=self._dlosses
                 )
             assert leaf.grad is not None
             return losses, leaf.grad
@@ -193,8 +209,8 @@ class _Graph:
         self._recorder = recorder
         self._losses, self._drows = recorder.record(call)
 
-    def replay(self, batch: JaggedBatch, rows: torch.Tensor) -> torch.Tensor:
-        """Losses (B,) of the batch; ``rows.grad`` is set."""
+    def replay(self, batch: JaggedBatch, rows: torch.Tensor, seed: int) -> torch.Tensor:
+        """Losses (B,) of the batch; ``rows.grad`` is set. `seed`: of dropout."""
         samples, tokens = batch.num_samples, batch.num_tokens
         fixed = self._batch
         for name in ("sample_ids", "timestamps", "labels", "negatives"):
@@ -206,6 +222,7 @@ class _Graph:
             target[tokens:].zero_()
         self._dlosses[:samples].fill_(1.0)
         self._dlosses[samples:].zero_()
+        self._seeds.write(seed)
         self._recorder.replay()
         self._errors.repeat()
         rows.grad = torch.cat([each[:tokens].flatten(0, -2) for each in self._parts(self._drows)])
@@ -223,6 +240,34 @@ class _Graph:
         fixed[:size].copy_(offsets)
         more = torch.arange(1, len(fixed) - size + 1, device=fixed.device) * self._longest
         torch.clamp(offsets[-1:] + more, max=self._tokens, out=fixed[size:])
+
+
+class _RefusedDraws(TorchDispatchMode):
+    """Inside, on this thread, an op that draws from a generator of torch's is refused."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _refusal(
+                f"aten::{func.overloadpacket.__name__} draws from torch's generator, which a graph would repeat: take "
+                "tritonrec.nn.Dropout"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def share_of(module: torch.nn.Module) -> float:
+    """The probability with which a module of torch's or ours drops, or draws slopes, as it stands."""
+    if not module.training:
+        return 0.0
+    if isinstance(module, (torch.nn.modules.dropout._DropoutNd, Dropout, TokenDropout)):
+        return module.p
+    if isinstance(module, torch.nn.RReLU):
+        return 1.0
+    share = getattr(module, "dropout", 0.0)
+    return float(share) if isinstance(share, (int, float)) else 0.0
+
+
+def _shares(model: torch.nn.Module) -> list[float]:
+    return [share_of(module) for module in model.modules()]
 
 
 def _refusal(reason: str) -> ValueError:

@@ -14,6 +14,7 @@ import torch
 
 from ..data import Batch
 from ..kernels.dispatch import computes_eagerly
+from ..kernels.philox import Seed
 from ..nn.context import Samples, samples
 from .precision import DTYPES, Precision
 
@@ -83,7 +84,7 @@ def check_gradients_are_on() -> None:
         )
 
 
-def samples_of(model: torch.nn.Module, batch: Batch, seed: int) -> AbstractContextManager[Samples]:
+def samples_of(model: torch.nn.Module, batch: Batch, seed: Seed) -> AbstractContextManager[Samples]:
     """Inside, modules of `tritonrec.nn` know whose rows they get; see `tritonrec.nn.context`."""
     tokens = getattr(batch, "num_tokens", None)
     return samples(model, batch.sample_ids, getattr(batch, "offsets", None), seed, tokens)
@@ -93,7 +94,7 @@ def train_micro_batch(
     model: torch.nn.Module,
     batch: Batch,
     rows: dict[str, torch.Tensor],
-    seed: int,
+    seed: Seed,
     settings: CallerSettings,
     scale_exponent: int = 0,
     dlosses: torch.Tensor | None = None,
@@ -103,7 +104,8 @@ def train_micro_batch(
     A batch without samples is not given to the model, which may be unable to take one, and adds nothing.
 
     Args:
-        rows: by feature, as `tritonrec.pipeline.Model` takes them. seed: of dropout.
+        rows: by feature, as `tritonrec.pipeline.Model` takes them. seed: of dropout; where a graph is
+            recorded, one that kernels load.
         dlosses: (B,) float32, gradients of the losses in the place of ``2**scale_exponent``.
 
     Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a

@@ -163,6 +163,7 @@ class Launch:
         return Counts(
             int(launch[layout.LAUNCH_INSTRUCTIONS]), int(launch[layout.LAUNCH_BYTES_READ]),
             int(launch[layout.LAUNCH_BYTES_WRITTEN]), int(launch[layout.LAUNCH_BARRIERS]),
+            int(launch[layout.LAUNCH_MOST_INSTRUCTIONS]),
         )  # fmt: skip
 
     def _place_ranges(self, launch: np.ndarray) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.norm_mul_dropout.triton_norm import draw_kept
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 MOST_COLUMNS = 1024
@@ -16,10 +16,13 @@ MOST_COLUMNS = 1024
 
 @triton.jit
 def drop_kernel(
-    x_ptr, samples_ptr, positions_ptr, y_ptr, x_row, x_column, seed, tag, threshold, factor, rows, dim,
+    x_ptr, samples_ptr, positions_ptr, y_ptr, x_row, x_column, seed, seed_ptr, tag, threshold, factor, rows,
+    dim,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y = x * kept, where kept is `factor` or 0."""
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
     start = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for row in range(start, rows, tl.num_programs(0)):
         sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
@@ -33,7 +36,7 @@ def drop_kernel(
 
 
 def dropout(
-    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
+    x: torch.Tensor, p: float, seed: Seed, sample_ids: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """See `tritonrec.kernels.dropout.op.dropout`."""
     y = x.new_empty(x.shape)
@@ -41,7 +44,7 @@ def dropout(
         rows, dim = x.shape
         columns = min(max(4, triton.next_power_of_2(dim)), MOST_COLUMNS)
         drop_kernel[(min(rows, MOST_PROGRAMS),)](
-            x, sample_ids.contiguous(), positions.contiguous(), y, *x.stride(), seed, DROPOUT,
+            x, sample_ids.contiguous(), positions.contiguous(), y, *x.stride(), *in_kernel(seed, p), DROPOUT,
             int(p * 2**32), 1 / (1 - p), rows, dim, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

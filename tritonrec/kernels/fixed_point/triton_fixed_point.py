@@ -33,6 +33,16 @@ def round_to_fixed_point(values, scale, limit):
 
 
 @triton.jit
+def add_atomically(to, term, bad, position, mask):
+    """bad, after int64 terms were added at the pointers `to`."""
+    # relaxed: only later kernels read the sums
+    before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
+    after = before + term
+    wraps = mask & (((before ^ after) & (term ^ after)) < 0)
+    return tl.minimum(bad, tl.where(wraps, position, NONE))
+
+
+@triton.jit
 def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
     """terms = round(values * scale), and the block's first position that does not fit, or NONE."""
     # int64 before the product, or the positions of tensors of 2**31 values wrap

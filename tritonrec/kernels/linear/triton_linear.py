@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Batch-invariant products in Triton: tiles of one fixed shape, no split of a sum, no atomics.
+"""Batch-invariant products in Triton: tiles of one fixed shape, no split of a float sum.
 
     L tokens, B samples, I inputs, O outputs
 
@@ -7,9 +7,12 @@ A tile of the output is one program, which adds its products in ascending blocks
 one float32 accumulator. More rows mean more programs, never another tile, so a row's bits do not depend on
 how many there are. (A BLAS chooses a tile, or splits the inner sum, by the number of rows.)
 
-The weight gradient has one program per tile of the weight. It walks the samples: a float32 product of each,
+The weight gradient has tiles of the weight as well. A program walks samples: a float32 product of each,
 rounded once, and an int64 sum that stays in registers. A column of programs more adds up the bias's gradient.
-Behind a norm whose output was not kept, rows are normalised as they are loaded.
+Integers have one sum in any grouping. So where tokens are many and tiles are few, several programs share a
+tile's samples, and the tokens of the bias; each adds its sums to the accumulators atomically at its end. A
+device without int64 atomics (Ascend) has one program for each tile. Behind a norm whose output was not kept,
+rows are normalised as they are loaded.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import ExactSumError
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.padding import report
+from tritonrec.kernels.races import declared
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 STAGES = 1  # of weight gradients: a sample is a few blocks long, and a pipeline's buffers spill registers
+TOKENS_OF_SHARE = 512  # of a weight gradient, whose sums are worth an atomic addition
+MOST_SHARED = 1024  # programs that share tiles: enough for the 132 processors of a H100 eight times
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -84,21 +90,26 @@ def rows_times_kernel(
 
 @triton.jit
 def add_bias_gradient(
-    bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, tokens, scale, limit, BLOCK: tl.constexpr
+    bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, begin, end, scale, limit,
+    BLOCK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """bias[row] += sum over `tokens` of round(dy * scale), in int64; NONE, or the first bad token * O + row.
+    """bias[row] += sum over tokens [begin, end) of round(dy * scale), in int64.
 
-    Where the sum of a block of tokens leaves int64, it is the position of the first one.
+    NONE, or the first bad token * O + row. Where the sum of a block of tokens leaves int64, it is the
+    position of the first one; where that of all tokens does, SHARED, that of `begin`.
     """
     # without tokens the sums are neither read nor written, since other programs own them
-    owned = (row < outputs) & (row * 0 < tokens)
-    total = tl.load(bias_ptr + row, mask=owned, other=0)
+    owned = (row < outputs) & (row * 0 + begin < end)
+    if SHARED:
+        total = tl.zeros((BLOCK,), tl.int64)
+    else:
+        total = tl.load(bias_ptr + row, mask=owned, other=0)
     bad = tl.full((BLOCK,), NONE, tl.int64)
-    for first in range(tl.full((), 0, tl.int64), tokens, BLOCK):
+    for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         dy = tl.load(
             dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
-            mask=(token < tokens)[None, :] & (row < outputs)[:, None],
+            mask=(token < end)[None, :] & (row < outputs)[:, None],
             other=0.0,
         )
         term, fits = round_to_fixed_point(dy, scale, limit)
@@ -112,31 +123,41 @@ def add_bias_gradient(
         fits = (high >= -(2**31)) & (high < 2**31) & (((total ^ after) & (together ^ after)) >= 0)
         bad = tl.minimum(bad, tl.where(fits, NONE, first * outputs + row))
         total = after
-    # several threads may load one element where rows are few: none may load it changed
-    tl.debug_barrier()
-    tl.store(bias_ptr + row, total, mask=owned)
+    if SHARED:
+        bad = add_atomically(bias_ptr + row, total, bad, begin * outputs + row, owned)
+    else:
+        # several threads may load one element where rows are few: none may load it changed
+        tl.debug_barrier()
+        tl.store(bias_ptr + row, total, mask=owned)
     return tl.min(bad, axis=0)
 
 
+# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
+@declared(varies=("bad_ptr", "value_ptr"))
 @triton.jit
 def add_weight_gradients_kernel(
     accumulator_ptr, bias_ptr, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
     offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row, dy_column, x_row, x_column,
-    samples, tokens, outputs, inputs, scale, limit,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    samples, tokens, samples_of_share, tokens_of_share, outputs, inputs, scale, limit,
+    BLOCK: tl.constexpr, SHARED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """accumulator (O, I) += sum over samples of round(dy^T x * scale), bias (O,) += of round(dy * scale).
 
     With means, x stands for norm(x). A position of bias is that of dy behind all positions of products.
+    SHARED: the programs along the third axis share the samples and the tokens. Where the sum of a program's
+    samples does not fit, its position is that of the first one behind all other positions.
     """
     lane = tl.arange(0, BLOCK).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + lane
     column = tl.program_id(1).to(tl.int64) * BLOCK + lane
+    share = tl.program_id(2).to(tl.int64)
     if bias_ptr is not None:
         # first, so that its registers are free again; the last programs alone have tokens to add
         last = tl.program_id(1) == tl.num_programs(1) - 1
+        first_token = share * tokens_of_share
+        end = tl.where(last, tl.minimum(first_token + tokens_of_share, tokens), first_token)
         bad_token = add_bias_gradient(
-            bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, tl.where(last, tokens, 0), scale, limit, BLOCK
+            bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, first_token, end, scale, limit, BLOCK, SHARED
         )
         bad_token = tl.where(
             bad_token == NONE, NONE, tl.cast(samples, tl.int64) * outputs * inputs + bad_token
@@ -144,11 +165,15 @@ def add_weight_gradients_kernel(
     inside = (row < outputs)[:, None] & (column < inputs)[None, :]
     place = row[:, None] * inputs + column[None, :]
     to = accumulator_ptr + row[:, None] * accumulator_row + column[None, :] * accumulator_column
-    total = tl.load(to, mask=inside, other=0)
+    if SHARED:
+        total = tl.zeros((BLOCK, BLOCK), tl.int64)
+    else:
+        total = tl.load(to, mask=inside, other=0)
     bad = tl.full((BLOCK, BLOCK), NONE, tl.int64)
     culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
     # an int64 start, since sample * outputs * inputs may pass 2**31
-    for sample in range(tl.full((), 0, tl.int64), samples):
+    begin = share * samples_of_share
+    for sample in range(begin, tl.minimum(begin + samples_of_share, samples)):
         start = tl.load(offsets_ptr + sample).to(tl.int64)
         stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         product = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -183,15 +208,20 @@ def add_weight_gradients_kernel(
         bad = tl.where(failed, sample * outputs * inputs + place, bad)
         culprit = tl.where(failed, product, culprit)
         total = after
-    # loaded in one layout and stored in another: no thread may store before the others have loaded
-    tl.debug_barrier()
-    tl.store(to, total, mask=inside)
+    if SHARED:
+        behind = tl.cast(samples, tl.int64) * outputs * inputs + tl.cast(tokens, tl.int64) * outputs
+        bad = add_atomically(to, total, bad, behind + begin * outputs * inputs + place, inside)
+    else:
+        # loaded in one layout and stored in another: no thread may store before the others have loaded
+        tl.debug_barrier()
+        tl.store(to, total, mask=inside)
     worst = tl.min(tl.min(bad, axis=1), axis=0)
     if bias_ptr is not None:
         worst = tl.minimum(worst, bad_token)
     # positions differ, so the sum has one culprit; without a failure all culprits are 0
     value = tl.sum(tl.sum(tl.where(bad == worst, culprit, 0.0), axis=1), axis=0)
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    program = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
+    program += share
     tl.store(bad_ptr + program, worst)
     tl.store(value_ptr + program, value)
 
@@ -244,19 +274,25 @@ def linear_weight_grad(
         return
     config = configuration(dy)
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
-    programs = triton.cdiv(outputs, config["BLOCK"]), columns
+    samples, tiles = len(seq_offsets) - 1, triton.cdiv(outputs, config["BLOCK"])
+    shares = _shares(tiles * columns, samples, x)
+    programs = tiles, columns, shares
     bad = torch.empty(programs, dtype=torch.int64, device=accumulator.device)
     values = torch.empty(programs, dtype=torch.float32, device=accumulator.device)
     add_weight_gradients_kernel[programs](
         accumulator, bias_accumulator, dy, x, *norm, seq_offsets.contiguous(), bad, values,
-        *accumulator.stride(), *dy.stride(), *x.stride(), len(seq_offsets) - 1, len(x), outputs, inputs,
-        2.0**bits, 2.0 ** (62 - bits), **config, num_stages=STAGES, INTERPRETED=INTERPRETED,
-        enable_fp_fusion=False,
+        *accumulator.stride(), *dy.stride(), *x.stride(), samples, len(x), triton.cdiv(samples, shares),
+        triton.cdiv(len(x), shares), outputs, inputs, 2.0**bits, 2.0 ** (62 - bits), **config,
+        num_stages=STAGES, SHARED=shares > 1, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
 
-    products = (len(seq_offsets) - 1) * outputs * inputs
+    products = samples * outputs * inputs
+    behind = products + len(x) * outputs
 
     def error(code: int, late: bool = False) -> Exception:
+        if code > behind:  # the sum of samples from this one on
+            sample, place = divmod(code - 1 - behind, outputs * inputs)
+            return no_sum((sample, *divmod(place, inputs), None), bits, name)
         if code > products:
             token, row = divmod(code - 1 - products, outputs)
             return ExactSumError(f"gradient of {bias_name}", (token, row), None, bits)
@@ -265,3 +301,10 @@ def linear_weight_grad(
         return no_sum((sample, *divmod(place, inputs), value), bits, name)
 
     report(bad.view(-1), None, error, partial(error, late=True))
+
+
+def _shares(tiles: int, samples: int, x: torch.Tensor) -> int:
+    """Programs for each of so many tiles of a weight gradient."""
+    if not dispatch.has_int64_atomics(x):
+        return 1
+    return max(1, min(samples, triton.cdiv(len(x), TOKENS_OF_SHARE), MOST_SHARED // tiles))

@@ -18,9 +18,9 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import report_exact_gradients
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
 from tritonrec.kernels.norm_mul_dropout.reference import by_terms
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_alignment import jit_for_any_alignment
@@ -52,10 +52,12 @@ def draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D: tl.conste
 @jit_for_any_alignment
 def forward_kernel(
     x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, y_ptr, means_ptr, rstds_ptr,
-    x_row, x_column, u_row, u_column, eps, seed, tag, threshold, factor, rows, dim,
+    x_row, x_column, u_row, u_column, eps, seed, seed_ptr, tag, threshold, factor, rows, dim,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """y = u * ((x - mean) * rstd * weight + bias) * kept, with rstd = 1 / sqrt(variance + eps)."""
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
     # loaded once, before the rows that a program walks
@@ -94,29 +96,21 @@ def add_term(total, bad, values, position, scale, limit):
     return after, tl.minimum(bad, tl.where(fits, NONE, position))
 
 
-@triton.jit
-def add_atomically(to, term, bad, position, mask):
-    """bad, after int64 terms were added at the pointers `to`."""
-    # relaxed: only later kernels read the sums
-    before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
-    after = before + term
-    wraps = mask & (((before ^ after) & (term ^ after)) < 0)
-    return tl.minimum(bad, tl.where(wraps, position, NONE))
-
-
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
 @jit_for_any_alignment
 def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
     dx_ptr, du_ptr, dweight_ptr, dbias_ptr, bad_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
-    du_row, du_column, seed, tag, threshold, factor, rows, dim, scale, limit,
+    du_row, du_column, seed, seed_ptr, tag, threshold, factor, rows, dim, scale, limit,
     GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dx, du, and per row the terms of dweight and dbias; `slope` is the gradient of the normed row.
 
     With `bad_ptr` dweight and dbias are exact sums (D,), to which the terms are added, times `scale`.
     """
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     inside = column < dim
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -179,7 +173,7 @@ def _draws(
 
 def normalise(
     x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
-    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    seed: Seed, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
     y: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill y, unless it is None, means and rstds (contiguous); x and u with any strides."""
@@ -187,7 +181,8 @@ def normalise(
     gate = x if u is None else u
     forward_kernel[(min(rows, MOST_PROGRAMS),)](
         x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions), y, means, rstds,
-        *x.stride(), *gate.stride(), eps, seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim,
+        *x.stride(), *gate.stride(), eps, *in_kernel(seed, p), DROPOUT, int(p * 2**32), 1 / (1 - p), rows,
+        dim,
         **_constants(x, u, p),
     )  # fmt: skip
 
@@ -215,7 +210,7 @@ def norm_mul_dropout_backward(
 
 def norm_mul_dropout_backward_into(
     du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    bias: torch.Tensor, p: float, seed: Seed, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
     means: torch.Tensor, rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dx and the terms of dweight and dbias (contiguous); overwrites du; dy, x, u and du with any strides."""
@@ -229,7 +224,7 @@ def norm_mul_dropout_backward_into(
 
 def norm_mul_dropout_backward_exact(
     weight_sums: torch.Tensor, bias_sums: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor,
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, p: float, seed: int,
+    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, p: float, seed: Seed,
     sample_ids: torch.Tensor | None, positions: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
     fraction_bits: int, names: list[str],
 ) -> torch.Tensor:  # fmt: skip
@@ -253,7 +248,7 @@ def _exact_programs(rows: int) -> int:
 
 def _differentiate(
     du: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
+    bias: torch.Tensor, p: float, seed: Seed, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
     means: torch.Tensor, rstds: torch.Tensor, dx: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor,
     bad: torch.Tensor | None = None, fraction_bits: int = 0,
 ) -> None:  # fmt: skip
@@ -264,6 +259,7 @@ def _differentiate(
         dy, x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions),
         means.contiguous(), rstds.contiguous(), dx, of_gate, dweight, dbias, bad,
         *dy.stride(), *x.stride(), *gate.stride(), *of_gate.stride(),
-        seed, DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim, 2.0**fraction_bits,
+        *in_kernel(seed, p), DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim,
+        2.0**fraction_bits,
         2.0 ** (62 - fraction_bits), **_constants(x, u, p),
     )  # fmt: skip

@@ -1,18 +1,27 @@
 # mypy: ignore-errors
 """Packed rows in Triton: widths, then their running sum for the places of rows, then byte planes.
 
-Adding walks segments as `segment_sum` does, and for its reasons: no atomics, and an overflow is met at the
-same occurrence in every schedule. Bytes are handled as int8, of which FLOAT is the only negative width.
+Adding walks pieces of segments as `segment_sum` does; without atomics its kernel adds the sums of parts.
+Bytes are handled as int8, of which FLOAT is the only negative width.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically
 from tritonrec.kernels.packed_rows.reference import report_packed_sum
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.rows.triton_segment_sum import MOST_PROGRAMS, by_segment
+from tritonrec.kernels.rows import triton_segment_sum
+from tritonrec.kernels.rows.triton_segment_sum import (
+    MOST_PROGRAMS,
+    add_parts,
+    by_segment,
+    new_parts,
+    parts_of,
+    piece_of,
+)
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
 # Four planes, and the byte's top bit as the mark of a float.
@@ -92,29 +101,45 @@ def _pack_kernel(
         place += dim
 
 
+# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
+@declared(varies=("bad_ptr",))
 @triton.jit
 def _add_kernel(
     out_ptr,
+    parts_ptr,
     widths_ptr,
     places_ptr,
     packed_ptr,
+    keys_ptr,
     order_ptr,
     starts_ptr,
     bad_ptr,
     out_stride,
     num_segments,
+    num_parts,
     dim,
+    ATOMIC: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """out[segment] += the unpacked rows of the segment, and the first position whose sum left int64."""
+    """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
     bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
-    for segment in range(first, num_segments, tl.num_programs(0)):
+    for piece in range(first, tl.cast(num_parts, tl.int64) + num_segments, tl.num_programs(0)):
+        segment, begin, end, whole = piece_of(
+            piece, num_parts, keys_ptr, starts_ptr, num_segments, 1, PART, UPPER=False
+        )
         to = out_ptr + segment * out_stride + column
-        total = tl.load(to, mask=inside, other=0)
-        for i in range(tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)):
+        # compared as blocks, since the interpreter takes a block and a scalar bool for integers
+        has_rows = inside & (column * 0 + begin < end)
+        owned = has_rows & (column * 0 + piece >= num_parts)
+        if ATOMIC:
+            alone = column * 0 < whole.to(tl.int64)
+            owned = owned & alone
+        total = tl.load(to, mask=owned, other=0)
+        for i in range(begin, end):
             row = tl.load(order_ptr + i)
             width = tl.where(inside, tl.load(widths_ptr + row).to(tl.int64), 0)
             planes = width & 0x7F
@@ -137,7 +162,12 @@ def _add_kernel(
             total = after
         # several threads may load one element where columns are few: none may load it changed
         tl.debug_barrier()
-        tl.store(to, total, mask=inside)
+        tl.store(to, total, mask=owned)
+        if ATOMIC:
+            row = tl.load(order_ptr + begin, mask=begin < end, other=0)
+            bad = add_atomically(to, total, bad, row * dim + column, has_rows & (alone == 0))
+        if parts_ptr is not None:
+            tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
     tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 
 
@@ -172,24 +202,30 @@ def add_packed_rows(
     if packed.numel() == 0:
         return
     places, _ = _places(widths.contiguous().view(torch.int8), dim)
-    order, starts = by_segment(segments, num_segments)
+    grouped, num_parts = by_segment(segments, num_segments), parts_of(len(segments))
+    parts = new_parts(out, num_parts)
     block = min(BLOCK_DIM, triton.next_power_of_2(dim))
-    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    grid = (min(num_parts + num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     bad = torch.empty(grid[0] * grid[1], dtype=torch.int64, device=out.device)
     _add_kernel[grid](
         out,
+        parts,
         widths.contiguous().view(torch.int8),
         places,
         packed.contiguous().view(torch.int8),
-        order,
-        starts,
+        *grouped,
         bad,
         out.stride(0),
         num_segments,
+        num_parts,
         dim,
+        ATOMIC=num_parts > 0 and parts is None,
+        PART=triton_segment_sum.PART,
         BLOCK_DIM=block,
         num_warps=1,
     )
+    if parts is not None:
+        bad = torch.cat([bad, *add_parts(out, parts, grouped)])
     report_packed_sum(bad, name, segments, widths, packed, dim, fraction_bits)
 
 

@@ -16,13 +16,37 @@ All implementations agree in every bit: integers, one exact conversion and one f
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.philox.reference import derive_seed
+from tritonrec.kernels.philox import reference
+from tritonrec.kernels.philox.device_seed import DeviceSeed, Seed
 from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
 
 __all__ = ["derive_seed", "initial_rows", "random_indices"]
+
+
+@overload
+def derive_seed(seed: int, stream: int, step: int) -> int: ...
+
+
+@overload
+def derive_seed(seed: DeviceSeed, stream: int, step: int) -> DeviceSeed: ...
+
+
+def derive_seed(seed: Seed, stream: int, step: int) -> Seed:
+    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed).
+
+    Args:
+        seed: int64; where a graph is recorded, one in device memory (`kernels.philox.device_seed`).
+    Raises:
+        ValueError: a number that is no int64.
+    """
+    if isinstance(seed, DeviceSeed):
+        return seed.derived(stream, step)
+    return reference.derive_seed(seed, stream, step)
 
 
 def initial_rows(

@@ -40,11 +40,7 @@ def halves(number: int) -> tuple[int, int]:
 
 
 def derive_seed(seed: int, stream: int, step: int) -> int:
-    """A 64-bit signed seed for one stream and step: the first two words of philox((step, stream), seed).
-
-    Raises:
-        ValueError: a number that is no int64.
-    """
+    """See `tritonrec.kernels.philox.derive_seed`."""
     for name, number in (("seed", seed), ("stream", stream), ("step", step)):
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")

@@ -1,21 +1,37 @@
-"""Segment sums in Triton: a stable sort groups the occurrences, one program walks one segment in order.
+"""Segment sums in Triton: a stable sort groups the occurrences, and programs add up runs of them in order.
 
-There are no atomics, so no result depends on the schedule: a float sum is the left fold in order of
-occurrence that the CPU computes, and an int64 sum meets an overflow at the same occurrence. It also is what
-Ascend needs, which has no int64 atomic add. A segment is walked by one program per block of columns, so one
-very hot key bounds the time; programs stride over segments to stay below Ascend's 65,535 grid entries. The
-only segment of an exact sum is added up in parts, by as many programs: integers have one sum in any grouping.
+A float sum is the left fold in order of occurrence that the CPU computes: one program walks a whole segment,
+and a very hot key bounds the time, since that order is part of the bits. Integers have one sum in any
+grouping, so no program of an exact sum walks more than `PART` rows, whatever the keys. With PART = 4::
+
+    sorted keys   2 2 2 7 7 7 7 7 7 7 7 7 7 7 9
+    parts         0       | 1     | 2     | 3       of PART rows each
+    first rows    a a a b b b b             c       a program for each segment: its first PART rows
+    the others                  d d d d e e e       a program for each part: what a segment has beyond them
+
+A segment of at most PART rows is never cut: an overflow is met at the occurrence where the CPU meets it. The
+pieces of a longer one are added to `out` atomically, so where their sum leaves int64, any of them may see
+it, and the position is that of its first row. A device without int64 atomics (Ascend) writes the sums of
+parts (here 0, 0, d and e), which are sorted as their rows are, and the next launch adds them in the same way,
+until there is one part; where they leave int64, the position is that of the first row of a part.
+
+Programs stride over pieces to stay below Ascend's 65,535 grid entries. Where there is only one segment, as in
+a bias's gradient, nothing is sorted.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import late_error, report_sum
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
 from tritonrec.kernels.padding import padding, report
+from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.reference import into_zeros
 from tritonrec.kernels.triton_padding import num_valid
@@ -23,56 +39,126 @@ from tritonrec.kernels.triton_padding import num_valid
 MOST_PROGRAMS = 65535
 BLOCK_D, NUM_WARPS = 128, 1
 PART = 128
-"""Rows of one segment that a program adds up where it is the only segment: a bias's gradient has all tokens
-in one. Their int64 sums are added up in the same way, so that 100,000 rows are three steps of 128."""
+"""Rows of a segment that a program of an exact sum adds up."""
+
+
+class Grouped(NamedTuple):
+    """Occurrences in order of their segment."""
+
+    keys: torch.Tensor  # (K,) int64, sorted segments; behind the last one what is not added
+    order: torch.Tensor  # (K,) int64, which occurrence each is
+    starts: torch.Tensor  # (S + 1,) int64, where the occurrences of each segment begin
 
 
 @triton.jit
+def piece_of(
+    piece, num_parts, keys_ptr, starts_ptr, num_segments, scale, PART: tl.constexpr, UPPER: tl.constexpr
+):
+    """(segment, begin, end, whole) of the rows of a piece; without any, `end` is at most `begin`.
+
+    The first `num_parts` pieces are parts: what a segment has there beyond its first PART rows. At most one
+    segment has any, and it has the part's first row too. The others are the first PART rows of each segment;
+    `whole`: it has no more.
+
+    UPPER: rows are sums of `scale` occurrences; there is one of the others for each row, and it has rows
+    where its row is the first one of a segment.
+    """
+    beyond = piece < num_parts
+    row = tl.where(beyond, piece * PART, piece - num_parts)
+    if UPPER:
+        segment = tl.load(keys_ptr + row * scale)
+    else:
+        segment = tl.where(beyond, tl.load(keys_ptr + row, mask=beyond, other=0), row)
+    # padding is sorted behind the last segment
+    start = tl.load(starts_ptr + segment, mask=segment < num_segments, other=0)
+    stop = tl.load(starts_ptr + segment + 1, mask=segment < num_segments, other=0)
+    if UPPER:
+        # a part belongs to the segment of its first row; where that is the segment's first, its sum is 0
+        start = (start + scale - 1) // scale
+        stop = (stop + scale - 1) // scale
+    begin = tl.where(beyond, tl.maximum(row, start + PART), start)
+    end = tl.minimum(stop, tl.where(beyond, row, start) + PART)
+    if UPPER:
+        end = tl.where(beyond | (start == row), end, begin)
+    return segment, begin, end, (beyond == 0) & (stop <= start + PART)
+
+
+# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
+@declared(varies=("bad_ptr",))
+@triton.jit
 def segment_sum_kernel(
     out_ptr,
+    parts_ptr,
     values_ptr,
     factors_ptr,
+    keys_ptr,
     order_ptr,
     starts_ptr,
     bad_ptr,
     out_stride,
     value_stride,
     num_segments,
+    num_parts,
+    num_others,
     num_rows,
     count_ptr,
-    part,
-    row_scale,
-    dim,
     scale,
+    dim,
+    unit,
     limit,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    PART: tl.constexpr,
+    UPPER: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[segment] += values[order[i]] for i in [starts[segment], starts[segment + 1]), in order.
+    """out[segment] += values[order[i]] for the rows i of a piece (`piece_of`), in order.
 
-    Without `order` segments are parts of `part` rows, of `row_scale` occurrences each. With `factors` the
-    value of occurrence i is factors[i] * values[i // GROUP], a product that is in no memory.
+    ATOMIC: the pieces of a segment of several are added atomically. With `parts` what is beyond the first
+    piece of a segment is written there. Without `order` there is one segment, and a piece is a part or all
+    rows. UPPER: row i is a sum of `scale` occurrences, from i * scale on. Floats are not cut: a piece is a
+    segment. With `factors` the value of
+    occurrence i is factors[i] * values[i // GROUP], a product that is in no memory.
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
     bad = tl.full((BLOCK_D,), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
-    for segment in range(first, num_segments, tl.num_programs(0)):
-        to = out_ptr + segment * out_stride + column
-        # one program owns this row's columns, so a plain load and store accumulate into `out`
-        total = tl.load(to, mask=inside, other=0)
+    for piece in range(first, tl.cast(num_parts, tl.int64) + num_others, tl.num_programs(0)):
         if order_ptr is None:
-            begin = segment * part
-            end = tl.minimum(begin + part, num_valid(num_rows, count_ptr))
-        else:
+            segment = first * 0
+            begin = piece * PART
+            end = num_valid(num_rows, count_ptr)
+            whole = piece >= num_parts
+            if ATOMIC:
+                end = tl.minimum(begin + PART, end)
+            if parts_ptr is not None:
+                end = tl.minimum(begin + PART, end)
+        elif ADD == "floats":
+            segment = piece
             begin = tl.load(starts_ptr + segment)
             end = tl.load(starts_ptr + segment + 1)
+            whole = piece >= num_parts
+        else:
+            segment, begin, end, whole = piece_of(
+                piece, num_parts, keys_ptr, starts_ptr, num_segments, scale, PART, UPPER
+            )
+        to = out_ptr + segment * out_stride + column
+        # one program owns this row's columns, so a plain load and store accumulate into `out`
+        # compared as blocks, since the interpreter takes a block and a scalar bool for integers
+        has_rows = inside & (column * 0 + begin < end)
+        owned = has_rows & (column * 0 + piece >= num_parts)
+        if ATOMIC:
+            alone = column * 0 < whole.to(tl.int64)
+            owned = owned & alone
+        total = tl.load(to, mask=owned, other=0)
         for i in range(begin, end):
             if order_ptr is None:
-                row = i
+                occurrence = i * scale
             else:
-                row = tl.load(order_ptr + i)
+                occurrence = tl.load(order_ptr + i * scale)
+            row = i if UPPER else occurrence
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
             if factors_ptr is None:
                 value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
@@ -86,16 +172,24 @@ def segment_sum_kernel(
                 # True in the shape of the block: an int64 term always fits
                 fits = inside | True
                 if ADD == "rounded":
-                    term, fits = round_to_fixed_point(value, scale, limit)
+                    term, fits = round_to_fixed_point(value, unit, limit)
                 # a wrapped sum has the sign that neither of its operands has
                 after = total + term
                 fits = fits & (((total ^ after) & (term ^ after)) >= 0)
-                bad = tl.minimum(bad, tl.where(fits, NONE, row * row_scale * dim + column))
+                bad = tl.minimum(bad, tl.where(fits, NONE, occurrence * dim + column))
                 # added all the same: the first bad position is what counts, and the caller discards the sum
                 total = after
         # several threads may load one element where columns are few: none may load it changed
         tl.debug_barrier()
-        tl.store(to, total, mask=inside)
+        tl.store(to, total, mask=owned)
+        if ATOMIC:
+            if order_ptr is None:
+                occurrence = begin
+            else:
+                occurrence = tl.load(order_ptr + begin, mask=begin < end, other=0)
+            bad = add_atomically(to, total, bad, occurrence * dim + column, has_rows & (alone == 0))
+        if parts_ptr is not None:
+            tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
     if ADD != "floats":
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
 
@@ -144,44 +238,66 @@ def _add(out, values, factors, segments, consistency, fraction_bits, count) -> t
     else:
         add = "terms" if values.dtype == torch.int64 else "rounded"
     fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits)
-    if num_segments == 1:
-        return _sum_all(out, values, factors, count, add, fixed_point)
-    keys = segments
-    if count is not None:
-        # behind the last segment, so in no program's range; the host does not wait for the count
-        keys = torch.where(padding(segments.numel(), count), num_segments, segments)
-    order, starts = by_segment(keys, num_segments)
-    return _launch(out, values, factors, order, starts, None, len(segments), 1, add, fixed_point)
+    grouped, keys = None, segments
+    if num_segments > 1:
+        if count is not None:
+            # behind the last segment, so in no program's range; the host does not wait for the count
+            keys = torch.where(padding(segments.numel(), count), num_segments, segments)
+        grouped, count = by_segment(keys, num_segments), None
+    num_parts = parts_of(len(segments)) if add != "floats" else 0
+    parts = new_parts(out, num_parts)
+    options = num_parts, grouped, len(segments), count, 1, add, fixed_point
+    bad = _launch(out, parts, values, factors, *options)
+    return bad if parts is None else torch.cat([bad, *add_parts(out, parts, grouped)])
 
 
-def _sum_all(out, values, factors, count, add, fixed_point) -> torch.Tensor:
-    """Add all rows to the only row of `out`: float32 in order, integers in parts; the bad positions.
+def parts_of(rows: int) -> int:
+    """Parts of so many rows; 0 where no segment can have more than one."""
+    return triton.cdiv(rows, PART) if rows > PART else 0
 
-    Where the sum of a part of the parts leaves int64, the position is that of its first row.
+
+def new_parts(out: torch.Tensor, num_parts: int) -> torch.Tensor | None:
+    """(parts, D) int64 for their sums, unwritten; None where there are none, or atomics take their place."""
+    if not num_parts or dispatch.has_int64_atomics(out):
+        return None
+    return torch.empty(num_parts, out.shape[1], dtype=torch.int64, device=out.device)
+
+
+def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -> list[torch.Tensor]:
+    """Add the sums of parts to their segments; the first bad positions of each launch's programs.
+
+    Args:
+        grouped: the occurrences, sorted; None where there is only one segment.
     """
-    found, row_scale = [], 1
-    rows = len(values) if factors is None else len(factors)
-    while add != "floats" and rows > PART:
-        parts = torch.zeros(triton.cdiv(rows, PART), out.shape[1], dtype=torch.int64, device=out.device)
-        found.append(_launch(parts, values, factors, None, None, count, PART, row_scale, add, fixed_point))
-        values, factors, count, add, row_scale = parts, None, None, "terms", row_scale * PART
-        rows = len(parts)
-    found.append(_launch(out, values, factors, None, None, count, rows, row_scale, add, fixed_point))
-    return torch.cat(found) if len(found) > 1 else found[0]
+    found, scale, sums = [], 1, parts
+    while sums is not None:
+        values, scale = sums, scale * PART
+        num_parts = parts_of(len(values))
+        sums = new_parts(out, num_parts)
+        options = num_parts, grouped, len(values), None, scale, "terms", (1.0, 1.0)
+        found.append(_launch(out, sums, values, None, *options))
+    return found
 
 
-def _launch(out, values, factors, order, starts, count, part, row_scale, add, fixed_point) -> torch.Tensor:
-    """Add rows to `out`, by segment or by part; the first bad position of each program."""
+def _launch(
+    out, parts, values, factors, num_parts, grouped, rows, count, scale, add, fixed_point
+) -> torch.Tensor:
+    """Add rows to `out`; what is beyond the first ones of a segment to `parts`, if given; bad positions."""
     num_segments, dim = out.shape
+    if grouped is None:
+        others = 0 if num_parts else 1
+    else:
+        others = num_segments if scale == 1 else rows
     block = min(BLOCK_D, triton.next_power_of_2(dim))
-    grid = (min(num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
+    grid = (min(num_parts + others, MOST_PROGRAMS), triton.cdiv(dim, block))
     # float sums write no position, but a launch needs a tensor
     bad = torch.empty(1 if add == "floats" else grid[0] * grid[1], dtype=torch.int64, device=out.device)
-    rows = len(values) if factors is None else len(factors)
-    sizes = out.stride(0), values.stride(0), num_segments, rows
+    keys, order, starts = (None, None, None) if grouped is None else grouped
+    sizes = out.stride(0), values.stride(0), num_segments, num_parts, others, rows
     segment_sum_kernel[grid](
-        out, values, factors, order, starts, bad, *sizes, count, part, row_scale, dim, *fixed_point,
-        GROUP=rows // len(values), ADD=add, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        out, parts, values, factors, keys, order, starts, bad, *sizes, count, scale, dim, *fixed_point,
+        GROUP=rows // len(values), ADD=add, ATOMIC=num_parts > 0 and parts is None, PART=PART,
+        UPPER=scale > 1, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return bad
 
@@ -189,7 +305,9 @@ def _launch(out, values, factors, order, starts, count, part, row_scale, add, fi
 segment_sum = into_zeros(segment_sum_into)
 
 
-def by_segment(segments: torch.Tensor, num_segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Occurrences in order of their segment, and (S + 1,) where the occurrences of each segment begin."""
-    grouped, order = torch.sort(segments, stable=True)
-    return order, torch.searchsorted(grouped, torch.arange(num_segments + 1, device=segments.device))
+def by_segment(segments: torch.Tensor, num_segments: int) -> Grouped:
+    """The occurrences sorted by segment, equal ones in their order."""
+    keys, order = torch.sort(segments, stable=True)
+    return Grouped(
+        keys, order, torch.searchsorted(keys, torch.arange(num_segments + 1, device=segments.device))
+    )

@@ -83,6 +83,7 @@ def start_block(launch, slot, number, warps):
     put(block, layout.BLOCK_FIRST_EPOCH, field(block, layout.BLOCK_EPOCH))
     put(block, layout.BLOCK_LIVE, warps)
     put(block, layout.BLOCK_WAITING, 0)
+    put(block, layout.BLOCK_INSTRUCTIONS, 0)
     late = draw(launch, layout.LAUNCH_RANDOM) % warps
     for index in range(warps):
         warp = field(block, layout.BLOCK_FIRST_WARP) + 8 * layout.WARP_WORDS * index
@@ -246,10 +247,14 @@ def run_grid(launch):
             put(warp, layout.WARP_STATUS, layout.DONE)
             increase(block, layout.BLOCK_LIVE, -1)
             increase(launch, layout.LAUNCH_INSTRUCTIONS, field(warp, layout.WARP_INSTRUCTIONS))
+            increase(block, layout.BLOCK_INSTRUCTIONS, field(warp, layout.WARP_INSTRUCTIONS))
             increase(launch, layout.LAUNCH_PROGRESS, 1)
             put(warp, layout.WARP_INSTRUCTIONS, 0)
             if field(block, layout.BLOCK_LIVE) == 0:
                 running -= 1
+                most = field(launch, layout.LAUNCH_MOST_INSTRUCTIONS)
+                most = max(most, field(block, layout.BLOCK_INSTRUCTIONS))
+                put(launch, layout.LAUNCH_MOST_INSTRUCTIONS, most)
             elif field(block, layout.BLOCK_WAITING) > 0:
                 missed_barrier(launch, block, warps)
         elif reason == layout.FAULTED:
