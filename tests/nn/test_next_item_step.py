@@ -12,6 +12,8 @@ from tritonrec.kernels.rows.numba_segment_sum import segment_sum_into
 from tritonrec.kernels.token_rows.cpu_token_rows import place_rows
 from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, next_item_step
 from tritonrec.nn.context import only_refuses
+from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline.sums import Sums
 
 CONFIG = HSTUConfig(
     dim=7, layers=2, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.3, time_buckets=6, temperature=0.5
@@ -73,7 +75,7 @@ def by_occurrence(gradients):
     """The gradient of each occurrence, where a window's sums have every occurrence alone."""
     sums = torch.zeros(len(gradients.rows), gradients.values.shape[1])
     apart = gradients._replace(rows=torch.arange(len(gradients.rows)))
-    apart.add_to(sums, "window", ops.FRACTION_BITS, "gradient")
+    Sums(WindowConfig(1, "window"), torch.device("cpu")).add_gradients(apart, sums, "gradient")
     return sums
 
 
@@ -298,7 +300,7 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
         at = 2 * 17 + int(apart[2 * 17 :].ne(0).all(1).nonzero()[3])
         sums[found.rows[at]] = torch.where(apart[at] > 0, 2**63 - 1, -(2**63))
     for add in (
-        lambda sums: found.add_to(sums, "batch", 36, "gradient"),
+        lambda sums: Sums(WindowConfig(1), torch.device("cpu")).add_gradients(found, sums, "gradient"),
         lambda sums: segment_sum_into(sums, apart, found.rows, len(sums), "batch", 36, "gradient", None),
     ):
         with pytest.raises(ops.ExactSumError) as caught:

@@ -44,17 +44,6 @@ class RowGradients(NamedTuple):
     hidden: torch.Tensor
     slopes: torch.Tensor
 
-    def add_to(self, sums: torch.Tensor, consistency: str, fraction_bits: int, name: str) -> None:
-        """Add them to their rows of `sums` (R, d): int64 for consistency ``"batch"``, else float32.
-
-        Raises `ExactSumError` naming the first occurrence that has no exact sum.
-        """
-        from ..kernels.rows.numba_segment_sum import add_products
-
-        count, options = len(self.values), (consistency, fraction_bits, name)
-        launch.segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options)
-        add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
-
 
 class _Layer(NamedTuple):
     prepared: cpu_hstu_layer.Layer

@@ -19,6 +19,7 @@ from ..kernels import launch
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
+from ..nn.next_item_step import RowGradients
 from .reduce_scatter import ReduceScatter
 from .streams import to_device, to_host
 from .window import LookupCounts, WindowConfig
@@ -58,6 +59,25 @@ class Sums:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         config = self.config
         launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
+
+    def add_products(
+        self, values: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str,
+        first: int = 0,
+    ) -> None:  # fmt: skip
+        """out[rows[k]] += factors[k] * values[k // G] for G n products, of values (n, dim), on the CPU.
+
+        `first` is the number that an error gives the first product.
+        """
+        from ..kernels.rows.numba_segment_sum import add_products
+
+        config = self.config
+        add_products(out, values, factors, rows, config.consistency, config.fraction_bits, name, first)
+
+    def add_gradients(self, found: RowGradients, out: torch.Tensor, name: str) -> None:
+        """Add the gradients of a micro-batch's rows, occurrence by occurrence in their order."""
+        count = len(found.values)
+        self.add(found.values, found.rows[:count], out, name)
+        self.add_products(found.hidden, found.slopes, found.rows[count:], out, name, count)
 
     def send_to_owners(
         self,

@@ -140,7 +140,12 @@ def float_sums(program: Program) -> None:
         else:
             out += ops.to_fixed_point(ops.segment_sum(values, rows, len(out), consistency="window"))
 
+    def add_products(values: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor, *rest: Any) -> None:
+        products = factors.view(len(values), -1, 1) * values.unsqueeze(1)
+        add_rows(products.flatten(0, 1), rows, *rest[:2])
+
     program.sums.add = add_rows  # type: ignore[method-assign]
+    program.sums.add_products = add_products  # type: ignore[method-assign]
 
 
 def sums_of_four_bytes(program: Program) -> None:

@@ -104,7 +104,7 @@ def compute(
     found = None if item is None else flight.train_by_plan(part, item, seed)
     if found is not None:
         losses[micro_batch], of_rows = found
-        of_rows.add_to(gradients[0], context.config.consistency, context.config.fraction_bits, NAME)
+        context.sums.add_gradients(of_rows, gradients[0], NAME)
         return
     indexed = context.sums.exact and flight.reads_indexed_rows and not _on_the_cpu(embeddings)
     if indexed:
