@@ -248,8 +248,8 @@ class _RefusedDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _refusal(
-                f"aten::{func.overloadpacket.__name__} draws from torch's generator, which a graph would repeat: take "
-                "tritonrec.nn.Dropout"
+                f"aten::{func.overloadpacket.__name__} draws from torch's generator, which a graph would "
+                "repeat: take tritonrec.nn.Dropout"
             )
         return func(*args, **(kwargs or {}))
 
