@@ -274,7 +274,8 @@ def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -
     Args:
         grouped: the occurrences, sorted; None where there is only one segment.
     """
-    found, scale, sums = [], 1, parts
+    found, scale = [], 1
+    sums: torch.Tensor | None = parts
     while sums is not None:
         values, scale = sums, scale * PART
         num_parts = parts_of(len(values))
