@@ -284,7 +284,7 @@ MUTANTS = {
         "padding_added": [("if count is not None:", "if False:")],
         "first_rows_twice": [SMALL_PARTS, ("tl.maximum(row, start + PART)", "row")],
         "parts_overlap": [SMALL_PARTS, ("tl.where(beyond, row, start) + PART)", "tl.where(beyond, row, start) + 2 * PART)")],
-        "atomics_lost": [SMALL_PARTS, ("bad = add_atomically(to, total, bad, occurrence * dim + column, has_rows & (alone == 0))", "bad = bad")],
+        "atomics_lost": [SMALL_PARTS, ("wraps = add_atomically(to, total, none, occurrence * dim + column, inside)", "wraps = none")],
         "parts_lost": [SMALL_PARTS, NO_ATOMICS, ("torch.cat([bad, *add_parts(out, parts, grouped)])", "bad")],
         "last_part_lost": [SMALL_PARTS, ("triton.cdiv(rows, PART) if", "rows // PART if")],
         "sums_of_the_segment_before": [SMALL_PARTS, NO_ATOMICS, ("(start + scale - 1) // scale", "start // scale")],

@@ -39,10 +39,10 @@ def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch
     if now is None:
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         return {"dropout": p, "seed": seed, "sample_ids": torch.arange(samples, device=device)}
-    seed = now.draw_seed(module)
-    if isinstance(seed, DeviceSeed):
+    drawn = now.draw_seed(module)
+    if isinstance(drawn, DeviceSeed):
         raise ValueError("the dropout of softmax attention is in no graph of micro-batches: set it to 0")
-    return {"dropout": p, "seed": seed, "sample_ids": now.sample_ids}
+    return {"dropout": p, "seed": drawn, "sample_ids": now.sample_ids}
 
 
 def scaled_dot_product_attention(

@@ -13,12 +13,13 @@ import torch
 
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.dropout.register import DROPOUT_ROWS
+from tritonrec.kernels.philox import Seed
 
 
 def dropout(
     x: torch.Tensor,
     p: float,
-    seed: int,
+    seed: Seed,
     sample_ids: torch.Tensor,
     positions: torch.Tensor,
     *,
@@ -27,7 +28,8 @@ def dropout(
     """Zero elements with probability p and divide the others by 1 - p.
 
     Args:
-        x: (L, D) float32, bf16 or fp16. p: in [0, 1). seed: int64.
+        x: (L, D) float32, bf16 or fp16. p: in [0, 1). seed: int64; where a graph is recorded, one that
+            the kernel loads (`kernels.philox.device_seed`).
         sample_ids, positions: (L,) int64 of each row; positions count by their low 32 bits.
     Returns:
         (L, D) of x's dtype, contiguous. Differentiable in x.

@@ -124,12 +124,15 @@ def add_bias_gradient(
         bad = tl.minimum(bad, tl.where(fits, NONE, first * outputs + row))
         total = after
     if SHARED:
-        bad = add_atomically(bias_ptr + row, total, bad, begin * outputs + row, owned)
+        none = tl.full((BLOCK,), NONE, tl.int64)
+        wraps = add_atomically(bias_ptr + row, total, none, begin * outputs + row, owned)
+        # numbers, since atomics have a layout of their own, to which `bad` would be converted in the loop
+        return tl.minimum(tl.min(bad, axis=0), tl.min(wraps, axis=0))
     else:
         # several threads may load one element where rows are few: none may load it changed
         tl.debug_barrier()
         tl.store(bias_ptr + row, total, mask=owned)
-    return tl.min(bad, axis=0)
+        return tl.min(bad, axis=0)
 
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
@@ -210,12 +213,16 @@ def add_weight_gradients_kernel(
         total = after
     if SHARED:
         behind = tl.cast(samples, tl.int64) * outputs * inputs + tl.cast(tokens, tl.int64) * outputs
-        bad = add_atomically(to, total, bad, behind + begin * outputs * inputs + place, inside)
+        none = tl.full((BLOCK, BLOCK), NONE, tl.int64)
+        wraps = add_atomically(to, total, none, behind + begin * outputs * inputs + place, inside)
+        wrapped = tl.min(tl.min(wraps, axis=1), axis=0)
     else:
         # loaded in one layout and stored in another: no thread may store before the others have loaded
         tl.debug_barrier()
         tl.store(to, total, mask=inside)
     worst = tl.min(tl.min(bad, axis=1), axis=0)
+    if SHARED:
+        worst = tl.minimum(worst, wrapped)
     if bias_ptr is not None:
         worst = tl.minimum(worst, bad_token)
     # positions differ, so the sum has one culprit; without a failure all culprits are 0

@@ -125,19 +125,20 @@ def _add_kernel(
     """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
-    bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
+    none = tl.full((BLOCK_DIM,), NONE, tl.int64)
+    bad = none
+    worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for piece in range(first, tl.cast(num_parts, tl.int64) + num_segments, tl.num_programs(0)):
         segment, begin, end, whole = piece_of(
             piece, num_parts, keys_ptr, starts_ptr, num_segments, 1, PART, UPPER=False
         )
         to = out_ptr + segment * out_stride + column
-        # compared as blocks, since the interpreter takes a block and a scalar bool for integers
-        has_rows = inside & (column * 0 + begin < end)
-        owned = has_rows & (column * 0 + piece >= num_parts)
+        mine = (piece >= num_parts) & (begin < end)
         if ATOMIC:
-            alone = column * 0 < whole.to(tl.int64)
-            owned = owned & alone
+            mine = mine & whole
+        # a block, since the interpreter takes a block and a scalar bool for integers
+        owned = inside & (column * 0 < mine.to(tl.int64))
         total = tl.load(to, mask=owned, other=0)
         for i in range(begin, end):
             row = tl.load(order_ptr + i)
@@ -163,12 +164,14 @@ def _add_kernel(
         # several threads may load one element where columns are few: none may load it changed
         tl.debug_barrier()
         tl.store(to, total, mask=owned)
-        if ATOMIC:
-            row = tl.load(order_ptr + begin, mask=begin < end, other=0)
-            bad = add_atomically(to, total, bad, row * dim + column, has_rows & (alone == 0))
+        if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
+            if (begin < end) & (whole == 0):
+                first_row = tl.load(order_ptr + begin) * dim + column
+                worst = tl.minimum(worst, tl.min(add_atomically(to, total, none, first_row, inside), axis=0))
         if parts_ptr is not None:
             tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
-    tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
+    worst = tl.minimum(worst, tl.min(bad, axis=0))
+    tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

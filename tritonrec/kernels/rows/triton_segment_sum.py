@@ -123,7 +123,10 @@ def segment_sum_kernel(
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
-    bad = tl.full((BLOCK_D,), NONE, tl.int64)
+    none = tl.full((BLOCK_D,), NONE, tl.int64)
+    bad = none
+    # a number, since atomics have a layout of their own, to which `bad` would be converted for each row
+    worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for piece in range(first, tl.cast(num_parts, tl.int64) + num_others, tl.num_programs(0)):
         if order_ptr is None:
@@ -146,12 +149,11 @@ def segment_sum_kernel(
             )
         to = out_ptr + segment * out_stride + column
         # one program owns this row's columns, so a plain load and store accumulate into `out`
-        # compared as blocks, since the interpreter takes a block and a scalar bool for integers
-        has_rows = inside & (column * 0 + begin < end)
-        owned = has_rows & (column * 0 + piece >= num_parts)
+        mine = (piece >= num_parts) & (begin < end)
         if ATOMIC:
-            alone = column * 0 < whole.to(tl.int64)
-            owned = owned & alone
+            mine = mine & whole
+        # a block, since the interpreter takes a block and a scalar bool for integers
+        owned = inside & (column * 0 < mine.to(tl.int64))
         total = tl.load(to, mask=owned, other=0)
         for i in range(begin, end):
             if order_ptr is None:
@@ -182,16 +184,19 @@ def segment_sum_kernel(
         # several threads may load one element where columns are few: none may load it changed
         tl.debug_barrier()
         tl.store(to, total, mask=owned)
-        if ATOMIC:
-            if order_ptr is None:
-                occurrence = begin
-            else:
-                occurrence = tl.load(order_ptr + begin, mask=begin < end, other=0)
-            bad = add_atomically(to, total, bad, occurrence * dim + column, has_rows & (alone == 0))
+        if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
+            if (begin < end) & (whole == 0):
+                if order_ptr is None:
+                    occurrence = begin
+                else:
+                    occurrence = tl.load(order_ptr + begin)
+                wraps = add_atomically(to, total, none, occurrence * dim + column, inside)
+                worst = tl.minimum(worst, tl.min(wraps, axis=0))
         if parts_ptr is not None:
             tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
     if ADD != "floats":
-        tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), tl.min(bad, axis=0))
+        worst = tl.minimum(worst, tl.min(bad, axis=0))
+        tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
 
 def segment_sum_into(
@@ -269,7 +274,8 @@ def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -
     Args:
         grouped: the occurrences, sorted; None where there is only one segment.
     """
-    found, scale, sums = [], 1, parts
+    found, scale = [], 1
+    sums: torch.Tensor | None = parts
     while sums is not None:
         values, scale = sums, scale * PART
         num_parts = parts_of(len(values))
