@@ -22,7 +22,7 @@ from tritonrec.harness.train import loop
 from tritonrec.harness.train.elastic import Memory
 from tritonrec.harness.train.run import Run, StoppingRule
 from tritonrec.pipeline import PeerCopies, Window, WindowConfig
-from tritonrec.pipeline.places import Context, Gradients
+from tritonrec.pipeline.places import Gradients
 from tritonrec.pipeline.stage import Update
 
 pytestmark = pytest.mark.multi_rank
@@ -193,27 +193,28 @@ FLIP = 1 << 12
 
 
 def flipping(communicators, run, memory, place):
-    """`train`; a bit of rank 1 flips in step 5: of a gradient as it is computed, or of a row at rest."""
+    """`train`; a bit flips on rank 1: of gradients from step 5 on, or of the rows before they are copied."""
 
     class Flipping(loop.Trainer):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
-            if communicators.rank == 1:
-                self.program.after("compute", gradient if place == "gradient" else row)
+            if place == "gradient" and communicators.rank == 1:
+                self.program.after("compute", gradient)
 
     def gradient(micro_batch: int, window: Window, gradients: Update[Gradients]) -> None:
         if window.step >= 5 and len(gradients[0]):
             gradients[0][:, 3] ^= FLIP
 
-    def row(micro_batch: int, window: Window, context: Context) -> None:
-        if window.step == 5 and micro_batch == 0:
-            rows = context.tables.groups[0].table._rows
+    def keep(trainer, *arguments):
+        if place == "row" and communicators.rank == 1 and trainer.next_step == 8:
+            rows = trainer.tables.groups[0].table._rows
             _keys, handles = rows.items()
             values = rows.gather(handles)
             values.view(torch.int32)[:, 2] ^= FLIP
             rows._storage.update(handles, values)
+        return PeerCopies.keep(memory.copies, trainer, *arguments)
 
-    loop.Trainer = Flipping
+    loop.Trainer, memory.copies.keep = Flipping, keep
     return loop.train(communicators, run, True, memory)
 
 

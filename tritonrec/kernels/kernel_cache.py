@@ -76,6 +76,11 @@ class AheadCache(NullCache):
         base = f"{function.__module__}.{function.__qualname__}.{sys.implementation.cache_tag}"
         self._base, self._files = base, _Files(AHEAD, base, function)
 
+    def _key(self, sig: object, codegen: Any) -> Any:
+        """Types, processor and bytecode, as numba's own cache has them."""
+        own: Any = self
+        return FunctionCache._index_key(own, sig, codegen)
+
     @property
     def is_brought(self) -> bool:
         """Whether the wheel has the function as its sources are now, for any processor."""
@@ -86,7 +91,7 @@ class AheadCache(NullCache):
         if not AHEAD.is_dir():
             return None
         target_context.refresh()
-        sig, processor, code = FunctionCache._index_key(self, sig, target_context.codegen())
+        sig, processor, code = self._key(sig, target_context.codegen())
         for target in targets_of(processor):
             data = self._files.load((sig, (processor[0], target, ""), code))
             if data is not None:
@@ -96,7 +101,7 @@ class AheadCache(NullCache):
     def write(self, sig: object, compiled: CompileResult, folder: Path) -> None:
         """Keep in `folder` what was compiled for the target that ``NUMBA_CPU_NAME`` names."""
         library, *others, _annotation, reload, environments = compiled._reduce()
-        key = FunctionCache._index_key(self, sig, compiled.codegen)
+        key = self._key(sig, compiled.codegen)
         # The annotation is for `inspect_types`, is large, and holds paths of the machine that compiled.
         data = (library, *others, "", reload, environments)
         _Files(folder, self._base, self._py_func).save(key, data)
@@ -115,7 +120,7 @@ class _Files:
     def __init__(self, folder: Path, base: str, function: Callable[..., Any]):
         self._folder, self._base, self._function = folder, base, function
 
-    def load(self, key: object) -> object | None:
+    def load(self, key: object) -> Any:
         """What was saved under `key`; None where nothing was, and for a file that is damaged."""
         try:
             content = self._path(key).read_bytes()
