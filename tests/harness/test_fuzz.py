@@ -1,6 +1,7 @@
 """Promise: a search tries what it says, counts what is refused, and finds a fault that is injected."""
 
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
@@ -163,6 +164,21 @@ def test_the_command_searches(tmp_path):
     """The first configuration that Hypothesis draws is the simplest."""
     code, output, _ = commands.invoke("fuzz", "--configurations", 1, "--database", tmp_path / "found")
     assert code == 0 and "1 configurations in" in output and "1 identical" in output
+
+
+def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):
+    tried, evidence = [], Fuzzer.evidence
+
+    def signalled(self, configuration):
+        tried.append(evidence(self, configuration))
+        if len(tried) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return tried[-1]
+
+    monkeypatch.setattr(Fuzzer, "evidence", signalled)
+    report = search(600, most=1000)
+    assert 3 <= report.tried <= len(tried) < 10 and not report.failures
+    assert "stopping after this configuration" in capfd.readouterr().err
 
 
 def test_refused_settings_are_one_sentence():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -24,6 +25,7 @@ from ...pipeline import Mode, schedule_of
 from ..environment import environment
 from ..job import Job
 from ..progress import CommandProgress
+from ..train.stopping import graceful_stop
 from ..verify.contract import Verifier
 from ..verify.run_case import prepared
 from ..verify.thread_ranks import ThreadPool, run_ranks
@@ -209,20 +211,26 @@ def search(
 ) -> FuzzReport:
     """Try configurations for so many `seconds`, at `most` so many; progress and failures go to `console`.
 
+    The first SIGINT or SIGTERM ends it after a configuration, with the report of those tried.
+
     Args:
         seed: equal ones draw equal configurations, after those of `database`, a folder of earlier failures.
         fault: injected into every try. mode: of every configuration; by default one is drawn.
     """
-    console, began = console or Console(), time.monotonic()
+    console, began, asked = console or Console(), time.monotonic(), threading.Event()
     _share_the_interpreter()
-    with Fuzzer(seed, fault) as fuzzer, CommandProgress(console) as progress:
+    with (
+        graceful_stop(asked.set, "configuration"), Fuzzer(seed, fault) as fuzzer,
+        CommandProgress(console) as progress,
+    ):  # fmt: skip
         report = fuzzer.report
         task = progress.add_task("configurations", total=most)
         for number in range(MOST_ROUNDS):
             left = ROUND if most is None else min(ROUND, most - report.tried)
-            if left <= 0 or time.monotonic() - began >= seconds or len(report.failures) >= MOST_FAILURES:
+            over = asked.is_set() or time.monotonic() - began >= seconds
+            if over or left <= 0 or len(report.failures) >= MOST_FAILURES:
                 break
-            tries = _Tries(fuzzer, began + seconds, progress, task)
+            tries = _Tries(fuzzer, began + seconds, asked, progress, task)
             tries.search(seed * MOST_ROUNDS + number, left, mode, database, reuse=not number)
             known = [each.configuration for each in report.failures]
             if tries.failing is not None and tries.failing.as_json() not in known:
@@ -251,8 +259,11 @@ def try_one(configuration: Configuration, fault: str | None, console: Console) -
 class _Tries:
     """One search of Hypothesis; `failing` is the smallest configuration that failed, None where none did."""
 
-    def __init__(self, fuzzer: Fuzzer, deadline: float, progress: CommandProgress, task: Any):
-        self.fuzzer, self._deadline, self._progress, self._task = fuzzer, deadline, progress, task
+    def __init__(
+        self, fuzzer: Fuzzer, deadline: float, asked: threading.Event, progress: CommandProgress, task: Any
+    ):
+        self.fuzzer, self._deadline, self._asked = fuzzer, deadline, asked
+        self._progress, self._task = progress, task
         self.failing: Configuration | None = None
         self.evidence = ""
 
@@ -271,7 +282,7 @@ class _Tries:
             tries()
 
     def _try(self, configuration: Configuration) -> None:
-        if self.failing is None and time.monotonic() >= self._deadline:
+        if self._asked.is_set() or (self.failing is None and time.monotonic() >= self._deadline):
             return
         report = self.fuzzer.report
         if self.failing is not None:

@@ -28,11 +28,12 @@ class Stop:
 
 
 @contextmanager
-def graceful_stop(request: Callable[[], None]) -> Iterator[Stop]:
+def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[Stop]:
     """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit.
 
     `request` is called from another thread, again and again until the end. Ignored signals stay ignored.
-    Outside of the main thread, where Python allows no handlers, nothing changes.
+    `after` says in the message where the end will be. Outside of the main thread, where Python allows no
+    handlers, nothing changes.
     """
     stop, over = Stop(), threading.Event()
 
@@ -46,7 +47,7 @@ def graceful_stop(request: Callable[[], None]) -> Iterator[Stop]:
             raise SystemExit(128 + number)
         stop.signal = number
         again = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
-        os.write(2, f"\nstopping after this step{again}\n".encode())
+        os.write(2, f"\nstopping after this {after}{again}\n".encode())
         threading.Thread(target=ask, name="stop", daemon=True).start()
 
     before = {}
