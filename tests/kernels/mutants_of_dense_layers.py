@@ -110,7 +110,7 @@ MUTANTS = {
         "carry_of_the_bias_lost": [("axis=1) + (low >> 32)", "axis=1)")],
         "block_of_the_bias_wraps": [("(high >= -(2**31)) & (high < 2**31) & ", "")],
         "every_share_has_all_samples": [SMALL_SHARES, ("begin = share * samples_of_share", "begin = share * 0"), ("begin + samples_of_share, samples", "samples, samples")],
-        "sums_of_other_shares_lost": [SMALL_SHARES, ("bad = add_atomically(to, total, bad,", "tl.store(to, total, mask=inside)\n        bad = add_atomically(to, total * 0, bad,")],
+        "sums_of_other_shares_lost": [SMALL_SHARES, ("wraps = add_atomically(to, total, none, behind", "tl.store(to, total, mask=inside)\n        wraps = add_atomically(to, total * 0, none, behind")],
         "bias_by_every_column": [("tl.where(last, tl.minimum(first_token + tokens_of_share, tokens), first_token)", "tl.minimum(first_token + tokens_of_share, tokens)")],
     },
     "norm_mul_dropout.triton_norm": {
