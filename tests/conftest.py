@@ -13,8 +13,10 @@ from tritonrec.kernels import dispatch
 if not torch.cuda.is_available() and dispatch.emulated is None:  # decided before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C asks nobody
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# ignored in a shell's background, and by nohup
+for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if signal.getsignal(number := getattr(signal, name, signal.SIGINT)) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
 settings.load_profile("tests")
