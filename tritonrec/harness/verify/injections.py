@@ -145,7 +145,7 @@ def float_sums(program: Program) -> None:
         add_rows(products.flatten(0, 1), rows, *rest[:2])
 
     program.sums.add = add_rows  # type: ignore[method-assign]
-    program.sums.add_products = add_products  # type: ignore[method-assign]
+    program.sums.add_products = add_products  # type: ignore[method-assign, assignment]
 
 
 def sums_of_four_bytes(program: Program) -> None:
