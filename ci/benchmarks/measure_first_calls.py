@@ -42,7 +42,7 @@ from contextlib import suppress
 def run(op, *arguments, **options):
     with suppress(ops.ExactSumError):
         return op(*arguments, **options, impl="cpu")
-launches.run = run
+launches.run, launches.device_seed = run, lambda: 5  # the CPU takes numbers
 for call in launches.CASES.values():
     call()
 """
