@@ -25,16 +25,12 @@ import torch.distributed as dist
 from .communicator import TIMEOUT, Communicator
 from .groups import Communicators
 from .launch import from_environment, join_environment
-from .ledger import CorruptionError
 from .watch import READ_TIMEOUT, RankDiedError, Watch, of_another_rank
 
 Result = TypeVar("Result")
 
 LAG = 10.0
 """Seconds, besides the timeout, until every rank that is alive has noticed: reports, lanes, a save."""
-
-CORRUPTION = "corruption"
-"""Key of a rank's own store under which another one puts the error by which it ends."""
 
 POLL = 0.02
 PROBE = 0.2
@@ -63,8 +59,7 @@ def run_elastic(
 
     Returns the result of the last call. Raises its error where no other rank caused it, where no rank was
     lost (a network that fails), and on a rank that the others went on without; `RankDiedError` where fewer
-    than `min_ranks` are left. A `CorruptionError` of any rank is raised on all of them, since nobody knows
-    which copies are older than the bits that changed.
+    than `min_ranks` are left.
     """
     if min_ranks < 1:
         raise ValueError(f"min_ranks must be at least 1, got {min_ranks}")
@@ -79,7 +74,6 @@ def run_elastic(
                     return function(communicators)
             except Exception as error:
                 if of_another_rank(error) is None:
-                    ranks.tell_of_corruption(error)
                     raise
                 ranks.meet(error)
             gc.collect()  # tables of the call before
@@ -178,31 +172,9 @@ class _Ranks:
     def _connect_to_first(self) -> dist.TCPStore:
         return self.members[0].connect(self.timeout.total_seconds())
 
-    def tell_of_corruption(self, error: Exception) -> None:
-        """Tell all others, before this rank is gone, if `error` comes of a `CorruptionError`."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, CorruptionError):
-            cause = cause.__cause__
-        if cause is None:
-            return
-        for member in self.members:
-            if member != self.own and not member.is_gone():
-                with suppress(RuntimeError):  # it has ended meanwhile
-                    member.connect().set(CORRUPTION, json.dumps((str(cause), cause.ranks)))
-
-    def _raise_if_told(self) -> None:
-        assert self.store is not None
-        if self.store.check([CORRUPTION]):
-            text, ranks = json.loads(self.store.get(CORRUPTION))
-            raise CorruptionError(text, tuple(ranks))
-
     def meet(self, error: Exception) -> None:
-        """Agree with the others who goes on, after `error`, which is raised where all ranks are alive.
-
-        Raises the `CorruptionError` of a rank that has ended by one: it has told this rank before.
-        """
+        """Agree with the others who goes on, after `error`, which is raised where all ranks are alive."""
         generation, numbers = self._agree()
-        self._raise_if_told()
         lost = [each.number for each in self.members if each.number not in numbers]
         left = [each for each in self.members if each.number in numbers]
         if not lost:
